@@ -1,0 +1,29 @@
+"""Plain data that crosses the engine's internal borders. No torch, no grpc, no clock.
+
+Every type is an immutable msgspec struct, so that it can be compared in tests, logged, and sent to another
+process without a second declaration. Times are seconds of CLOCK_MONOTONIC unless the name says otherwise.
+"""
+
+from engine.types.events import ChoiceStatistics, FinishReason, FirstTokenTimings, RequestFailure, TokenEvent
+from engine.types.memory import MemoryPlan
+from engine.types.request import GrammarSpec, Request
+from engine.types.sampling import SamplingParams, TokenLogprobs
+from engine.types.step import NewSequence, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
+
+__all__ = [
+    "ChoiceStatistics",
+    "FinishReason",
+    "FirstTokenTimings",
+    "GrammarSpec",
+    "MemoryPlan",
+    "NewSequence",
+    "Request",
+    "RequestFailure",
+    "SamplingParams",
+    "ScheduledSequence",
+    "SchedulerOutput",
+    "SequenceResult",
+    "StepResult",
+    "TokenEvent",
+    "TokenLogprobs",
+]

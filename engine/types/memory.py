@@ -1,0 +1,24 @@
+"""The memory plan: one statement that start-up, admission and `millrace plan` share."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the memory goes, in bytes, and what fits into it."""
+
+    total_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit into the KV cache."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,50 @@
+"""What a client asked of the engine. Immutable; what is decoded lives in the scheduler's Sequence."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types.sampling import SamplingParams
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled output constraint as it came from the tokenizer service."""
+
+    digest: str
+    payload: bytes
+    backend: str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One submission. `request_id` is unique in the engine; `external_id` is what people see in traces."""
+
+    request_id: int
+    external_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    # Tokens of this choice that another engine generated already; generation continues after them.
+    output_token_ids: tuple[int, ...] = ()
+    # Index of the first choice; part of the random seed.
+    choice_index: int = 0
+    grammar: GrammarSpec | None = None
+    adapter: str = ""
+    tenant: str = ""
+    tier: str = ""
+    # A higher number is served first.
+    priority: int = 0
+    # Fair-share weight of the tenant inside its tier.
+    weight: float = 1.0
+    # Prefix-cache blocks are shared only under equal salts.
+    cache_salt: bytes = b""
+    arrival_s: float = 0.0
+    # Moment by which the first token is due; None when the tier has no target.
+    ttft_deadline_s: float | None = None
+    # Moment at which waiting in the queue ends with a refusal; None when the tier has no limit.
+    queue_deadline_s: float | None = None
+    # Moment after which nobody wants the answer.
+    deadline_s: float | None = None
+    # Largest prompt plus completion the tier allows; None means the model's own limit.
+    max_context_tokens: int | None = None
+    # W3C trace context of the parent span.
+    traceparent: str = ""
+    tracestate: str = ""

@@ -1,0 +1,99 @@
+"""One step's plan and result: the whole contract between scheduler, core and runner.
+
+There is no prefill or decode flag. The plan says how many tokens each sequence computes in this step:
+prefill, chunks, decode, prefix hits and speculative verification are one rule.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types.request import GrammarSpec
+from engine.types.sampling import SamplingParams, TokenLogprobs
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """Everything the runner must know of a sequence that it has not seen, or sees again after preemption."""
+
+    sequence_id: int
+    # Prompt, then output tokens known already (continuation, or recompute after preemption).
+    token_ids: tuple[int, ...]
+    # Length of the prompt inside token_ids; later tokens are replayed into grammar and penalties.
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    # Choice index; the random stream is a function of (seed, choice_index, output position).
+    choice_index: int
+    grammar: GrammarSpec | None
+    adapter: str
+    # Whole block table so far, cached prefix included.
+    block_ids: tuple[int, ...]
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that one sequence computes in this step: positions [start, start + num_tokens)."""
+
+    sequence_id: int
+    start: int
+    num_tokens: int
+    # Appended to the sequence's block table in this step (empty for a NewSequence).
+    new_block_ids: tuple[int, ...]
+    # Whether a token is sampled: the span reaches the last known token.
+    samples: bool
+    # The last tokens of the span are drafts, to be verified. They are in no one's token list yet.
+    draft_token_ids: tuple[int, ...] = ()
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One step's plan. Plain data: the same for the real runner, the simulated one and remote workers.
+
+    The runner applies it in this order: releases, new sequences, block copies, offload and restore copies,
+    forward. Token ids of running sequences are the runner's own: it appends what it sampled, so that a plan
+    can be made before the previous step's tokens are known.
+    """
+
+    step_id: int
+    new_sequences: tuple[NewSequence, ...] = ()
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    # Sequences whose runner state is dropped: finished, cancelled or preempted.
+    released: tuple[int, ...] = ()
+    # (source, destination) block ids, for copy-on-write.
+    block_copies: tuple[tuple[int, int], ...] = ()
+    # (device block, host block) and back, for the offload tier.
+    offloads: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
+    # (parent sequence, child sequence): the child starts with a copy of the parent's runner state.
+    forks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(sequence.num_tokens for sequence in self.scheduled)
+
+
+class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
+    """What the runner found for one scheduled sequence that samples (or asked for prompt logprobs)."""
+
+    sequence_id: int
+    # Accepted drafts, then the sampled token; empty when nothing was sampled.
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # The grammar is complete: the choice ends after these tokens.
+    grammar_finished: bool = False
+    # The sequence cannot go on (non-finite logits, broken grammar); names the cause. Others are not affected.
+    failure: str = ""
+    # Drafts proposed for the next step.
+    next_draft_token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    grammar_s: float = 0.0
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """Outcome of one step. `failure` is set when the step as a whole failed and nothing was computed."""
+
+    step_id: int
+    results: tuple[SequenceResult, ...]
+    # Wall time of the forward and sampling, in seconds.
+    compute_s: float = 0.0
+    failure: str = ""

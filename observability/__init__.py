@@ -1,0 +1,1 @@
+"""Names, tracing, metrics and logging for every service. See DESIGN.md."""

@@ -1,0 +1,46 @@
+"""Client channels with the options that a streaming suite needs."""
+
+from __future__ import annotations
+
+import grpc
+from opentelemetry import propagate
+
+# Vocabularies and long prompts travel in one message.
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+_COMMON = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+CLIENT_OPTIONS = (
+    *_COMMON,
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A peer that restarts is found again at once, not after two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Two channels to the same address must not share a connection's flow control.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+SERVER_OPTIONS = (
+    *_COMMON,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def connect(target: str) -> grpc.aio.Channel:
+    """An insecure channel to `target` (host:port or unix:path)."""
+    return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """The current W3C trace context as call metadata."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return tuple(carrier.items())

@@ -1,0 +1,136 @@
+"""Reads the one configuration file: TOML, one table per owner, overridden by environment variables.
+
+`MILLRACE_ENGINE__MAX_NUM_SEQS=8` overrides `max_num_seqs` in `[engine]`; double underscores go one table
+deeper. An unknown key is an error that names it. Owners (gateway, tokenizer_svc, engine, observability)
+declare the type of their own table and decode it with `load_section`; none sees the others'.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.errors import ConfigError
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+ENV_PREFIX = "MILLRACE_"
+
+# Every table that some service owns. A table outside this set is a typing mistake.
+SECTIONS = frozenset(
+    {
+        "model",
+        "security",
+        "tokenizer",
+        "engine",
+        "gateway",
+        "tiers",
+        "tenants",
+        "keys",
+        "envoy",
+        "observability",
+        "supervisor",
+    }
+)
+
+# Variables with the prefix that are not configuration keys.
+_NOT_CONFIG = frozenset({"MILLRACE_DEV_KEY", "MILLRACE_API_KEY", "MILLRACE_STATE_DIR", "MILLRACE_URL"})
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[model]`: which checkpoint is served, and under which name. Shared by all services."""
+
+    # Directory in Hugging Face format, or a hub id.
+    path: str = "models/millrace-nano"
+    # Name that clients ask for; the last part of the path when empty.
+    name: str = ""
+    # Other names that clients may ask for.
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def served_name(self) -> str:
+        """Name under which the model is listed."""
+        return self.name or Path(self.path).name
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[security]`: the secret that signs request contexts between services."""
+
+    # Shared by all services of one deployment; at least 16 characters. `context_secret_file` wins.
+    context_secret: str = ""
+    context_secret_file: str = ""
+    # Contexts older than this are refused.
+    max_context_age_s: float = 3600.0
+
+    def secret(self) -> bytes:
+        """The signing secret; raises ConfigError when none, or too short a one, is configured."""
+        text = self.context_secret
+        if self.context_secret_file:
+            try:
+                text = Path(self.context_secret_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ConfigError(f"security.context_secret_file: {error}") from error
+        if len(text) < 16:
+            raise ConfigError(
+                "security.context_secret: at least 16 characters are needed to sign request contexts; "
+                "set it, or MILLRACE_SECURITY__CONTEXT_SECRET, to the same value for every service"
+            )
+        return text.encode()
+
+
+def read_tables(path: Path | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """All tables of the file with the environment's overrides applied.
+
+    Values from the environment are parsed as TOML values where they are such, and taken as text otherwise.
+    Raises ConfigError for an unreadable file and for unknown tables.
+    """
+    tables: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration file: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for name in tables:
+        if name not in SECTIONS:
+            raise ConfigError(f"{path}: unknown table [{name}]; known: {', '.join(sorted(SECTIONS))}")
+    for variable, text in environ.items():
+        if variable.startswith(ENV_PREFIX) and variable not in _NOT_CONFIG:
+            _override(tables, variable, text)
+    return tables
+
+
+def _override(tables: dict[str, Any], variable: str, text: str) -> None:
+    *parents, leaf = variable.removeprefix(ENV_PREFIX).lower().split("__")
+    if not parents or parents[0] not in SECTIONS:
+        raise ConfigError(
+            f"{variable}: not a configuration variable; expected {ENV_PREFIX}<TABLE>__<KEY> with one of "
+            f"{', '.join(sorted(SECTIONS))}"
+        )
+    table = tables
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{variable}: {parent} is not a table")
+    table[leaf] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def load_section(tables: Mapping[str, Any], name: str, kind: type[Section]) -> Section:
+    """Decodes the table `name`; raises ConfigError naming the key that is unknown or of the wrong type."""
+    try:
+        return msgspec.convert(tables.get(name, {}), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[{name}]: {error}") from error

@@ -1,0 +1,82 @@
+"""Starts and stops a gRPC server the same way everywhere: health, reflection, errors, traces, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.channels import SERVER_OPTIONS
+from services.errors import ConfigError
+from services.interceptors import CallInterceptor
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """One listening gRPC server with health and reflection.
+
+    Health is NOT_SERVING until `set_serving(True)`, so that a service is not sent work before it is ready.
+    """
+
+    def __init__(self, listen: str, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+        self.listen = listen
+        # Known after start(); differs from `listen` when that asks for port 0.
+        self.port = 0
+        self._server = grpc.aio.server(
+            interceptors=[CallInterceptor(), *interceptors], options=SERVER_OPTIONS
+        )
+        self._health = health.aio.HealthServicer()
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(self, register: Callable[[Any, Any], None], servicer: Any, full_name: str) -> None:
+        """Registers a servicer with its generated `add_…_to_server` under its full service name."""
+        register(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> None:
+        """Binds and listens; raises ConfigError when the address cannot be bound."""
+        reflection.enable_server_reflection(self._names, self._server)
+        try:
+            self.port = self._server.add_insecure_port(self.listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {self.listen}: {error}; is another instance running?"
+            ) from error
+        await self._server.start()
+        await self.set_serving(False)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health of the server as a whole and of every service on it."""
+        status = _SERVING if serving else _NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once and cancels those that still run after `grace_s` seconds."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def wait_for_signal() -> signal.Signals:
+    """Returns at the first SIGTERM or SIGINT. A second one ends the process by its default action."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def receive(number: signal.Signals) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        if not received.done():
+            received.set_result(number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, receive, each)
+    return await received

@@ -1,0 +1,1 @@
+"""The tokenizer and grammar service. See DESIGN.md."""
