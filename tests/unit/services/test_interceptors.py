@@ -1,0 +1,147 @@
+"""The wrapper around every gRPC call, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from opentelemetry import trace
+
+from services.channels import connect, trace_metadata
+from services.errors import MillraceError, Reason
+from services.interceptors import CallInterceptor
+from services.server import GrpcServer
+from services.status import from_rpc_error
+
+SERVICE = "millrace.tokenizer.v1.TokenizerService"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Answers with what the wrapper is to translate."""
+
+    async def Tokenize(self, request: Any, context: Any) -> tokenizer_pb2.TokenizeResponse:
+        if request.text == "refuse":
+            raise MillraceError(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                "5000 tokens; the limit is 4096",
+                field="messages",
+                metadata={"limit": "4096"},
+                retry_after_s=1.5,
+            )
+        if request.text == "break":
+            raise RuntimeError("a secret of the implementation")
+        return tokenizer_pb2.TokenizeResponse(token_ids=[1])
+
+    async def Detokenize(self, request: Any, context: Any) -> tokenizer_pb2.DetokenizeResponse:
+        span = trace.get_current_span().get_span_context()
+        return tokenizer_pb2.DetokenizeResponse(text=format(span.trace_id, "032x"))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[GrpcServer]:
+    server = GrpcServer("127.0.0.1:0")
+    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, Tokenizer(), SERVICE)
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+
+
+async def test_domain_error_crosses_the_wire_whole(channel: grpc.aio.Channel) -> None:
+    stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="refuse"))
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    error = from_rpc_error(raised.value)
+    assert error.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert error.message == "5000 tokens; the limit is 4096"
+    assert error.field == "messages"
+    assert error.metadata == {"limit": "4096"}
+    assert error.retry_after_s == 1.5
+
+
+async def test_unexpected_failure_keeps_its_secrets(
+    channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="break"))
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in (raised.value.details() or "")
+    assert from_rpc_error(raised.value).reason is Reason.INTERNAL
+    assert "a secret of the implementation" in caplog.text
+
+
+async def test_trace_context_is_current_in_the_handler(channel: grpc.aio.Channel) -> None:
+    stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    answer = await stub.Detokenize(
+        tokenizer_pb2.DetokenizeRequest(),
+        metadata=(("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),),
+    )
+    assert answer.text == TRACE_ID
+
+
+async def test_no_trace_context_without_a_span() -> None:
+    assert trace_metadata() == ()
+
+
+async def test_unimplemented_method_is_an_told_by_name(channel: grpc.aio.Channel) -> None:
+    stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest())
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert SERVICE in (raised.value.details() or "")
+
+
+async def test_health_follows_set_serving_and_can_be_watched(
+    server: GrpcServer, channel: grpc.aio.Channel
+) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=SERVICE)
+    watch = stub.Watch(request)
+    updates = aiter(watch)
+    assert (await anext(updates)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.set_serving(True)
+    assert (await anext(updates)).status == health_pb2.HealthCheckResponse.SERVING
+    assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+
+
+async def test_abandoned_stream_closes_the_handler_without_noise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = asyncio.Event()
+
+    class Streaming(health_pb2_grpc.HealthServicer):
+        async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                while True:
+                    yield health_pb2.HealthCheckResponse()
+                    await asyncio.sleep(0)
+            finally:
+                closed.set()
+
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    health_pb2_grpc.add_HealthServicer_to_server(Streaming(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await anext(aiter(watch))
+        watch.cancel()
+        async with asyncio.timeout(30):
+            await closed.wait()
+    await server.stop(0)
+    assert "detach" not in caplog.text
