@@ -5,17 +5,23 @@ process without a second declaration. Times are seconds of CLOCK_MONOTONIC unles
 """
 
 from engine.types.events import ChoiceStatistics, FinishReason, FirstTokenTimings, RequestFailure, TokenEvent
+from engine.types.kv_events import BlocksEvicted, BlocksStored, KvEvent
 from engine.types.memory import MemoryPlan
+from engine.types.model_facts import ModelFacts
 from engine.types.request import GrammarSpec, Request
 from engine.types.sampling import SamplingParams, TokenLogprobs
 from engine.types.step import NewSequence, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
 
 __all__ = [
+    "BlocksEvicted",
+    "BlocksStored",
     "ChoiceStatistics",
     "FinishReason",
     "FirstTokenTimings",
     "GrammarSpec",
+    "KvEvent",
     "MemoryPlan",
+    "ModelFacts",
     "NewSequence",
     "Request",
     "RequestFailure",

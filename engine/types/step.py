@@ -46,7 +46,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan. Plain data: the same for the real runner, the simulated one and remote workers.
 
-    The runner applies it in this order: releases, new sequences, block copies, offload and restore copies,
+    The runner applies it in this order: releases, new sequences, forks, offloads, restores, block copies,
     forward. Token ids of running sequences are the runner's own: it appends what it sampled, so that a plan
     can be made before the previous step's tokens are known.
     """
@@ -97,3 +97,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # Wall time of the forward and sampling, in seconds.
     compute_s: float = 0.0
     failure: str = ""
+    # Part of compute_s that went into sampling, masks and copying the tokens to the host.
+    sampling_s: float = 0.0

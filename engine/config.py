@@ -1,0 +1,150 @@
+"""`[engine]`: everything an operator can decide about one engine process.
+
+Values found at run time (number of blocks, the model's own context length) live in MemoryPlan and
+ModelFacts, never here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from services.errors import ConfigError
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.scheduler]`: what one step may contain, and who comes first."""
+
+    # Tokens computed in one step, over all sequences.
+    max_num_batched_tokens: int = 1024
+    # Sequences that hold KV blocks at the same time.
+    max_num_seqs: int = 64
+    # A prompt with more tokens left to compute than this is long.
+    long_prefill_tokens: int = 512
+    # Largest part of a step that long prompts may take together while anyone else has work.
+    long_prefill_share: float = 0.5
+    # After so many preemptions a sequence keeps its place until it ends.
+    max_preemptions: int = 3
+    # Part of the blocks that admission leaves free, so that running sequences can grow.
+    watermark: float = 0.02
+    # Tenants whose weighted service differs by less than this compete by deadline, in tokens.
+    fairness_band_tokens: int = 2048
+    # Price of a generated token in prompt tokens, for fairness between tenants.
+    output_token_cost: float = 2.0
+    # A request that has waited longer than this is aged ...
+    aging_s: float = 20.0
+    # ... and one of so many admissions goes to the oldest aged request, whatever its tier.
+    aging_interval: int = 8
+    # Requests that may wait at the same time; further ones are refused with a retry delay.
+    max_waiting: int = 4096
+    # Refuse a request whose expected wait exceeds its tier's queue limit.
+    refuse_early: bool = True
+    # Plan the next step while the present one runs; "auto" does so on an accelerator.
+    overlap: Literal["auto", "on", "off"] = "auto"
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.cache]`: the paged KV cache."""
+
+    # Tokens per block.
+    block_size: int = 16
+    # Size of the cache; 0 takes `memory_fraction` of what weights and workspace leave.
+    kv_cache_bytes: int = 0
+    # Part of the device's memory that the engine may use.
+    memory_fraction: float = 0.85
+    # Element type of keys and values; "auto" is the model's.
+    kv_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = "auto"
+    prefix_caching: bool = True
+    # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.
+    host_bytes: int = 0
+
+
+class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.simulation]`: speed and size of the engine without weights."""
+
+    # Duration of a step before its tokens, in milliseconds; 0 is instantaneous.
+    step_ms: float = 0.0
+    # Tokens computed per second on top of step_ms; 0 is unlimited.
+    tokens_per_s: float = 0.0
+    vocab_size: int = 32_000
+    # Tokens are drawn from [first_token_id, last_token_id), cut to the vocabulary.
+    first_token_id: int = 300
+    last_token_id: int = 1000
+    max_model_len: int = 32_768
+    num_blocks: int = 4096
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.speculation]`: tokens proposed cheaply and verified in one step. Never changes the output."""
+
+    method: Literal["off", "ngram", "draft_model"] = "off"
+    # Directory of the draft model, of the same vocabulary.
+    draft_model: str = ""
+    num_draft_tokens: int = 4
+    # Longest and shortest suffix that prompt lookup searches for.
+    max_ngram: int = 4
+    min_ngram: int = 2
+    # A sequence stops speculating when its share of accepted drafts falls below this.
+    min_acceptance: float = 0.3
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine]`."""
+
+    listen: str = "127.0.0.1:50071"
+    # Address of the Prometheus endpoint; empty turns it off.
+    metrics_listen: str = ""
+    # Serve deterministic tokens without weights.
+    simulated: bool = False
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Name of an attention back end; "auto" takes the fastest that the machine supports.
+    attention_backend: str = "auto"
+    # Longest prompt plus completion, in tokens; 0 is the model's own limit.
+    max_model_len: int = 0
+    # Threads of the forward; 0 lets torch decide.
+    num_threads: int = 0
+    # Time that running requests get to finish after SIGTERM.
+    drain_limit_s: float = 30.0
+    # Steps a gateway may be behind before its stream is ended.
+    max_stream_backlog: int = 4096
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    simulation: SimulatedConfig = SimulatedConfig()
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the first key whose value cannot work, its limit and the remedy."""
+        scheduler, cache = self.scheduler, self.cache
+        at_least_one = {
+            "scheduler.max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "scheduler.max_num_seqs": scheduler.max_num_seqs,
+            "scheduler.long_prefill_tokens": scheduler.long_prefill_tokens,
+            "scheduler.aging_interval": scheduler.aging_interval,
+            "scheduler.max_waiting": scheduler.max_waiting,
+            "scheduler.fairness_band_tokens": scheduler.fairness_band_tokens,
+            "cache.block_size": cache.block_size,
+            "simulation.num_blocks": self.simulation.num_blocks,
+            "simulation.max_model_len": self.simulation.max_model_len,
+            "speculation.num_draft_tokens": self.speculation.num_draft_tokens,
+            "max_stream_backlog": self.max_stream_backlog,
+        }
+        for key, value in at_least_one.items():
+            if value < 1:
+                raise ConfigError(f"engine.{key} = {value}: must be at least 1")
+        fractions = {
+            "scheduler.long_prefill_share": scheduler.long_prefill_share,
+            "cache.memory_fraction": cache.memory_fraction,
+        }
+        for key, fraction in fractions.items():
+            if not 0 < fraction <= 1:
+                raise ConfigError(f"engine.{key} = {fraction}: must be above 0 and at most 1")
+        if not 0 <= scheduler.watermark < 0.5:
+            raise ConfigError(f"engine.scheduler.watermark = {scheduler.watermark}: must be in [0, 0.5)")
+        if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+            raise ConfigError(
+                f"engine.scheduler.max_num_seqs = {scheduler.max_num_seqs} exceeds max_num_batched_tokens = "
+                f"{scheduler.max_num_batched_tokens}: every running sequence needs one token per step; "
+                "lower the former or raise the latter"
+            )

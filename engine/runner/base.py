@@ -1,0 +1,58 @@
+"""The border between the core loop and whatever executes a step.
+
+The real runner, the simulated one and test doubles implement the same two protocols. A plan is plain data
+(`engine.types.SchedulerOutput`), so none of them sees the scheduler.
+
+Order in which a runner applies one plan:
+`released` -> `new_sequences` -> `forks` -> `offloads` (device to host) -> `restores` (host to device) ->
+`block_copies` -> forward and sampling of `scheduled`.
+Offloads come first because the device block may be handed to another sequence in the same plan.
+Within `block_copies` no destination is also a source, so the copies may run in any order or as one gather.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.types import SchedulerOutput, StepResult
+
+
+class RunnerBroken(Exception):  # noqa: N818 - a state of the device, not a mistake in a call
+    """The device or its state is lost for good. No later step can succeed, so nothing is retried."""
+
+
+class PendingStep(Protocol):
+    """A step that was launched and may still be running."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done and returns its result; called exactly once.
+
+        A step that failed as a whole either raises or returns a StepResult with `failure` set. Either way
+        nothing of it counts: no token was sampled, and the runner's states of sequences are as before the
+        launch except for `released`, `new_sequences` and `forks`. Contents of the scheduled slots are
+        undefined. The core then releases every sequence of the failed step and submits it anew.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Executes plans in the order in which they are launched.
+
+    One step may be launched while the previous one is still running (overlapped scheduling): the second plan
+    then schedules the token that the first one samples, which only the runner will know. Never more than two
+    steps are outstanding. `launch` is always called from one thread.
+    """
+
+    def launch(self, plan: SchedulerOutput) -> PendingStep:
+        """Starts one step without waiting for it. An empty plan (`scheduled == ()`) still applies
+        releases and block copies. Raises RunnerBroken when the device is lost.
+        """
+        ...
+
+    def num_states(self) -> int:
+        """Sequences that the runner holds state for (token ids, penalties, grammar matchers)."""
+        ...
+
+    def close(self) -> None:
+        """Frees the device. No step is outstanding; further calls do nothing."""
+        ...
