@@ -1,0 +1,141 @@
+# Millrace. `make serve` runs it, `make test` checks it; `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# A Python of at least 3.11; the first that is found, unless given: make serve PYTHON=/opt/python/bin/python3
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+# Plain PyPI brings the CUDA build on Linux. A smaller CPU build comes from PyTorch's own index:
+#   make serve PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+# Extra arguments for the pip command that installs torch, and for that one only.
+PIP_ARGS ?=
+# Arguments for `millrace serve`, for example: make serve ARGS="--engines 2 --port 9090"
+ARGS ?=
+# Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_VERSION := 26.0
+# Build tools of the editable install, so that pip needs no second, isolated environment.
+BUILD_TOOLS := hatchling editables
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+# --- running ----------------------------------------------------------------------------------------------
+
+.PHONY: serve
+serve: $(VENV)/.installed ## Install what is missing and serve the bundled model on 127.0.0.1:8080
+	@exec $(BIN)/millrace serve $(ARGS)
+
+.PHONY: install
+install: $(VENV)/.installed ## Install what running needs, into .venv
+
+.PHONY: up
+up: ## Start the containers of docker-compose.yml
+	@command -v docker >/dev/null || { echo "make up needs Docker with compose; without Docker use: make serve" >&2; exit 1; }
+	docker compose up --build --detach --wait
+
+.PHONY: down
+down: ## Stop the containers
+	@command -v docker >/dev/null || { echo "make down needs Docker with compose" >&2; exit 1; }
+	docker compose down
+
+# --- checking ---------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not e2e" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "e2e and not gpu" $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: dev ## Style, types and import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: format
+format: dev ## Rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: proto
+proto: dev ## Generate the stubs from proto/
+	$(BIN)/python proto/generate.py
+
+.PHONY: proto-check
+proto-check: dev ## Check the stubs for drift and lint the protos
+	$(BIN)/python proto/generate.py --check
+	cd proto && ../$(BIN)/buf lint
+
+.PHONY: bench
+bench: $(VENV)/.installed ## Measure this machine; figures side by side with a baseline
+	$(BIN)/python -m benchmarks $(ARGS)
+
+.PHONY: redis
+redis:
+	@if command -v redis-server >/dev/null; then exit 0; fi; \
+	echo "The tests of shared limits need redis-server, which is not installed."; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing it with apt-get ..."; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server >/dev/null; \
+	else \
+		echo "Install it (Debian, Ubuntu: apt-get install redis-server; macOS: brew install redis) and repeat." >&2; \
+		exit 1; \
+	fi
+
+# --- environment ------------------------------------------------------------------------------------------
+
+.PHONY: dev
+dev: $(VENV)/.installed-dev
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Millrace needs Python 3.11 or newer; found: $$(python3 --version 2>&1 || echo none)." >&2; \
+		echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Millrace needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; exit 1; }
+	@echo "[1/3] Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "Python's venv module failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PIP) install -q pip==$(PIP_VERSION)
+
+$(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
+	@echo "[2/3] Installing $(TORCH) (the largest part; once per environment)"
+	@$(PIP) install -c constraints.txt $(PIP_ARGS) "$(TORCH)"
+	@$(BIN)/python -c 'import torch; \
+		print(f"      torch {torch.__version__}:", f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build")'
+	@echo "[3/3] Installing Millrace and its pinned dependencies"
+	@$(PIP) install -c constraints.txt $(BUILD_TOOLS)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "[dev] Installing what the checks need"
+	@$(PIP) install -c constraints.txt --group dev
+	@touch $@
+
+.PHONY: constraints
+constraints: ## Renew constraints.txt: newest versions that satisfy pyproject.toml
+	@rm -rf .venv-constraints && $(PYTHON) -m venv .venv-constraints
+	.venv-constraints/bin/python -m pip install -q pip==$(PIP_VERSION)
+	.venv-constraints/bin/python -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	.venv-constraints/bin/python -m pip install -q $(BUILD_TOOLS)
+	.venv-constraints/bin/python -m pip install -q --no-build-isolation -e . --group dev
+	.venv-constraints/bin/python -m pip freeze --exclude-editable \
+		| { grep -viE '^(torch|triton|nvidia-[^=]*|cuda-[^=]*|setuptools)(==| @)' || true; } >constraints.txt
+	@rm -rf .venv-constraints
+
+.PHONY: clean
+clean: ## Remove the environment, caches and local state
+	rm -rf $(VENV) .venv-constraints .millrace .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
