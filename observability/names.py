@@ -1,0 +1,519 @@
+"""Every span, attribute and metric of the suite, declared once with its unit and meaning.
+
+Producers and consumers (waterfall, `why`, dashboards, alerts, the cluster's autoscaler) take names from here
+and nowhere else; tests hold dashboards and alert rules to this list. A name that is not here is not emitted.
+The list is kept in one file, longer than others, because it is looked up rather than read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class SpanName(str):
+    """Name of a span, which it equals as a string."""
+
+    service: str
+    meaning: str
+
+    def __new__(cls, name: str, service: str, meaning: str) -> SpanName:
+        """`service` is the process that makes the span."""
+        self = super().__new__(cls, name)
+        self.service, self.meaning = service, meaning
+        SPANS[name] = self
+        return self
+
+
+class Attribute(str):
+    """Key of a span attribute, which it equals as a string."""
+
+    unit: str
+    meaning: str
+
+    def __new__(cls, key: str, unit: str, meaning: str) -> Attribute:
+        """`unit` is "" for text, else the unit of the number (UCUM-like: ms, s, {token}, {block})."""
+        self = super().__new__(cls, key)
+        self.unit, self.meaning = unit, meaning
+        ATTRIBUTES[key] = self
+        return self
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric family as Prometheus sees it. `name` is the exposed name, suffixes included."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name in METRICS:
+            raise ValueError(f"{self.name} is declared twice")
+        if (self.kind == "counter") != self.name.endswith("_total"):
+            raise ValueError(f"{self.name}: counters, and only counters, end in _total")
+        if (self.kind == "histogram") != bool(self.buckets):
+            raise ValueError(f"{self.name}: histograms, and only histograms, have buckets")
+        METRICS[self.name] = self
+
+
+SPANS: dict[str, SpanName] = {}
+ATTRIBUTES: dict[str, Attribute] = {}
+METRICS: dict[str, Metric] = {}
+
+# --- Services (service.name of the trace resource) ---------------------------------------------------------
+ENVOY = "envoy"
+GATEWAY = "gateway"
+TOKENIZER = "tokenizer"
+ENGINE = "engine"
+SERVICES = (ENVOY, GATEWAY, TOKENIZER, ENGINE)
+
+# --- Spans -------------------------------------------------------------------------------------------------
+# Envoy names its own server span; this is the operation its configuration sets.
+ENVOY_INGRESS = SpanName("ingress", ENVOY, "The request at the edge, first byte in to last byte out.")
+GATEWAY_AUTHORIZE = SpanName(
+    "gateway.authorize", GATEWAY, "External authorization: credentials to tenant and tier."
+)
+GATEWAY_RATE_LIMIT = SpanName("gateway.rate_limit", GATEWAY, "Requests per minute, asked by the edge.")
+GATEWAY_REQUEST = SpanName(
+    "gateway.request", GATEWAY, "The whole request in the gateway; has the TTFT parts."
+)
+GATEWAY_PREPARE = SpanName("gateway.prepare", GATEWAY, "Call to the tokenizer service.")
+GATEWAY_RESERVE = SpanName("gateway.reserve", GATEWAY, "Reservation of the token budget.")
+GATEWAY_ADMIT = SpanName("gateway.admit", GATEWAY, "Admission or refusal by the tier's promises.")
+GATEWAY_ROUTE = SpanName("gateway.route", GATEWAY, "Choice of the engine.")
+GATEWAY_STREAM = SpanName("gateway.stream", GATEWAY, "From the first output of the engine to the last chunk.")
+GATEWAY_RESUBMIT = SpanName("gateway.resubmit", GATEWAY, "Continuation on another engine after one was lost.")
+TOKENIZER_PREPARE = SpanName("tokenizer.prepare", TOKENIZER, "Template, encoding and grammar of one request.")
+TOKENIZER_RENDER = SpanName("tokenizer.render", TOKENIZER, "The chat template.")
+TOKENIZER_ENCODE = SpanName("tokenizer.encode", TOKENIZER, "Text to token ids.")
+TOKENIZER_COMPILE = SpanName("tokenizer.compile", TOKENIZER, "Grammar compiled, or found in the cache.")
+ENGINE_REQUEST = SpanName("engine.request", ENGINE, "The request in the engine, submission to last token.")
+ENGINE_QUEUE = SpanName("engine.queue", ENGINE, "Waiting until the first token of the prompt is scheduled.")
+ENGINE_PREFILL = SpanName("engine.prefill", ENGINE, "One chunk of the prompt in one step.")
+ENGINE_FIRST_DECODE = SpanName(
+    "engine.first_decode", ENGINE, "From the end of the prompt to the first token."
+)
+ENGINE_DECODE = SpanName("engine.decode", ENGINE, "All decode steps as one summary.")
+ENGINE_PREEMPTED = SpanName("engine.preempted", ENGINE, "Out of the batch, its blocks given to others.")
+ENGINE_RESUMED = SpanName("engine.resumed", ENGINE, "Recompute or restore after a preemption.")
+ENGINE_OFFLOAD = SpanName("engine.offload", ENGINE, "Blocks copied to or from host memory for this request.")
+
+# --- Attributes --------------------------------------------------------------------------------------------
+REQUEST_ID = Attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
+CLIENT_REQUEST_ID = Attribute("millrace.client_request_id", "", "The client's own x-request-id.")
+TENANT = Attribute("millrace.tenant", "", "Who asked.")
+TIER = Attribute("millrace.tier", "", "SLA tier the request is served under.")
+KEY_ID = Attribute("millrace.key_id", "", "Public identifier of the API key; never the key.")
+FACE = Attribute("millrace.face", "", "grpc or http.")
+STREAMING = Attribute("millrace.streaming", "", "Whether the answer is streamed.")
+OUTCOME = Attribute("millrace.outcome", "", "Finish reason, or the reason of the error table.")
+ENGINE_ID = Attribute("millrace.engine_id", "", "Engine process that served the request.")
+POOL = Attribute("millrace.pool", "", "Engine pool that the router chose from.")
+ADAPTER = Attribute("millrace.adapter", "", "LoRA adapter; absent for the base model.")
+GUIDED = Attribute("millrace.guided", "", "Kind of output constraint; absent without one.")
+SPECULATIVE = Attribute("millrace.speculative", "", "Whether drafts were verified for this request.")
+PROMPT_TOKENS = Attribute("millrace.prompt_tokens", "{token}", "Length of the prompt.")
+CACHED_TOKENS = Attribute("millrace.cached_prompt_tokens", "{token}", "Prompt tokens from the prefix cache.")
+OUTPUT_TOKENS = Attribute("millrace.output_tokens", "{token}", "Tokens generated.")
+MAX_TOKENS = Attribute("millrace.max_tokens", "{token}", "Limit of generated tokens.")
+NUM_CHOICES = Attribute("millrace.num_choices", "{choice}", "Choices asked for.")
+CHOICE_INDEX = Attribute("millrace.choice_index", "", "Which choice the span is about.")
+CHUNK_TOKENS = Attribute("millrace.chunk_tokens", "{token}", "Prompt tokens computed in this chunk.")
+NUM_CHUNKS = Attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the prompt was computed in.")
+NUM_STEPS = Attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
+STEP_ID = Attribute("millrace.step_id", "", "Engine step of the span.")
+NUM_PREEMPTIONS = Attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
+RECOMPUTED_TOKENS = Attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
+DRAFTED_TOKENS = Attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
+ACCEPTED_TOKENS = Attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
+OFFLOADED_BLOCKS = Attribute("millrace.offloaded_blocks", "{block}", "Blocks moved to or from host memory.")
+GRAMMAR_DIGEST = Attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
+GRAMMAR_CACHE = Attribute("millrace.grammar.cache", "", "hit or miss.")
+GRAMMAR_MS = Attribute("millrace.grammar_ms", "ms", "Time spent on grammar masks in the engine.")
+RESERVED_TOKENS = Attribute("millrace.reserved_tokens", "{token}", "Tokens reserved from the budget.")
+EXPECTED_WAIT_MS = Attribute("millrace.expected_wait_ms", "ms", "Wait that admission expected.")
+ROUTE_REASON = Attribute("millrace.route.reason", "", "Why this engine: prefix, least_pending, only, ...")
+ROUTE_PREFIX_TOKENS = Attribute(
+    "millrace.route.prefix_tokens", "{token}", "Prefix the router expected cached."
+)
+RETRY_AFTER_S = Attribute("millrace.retry_after_s", "s", "Advice given with a refusal.")
+TPOT_MS = Attribute("millrace.tpot_ms", "ms", "Mean time per output token after the first.")
+ITL_MAX_MS = Attribute("millrace.itl_max_ms", "ms", "Longest gap between two chunks.")
+E2E_MS = Attribute("millrace.e2e_ms", "ms", "First byte in to last byte out, at the gateway.")
+TTFT_TARGET_MS = Attribute("millrace.ttft_target_ms", "ms", "Target of the tier.")
+TPOT_TARGET_MS = Attribute("millrace.tpot_target_ms", "ms", "Target of the tier.")
+TTFT_MS = Attribute("millrace.ttft_ms", "ms", "Time to the first token; the sum of the parts.")
+DELAYED_BY = Attribute("millrace.delayed_by", "", "Causes that cost time, the most expensive first.")
+# Envoy writes these itself.
+ENVOY_REQUEST_ID = Attribute("guid:x-request-id", "", "Request id on Envoy's own spans.")
+HTTP_STATUS = Attribute("http.status_code", "", "Status on Envoy's own spans.")
+
+
+class TtftPart(StrEnum):
+    """The named parts whose sum is the time to the first token, in the order in which they pass."""
+
+    NETWORK = "network"
+    PREPROCESS = "preprocess"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    FIRST_DECODE = "first_decode"
+    SERIALIZE = "serialize"
+
+
+TTFT_PART_MEANING: Mapping[TtftPart, str] = {
+    TtftPart.NETWORK: "edge to gateway, and gateway to engine and back",
+    TtftPart.PREPROCESS: "authorization, template, encoding, grammar, reservation, admission, routing",
+    TtftPart.QUEUE: "waiting in the engine until the first prompt token was scheduled",
+    TtftPart.PREFILL: "computing the prompt",
+    TtftPart.FIRST_DECODE: "from the end of the prompt to the first sampled token",
+    TtftPart.SERIALIZE: "token to text to the first chunk on the socket",
+}
+TTFT_PARTS: Mapping[TtftPart, Attribute] = {
+    part: Attribute(f"millrace.ttft.{part}_ms", "ms", TTFT_PART_MEANING[part]) for part in TtftPart
+}
+
+
+class Cause(StrEnum):
+    """What can hold a request back. Keys of ChoiceStatistics.delayed_by_s and values of DELAYED_BY."""
+
+    LONG_PREFILL = "long_prefill"
+    KV_PRESSURE = "kv_pressure"
+    PREEMPTION = "preemption"
+    BATCH_FULL = "batch_full"
+    HIGHER_TIER = "higher_tier"
+    GRAMMAR_COMPILE = "grammar_compile"
+    RATE_LIMIT = "rate_limit"
+    COLD_ADAPTER = "cold_adapter"
+    OFFLOAD = "offload"
+    ENGINE_LOST = "engine_lost"
+
+
+CAUSE_MEANING: Mapping[Cause, str] = {
+    Cause.LONG_PREFILL: "the long prompt of another request filled the steps",
+    Cause.KV_PRESSURE: "no free blocks in the KV cache",
+    Cause.PREEMPTION: "it lost its place to another request and had to be computed again",
+    Cause.BATCH_FULL: "the batch was full of other requests",
+    Cause.HIGHER_TIER: "requests of a higher tier went first",
+    Cause.GRAMMAR_COMPILE: "its grammar had to be compiled",
+    Cause.RATE_LIMIT: "its tenant's limits made it wait",
+    Cause.COLD_ADAPTER: "its adapter had to be loaded",
+    Cause.OFFLOAD: "its blocks were brought back from host memory",
+    Cause.ENGINE_LOST: "its engine was lost and another one continued",
+}
+DELAYED_BY_MS: Mapping[Cause, Attribute] = {
+    cause: Attribute(f"millrace.delayed_by.{cause}_ms", "ms", CAUSE_MEANING[cause]) for cause in Cause
+}
+
+# --- Buckets of lengths, as label values -------------------------------------------------------------------
+LENGTH_BOUNDS = (128, 512, 2_048, 8_192, 32_768)
+
+
+def length_bucket(num_tokens: int) -> str:
+    """Label value for a length: "<=128", ..., ">32768"."""
+    for bound in LENGTH_BOUNDS:
+        if num_tokens <= bound:
+            return f"<={bound}"
+    return f">{LENGTH_BOUNDS[-1]}"
+
+
+# --- Metrics -----------------------------------------------------------------------------------------------
+_FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_DURATION = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_COUNT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+# Gateway: what clients get.
+REQUESTS = Metric(
+    "millrace_requests_total",
+    "counter",
+    "{request}",
+    "Requests that ended, by outcome: ok, cancelled, refused or failed.",
+    ("face", "model", "tier", "tenant", "outcome"),
+)
+REJECTIONS = Metric(
+    "millrace_rejections_total",
+    "counter",
+    "{request}",
+    "Requests refused, by reason of the error table.",
+    ("reason", "tier"),
+)
+TTFT = Metric(
+    "millrace_time_to_first_token_seconds",
+    "histogram",
+    "s",
+    "Time to the first token, seen at the gateway.",
+    ("model", "tier", "prompt_bucket", "cache", "guided", "adapter", "pool"),
+    _LATENCY,
+)
+TTFT_PART = Metric(
+    "millrace_ttft_part_seconds",
+    "histogram",
+    "s",
+    "One named part of the time to the first token.",
+    ("part", "tier"),
+    (0.001, *_LATENCY),
+)
+TPOT = Metric(
+    "millrace_time_per_output_token_seconds",
+    "histogram",
+    "s",
+    "Mean time per output token after the first, one observation a request.",
+    ("model", "tier", "output_bucket", "speculative", "pool"),
+    _TOKEN_GAP,
+)
+ITL = Metric(
+    "millrace_inter_token_latency_seconds",
+    "histogram",
+    "s",
+    "Gap between two consecutive outputs of a stream.",
+    ("model", "tier"),
+    _TOKEN_GAP,
+)
+E2E = Metric(
+    "millrace_request_duration_seconds",
+    "histogram",
+    "s",
+    "First byte in to last byte out, at the gateway.",
+    ("model", "tier", "face"),
+    _DURATION,
+)
+SLO = Metric(
+    "millrace_slo_requests_total",
+    "counter",
+    "{request}",
+    "Requests judged against a target of their tier: objective is ttft or tpot, met is true or false.",
+    ("tier", "tenant", "objective", "met"),
+)
+TOKENS = Metric(
+    "millrace_tokens_total",
+    "counter",
+    "{token}",
+    "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning.",
+    ("kind", "model", "tier", "tenant"),
+)
+COST = Metric(
+    "millrace_cost_total",
+    "counter",
+    "{currency}",
+    "Cost by the configured prices, in the ledger's currency.",
+    ("tier", "tenant"),
+)
+ACTIVE_STREAMS = Metric(
+    "millrace_active_requests", "gauge", "{request}", "Requests in the gateway now.", ("tier",)
+)
+RESERVED = Metric(
+    "millrace_reserved_tokens", "gauge", "{token}", "Tokens reserved and not yet settled.", ("tier",)
+)
+AUTHORIZE_SECONDS = Metric(
+    "millrace_authorize_seconds", "histogram", "s", "External authorization in the gateway.", (), _FAST
+)
+PREPARE_SECONDS = Metric(
+    "millrace_prepare_seconds", "histogram", "s", "Call to the tokenizer service.", (), _LATENCY
+)
+EXPECTED_WAIT = Metric(
+    "millrace_admission_expected_wait_seconds",
+    "gauge",
+    "s",
+    "Wait that admission expects for a new request.",
+    ("tier",),
+)
+ROUTED = Metric(
+    "millrace_routed_requests_total",
+    "counter",
+    "{request}",
+    "Requests sent to an engine, with the router's reason.",
+    ("engine", "reason"),
+)
+RESUBMISSIONS = Metric(
+    "millrace_resubmissions_total",
+    "counter",
+    "{request}",
+    "Streams continued on another engine.",
+    ("outcome",),
+)
+ENGINES_UP = Metric("millrace_engines_up", "gauge", "{engine}", "Engines that the gateway can send work to.")
+LIMIT_STORE_UP = Metric(
+    "millrace_limit_store_up",
+    "gauge",
+    "1",
+    "1 while the shared limit store answers; 0 while the policy applies.",
+)
+LEDGER_PENDING = Metric(
+    "millrace_ledger_pending_entries", "gauge", "{entry}", "Ledger entries not yet written."
+)
+GUIDED_OUTPUTS = Metric(
+    "millrace_guided_outputs_total",
+    "counter",
+    "{output}",
+    "Finished guided outputs, by whether they satisfy their constraint.",
+    ("kind", "valid"),
+)
+
+# Tokenizer service.
+TOKENIZER_STAGE_SECONDS = Metric(
+    "millrace_tokenizer_stage_seconds", "histogram", "s", "render, encode or compile.", ("stage",), _FAST
+)
+PROMPT_LENGTH = Metric(
+    "millrace_prompt_length_tokens", "histogram", "{token}", "Prompt length of prepared requests.", (), _COUNT
+)
+GRAMMAR_COMPILE_SECONDS = Metric(
+    "millrace_grammar_compile_seconds",
+    "histogram",
+    "s",
+    "Compilation of a grammar that was not cached.",
+    ("kind",),
+    _LATENCY,
+)
+GRAMMAR_LOOKUPS = Metric(
+    "millrace_grammar_lookups_total",
+    "counter",
+    "{lookup}",
+    "Grammar cache, result is hit or miss.",
+    ("result",),
+)
+GRAMMAR_REFUSALS = Metric(
+    "millrace_grammar_refusals_total", "counter", "{grammar}", "Grammars refused, by cause.", ("cause",)
+)
+COMPILES_WAITING = Metric(
+    "millrace_grammar_compiles_waiting", "gauge", "{grammar}", "Compilations waiting for a worker."
+)
+
+# Engine. The first three, the cache's shape and the adapters are what an endpoint picker scrapes.
+REQUESTS_WAITING = Metric(
+    "millrace_engine_requests_waiting", "gauge", "{request}", "Requests in the engine's queue."
+)
+REQUESTS_RUNNING = Metric("millrace_engine_requests_running", "gauge", "{request}", "Requests in the batch.")
+KV_USAGE = Metric(
+    "millrace_engine_kv_cache_usage_ratio", "gauge", "1", "Share of the KV blocks held by requests, 0 to 1."
+)
+CACHE_INFO = Metric(
+    "millrace_engine_cache_info",
+    "gauge",
+    "1",
+    "Always 1; the labels give the shape of the KV cache.",
+    ("block_size", "num_blocks"),
+)
+ADAPTERS_INFO = Metric(
+    "millrace_engine_adapters_info",
+    "gauge",
+    "s",
+    "Unix time of the last change; the labels name the adapters.",
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+)
+TIER_WAITING = Metric(
+    "millrace_engine_tier_requests_waiting", "gauge", "{request}", "Requests in the queue.", ("tier",)
+)
+OLDEST_WAIT = Metric(
+    "millrace_engine_queue_oldest_age_seconds", "gauge", "s", "Age of the oldest request in the queue."
+)
+QUEUE_SECONDS = Metric(
+    "millrace_engine_queue_seconds", "histogram", "s", "Time in the queue, a request.", ("tier",), _LATENCY
+)
+PREFILL_SECONDS = Metric(
+    "millrace_engine_prefill_seconds", "histogram", "s", "Time of the prompt, a request.", ("tier",), _LATENCY
+)
+DECODE_SECONDS = Metric(
+    "millrace_engine_decode_seconds",
+    "histogram",
+    "s",
+    "Time of the decode steps, a choice.",
+    ("tier",),
+    _DURATION,
+)
+STEP_SECONDS = Metric(
+    "millrace_engine_step_seconds",
+    "histogram",
+    "s",
+    "One engine step; kind is prefill, decode or mixed.",
+    ("kind",),
+    _TOKEN_GAP,
+)
+STEP_TOKENS = Metric(
+    "millrace_engine_step_tokens", "histogram", "{token}", "Tokens computed in one step.", (), _COUNT
+)
+STEP_SEQUENCES = Metric(
+    "millrace_engine_step_sequences", "histogram", "{sequence}", "Sequences in one step.", (), _COUNT[:12]
+)
+PENDING_PREFILL = Metric(
+    "millrace_engine_pending_prefill_tokens", "gauge", "{token}", "Prompt tokens not yet computed."
+)
+PROMPT_TOKENS_DONE = Metric(
+    "millrace_engine_prompt_tokens_total",
+    "counter",
+    "{token}",
+    "Prompt tokens by source: computed, cached or restored.",
+    ("source",),
+)
+GENERATED_TOKENS = Metric(
+    "millrace_engine_generated_tokens_total", "counter", "{token}", "Tokens generated.", ("tier",)
+)
+KV_BLOCKS = Metric(
+    "millrace_engine_kv_blocks", "gauge", "{block}", "Blocks by state: free, cached or used.", ("state",)
+)
+PREFIX_QUERIES = Metric(
+    "millrace_engine_prefix_cache_queries_total", "counter", "{token}", "Prompt tokens looked up."
+)
+PREFIX_HITS = Metric("millrace_engine_prefix_cache_hits_total", "counter", "{token}", "Prompt tokens found.")
+PREEMPTIONS = Metric(
+    "millrace_engine_preemptions_total", "counter", "{preemption}", "Preemptions, by cause.", ("cause",)
+)
+RECOMPUTED = Metric(
+    "millrace_engine_recomputed_tokens_total", "counter", "{token}", "Tokens computed again after preemption."
+)
+EVICTIONS = Metric("millrace_engine_evicted_blocks_total", "counter", "{block}", "Cached blocks given away.")
+OFFLOADED = Metric(
+    "millrace_engine_offloaded_blocks_total",
+    "counter",
+    "{block}",
+    "Blocks moved to (out) or from (in) host memory.",
+    ("direction",),
+)
+DRAFTED = Metric("millrace_engine_drafted_tokens_total", "counter", "{token}", "Tokens proposed by drafts.")
+ACCEPTED = Metric("millrace_engine_accepted_tokens_total", "counter", "{token}", "Proposed tokens kept.")
+GRAMMAR_SECONDS = Metric(
+    "millrace_engine_grammar_seconds_total", "counter", "s", "Time spent on grammar masks."
+)
+ENGINE_CANCELLED = Metric(
+    "millrace_engine_cancelled_total", "counter", "{request}", "Requests cancelled, by reason.", ("reason",)
+)
+DELAYED_SECONDS = Metric(
+    "millrace_engine_delayed_seconds_total",
+    "counter",
+    "s",
+    "Time that requests lost, by cause.",
+    ("cause", "tier"),
+)
+STEP_FAILURES = Metric("millrace_engine_step_failures_total", "counter", "{step}", "Steps that failed.")
+MEMORY_PLAN = Metric(
+    "millrace_engine_memory_plan_bytes",
+    "gauge",
+    "By",
+    "The memory plan: weights, workspace, headroom, kv_cache.",
+    ("part",),
+)
+
+# Every service.
+BUILD_INFO = Metric(
+    "millrace_build_info", "gauge", "1", "Always 1; the labels name service, version and model.",
+    ("service", "version", "model"),
+)  # fmt: skip
+SPANS_STORED = Metric("millrace_spans_stored_total", "counter", "{span}", "Spans written to the local store.")
+SPANS_DROPPED = Metric(
+    "millrace_spans_dropped_total", "counter", "{span}", "Spans lost because the local store was behind."
+)
+
+# What the Kubernetes Gateway API Inference Extension's endpoint picker reads (model server protocol).
+INFERENCE_EXTENSION: Mapping[str, Metric] = {
+    "TotalQueuedRequests": REQUESTS_WAITING,
+    "TotalRunningRequests": REQUESTS_RUNNING,
+    "KVCacheUtilization": KV_USAGE,
+    "CacheInfo": CACHE_INFO,
+    "LoraInfo": ADAPTERS_INFO,
+}

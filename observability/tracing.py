@@ -1,0 +1,261 @@
+"""Spans: where they go, who their parents are, and that each one carries its request's identity.
+
+`setup` is called once a process, in its main. Without an OTLP endpoint no span is recorded, but the trace
+context still passes through, so that services behind this one may record.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+from opentelemetry import propagate, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagators.composite import CompositePropagator
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as SdkSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from observability import names
+from observability.clock import unix_ns
+from observability.config import ObservabilityConfig
+from observability.names import SpanName
+
+_IDENTITY_KEY = otel_context.create_key("millrace-identity")
+# A receiver that is away must not hold up a service that ends.
+_EXPORT_TIMEOUT_S = 3.0
+_W3C = TraceContextTextMapPropagator()
+
+Attributes = Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True)
+class RequestIdentity:
+    """What every span of a request carries. Empty parts are left out."""
+
+    request_id: str
+    client_request_id: str = ""
+    tenant: str = ""
+    tier: str = ""
+
+    def attributes(self) -> dict[str, AttributeValue]:
+        """The identity as span attributes."""
+        pairs = (
+            (names.REQUEST_ID, self.request_id),
+            (names.CLIENT_REQUEST_ID, self.client_request_id),
+            (names.TENANT, self.tenant),
+            (names.TIER, self.tier),
+        )
+        return {key: value for key, value in pairs if value}
+
+
+def with_identity(identity: RequestIdentity, parent: Context | None = None) -> Context:
+    """`parent` (default: the current context) in which every new span gets the identity's attributes."""
+    return otel_context.set_value(_IDENTITY_KEY, identity, parent)
+
+
+def current_identity(context: Context | None = None) -> RequestIdentity | None:
+    """The identity in `context` (default: the current one), if it has one."""
+    identity = otel_context.get_value(_IDENTITY_KEY, context)
+    return identity if isinstance(identity, RequestIdentity) else None
+
+
+def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
+    """Context whose current span is the remote one; without a span when the header is empty or invalid."""
+    carrier = {"traceparent": traceparent}
+    if tracestate:
+        carrier["tracestate"] = tracestate
+    return _W3C.extract(carrier, Context())
+
+
+def traceparent_of(span: Span) -> tuple[str, str]:
+    """(traceparent, tracestate) that makes `span` the parent in the next hop; empty if it is invalid."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
+    return carrier.get("traceparent", ""), carrier.get("tracestate", "")
+
+
+class Telemetry:
+    """Makes the spans of one service. Safe to use from several threads and from asyncio."""
+
+    def __init__(self, service: str, config: ObservabilityConfig, provider: TracerProvider | None) -> None:
+        self.service = service
+        self.config = config
+        self._provider = provider
+        self.tracer: trace.Tracer = (
+            trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")
+        )
+
+    def start(
+        self,
+        name: SpanName,
+        *,
+        parent: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] = (),
+        start_s: float | None = None,
+    ) -> Span:
+        """Starts a span that the caller ends with `end`. `start_s` is in monotonic seconds, default now.
+
+        It is not made current: in async generators a current span would leak into the consumer. Children
+        get it by `parent=telemetry.under(span)`.
+        """
+        start_ns = None if start_s is None else unix_ns(start_s)
+        return self.tracer.start_span(name, parent, kind, attributes, links, start_ns)
+
+    def end(
+        self,
+        span: Span,
+        *,
+        end_s: float | None = None,
+        attributes: Attributes | None = None,
+        error: str = "",
+    ) -> None:
+        """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed."""
+        if attributes:
+            span.set_attributes(attributes)
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(None if end_s is None else unix_ns(end_s))
+
+    def record(
+        self,
+        name: SpanName,
+        *,
+        start_s: float,
+        end_s: float,
+        parent: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] = (),
+        error: str = "",
+    ) -> Span:
+        """A span over a time that has passed, in monotonic seconds. Returned, ended, for use as a parent."""
+        span = self.start(name, parent=parent, kind=kind, attributes=attributes, links=links, start_s=start_s)
+        # Clocks of two processes may disagree by less than a tick; a span never ends before it starts.
+        self.end(span, end_s=max(start_s, end_s), error=error)
+        return span
+
+    @contextmanager
+    def span(
+        self,
+        name: SpanName,
+        *,
+        parent: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+    ) -> Iterator[Span]:
+        """A current span around a block of plain or async code (not across a `yield` of a generator).
+
+        An exception marks it as failed with the exception's type; the message may hold the client's text and
+        stays out of the trace unless content capture is on.
+        """
+        span = self.start(name, parent=parent, kind=kind, attributes=attributes)
+        token = otel_context.attach(self.under(span, parent))
+        error = ""
+        try:
+            yield span
+        except BaseException as failure:
+            error = (
+                f"{type(failure).__name__}: {failure}"
+                if self.config.capture_content
+                else type(failure).__name__
+            )
+            raise
+        finally:
+            otel_context.detach(token)
+            self.end(span, error=error)
+
+    def under(self, span: Span, parent: Context | None = None) -> Context:
+        """Context in which `span` is the parent; the request's identity is kept."""
+        return trace.set_span_in_context(span, parent)
+
+    def flush(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
+        """Sends what is queued; False when the receiver did not take it in time."""
+        return self._provider is None or self._provider.force_flush(round(timeout_s * 1000))
+
+    def shutdown(self) -> None:
+        """Sends what is queued and stops; takes a few seconds at most when the receiver is away."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def setup(service: str, config: ObservabilityConfig) -> Telemetry:
+    """Installs W3C propagation and, if there is an endpoint, export. Once a process, before any span."""
+    propagate.set_global_textmap(CompositePropagator([_W3C, W3CBaggagePropagator()]))
+    if not config.otlp_endpoint:
+        return Telemetry(service, config, None)
+    # The exporter reports each failed batch; one line says it all and the service's own log stays readable.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    exporter = OTLPSpanExporter(
+        endpoint=_target(config.otlp_endpoint),
+        insecure=not config.otlp_endpoint.startswith("https://"),
+        timeout=_EXPORT_TIMEOUT_S,
+    )
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+        resource=Resource.create({"service.name": service, "service.namespace": "millrace"}),
+        id_generator=_OwnRandomIds(),
+    )
+    provider.add_span_processor(_IdentityProcessor())
+    provider.add_span_processor(
+        BatchSpanProcessor(
+            exporter,
+            max_queue_size=config.max_queued_spans,
+            schedule_delay_millis=config.export_delay_ms,
+            max_export_batch_size=min(512, config.max_queued_spans),
+        )
+    )
+    trace.set_tracer_provider(provider)
+    return Telemetry(service, config, provider)
+
+
+def _target(endpoint: str) -> str:
+    # The exporter parses its endpoint as a URL and would take the host of a bare host:port for a scheme.
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
+
+
+class _IdentityProcessor(SpanProcessor):
+    """Puts the request's identity, which travels in the context, on every span that starts in it."""
+
+    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
+        identity = current_identity(parent_context)
+        if identity is not None:
+            span.set_attributes(identity.attributes())
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Nothing: spans are exported by the batch processor."""
+
+
+class _OwnRandomIds(IdGenerator):
+    """Ids from a generator of our own: seeding the global one must not make two processes' ids collide."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+
+    def generate_span_id(self) -> int:
+        return self._random.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return self._random.getrandbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
+def span_context_of(traceparent: str) -> SpanContext:
+    """The remote span that a W3C header names, for links; invalid when the header is."""
+    return trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
