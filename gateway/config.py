@@ -1,0 +1,265 @@
+"""The types of every table that the gateway owns: [gateway], [tiers], [tenants], [keys] and [envoy].
+
+`gateway.settings` decodes and cross-checks them. A limit that is not set does not apply.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+
+# Tier and tenant of an installation that configures none.
+DEFAULT_TIER = "standard"
+DEVELOPMENT_TENANT = "development"
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.limits]`: where counters live and what happens when that place is lost."""
+
+    # "" counts in this process; redis://host:port/db (or rediss://, unix://) shares counters among gateways.
+    store: str = ""
+    # Redis lost: "closed" refuses what needs a counter; "local_share" lets this process count alone, against
+    # every limit divided by `expected_gateways`.
+    on_store_loss: Literal["closed", "local_share"] = "closed"
+    # Gateway processes that share the limits; the divisor of "local_share".
+    expected_gateways: PositiveInt = 1
+    # Longest time that one request waits for the store, in milliseconds.
+    store_timeout_ms: PositiveInt = 250
+    # A concurrency slot whose gateway died is free again after this many seconds.
+    lease_ttl_s: PositiveFloat = 30.0
+    # Completion tokens reserved when a request does not bound its answer.
+    default_completion_tokens: PositiveInt = 1024
+
+
+class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.ledger]`: where usage and cost are kept."""
+
+    # SQLAlchemy URL (sqlite:///path, postgresql+psycopg://...); "" keeps no ledger.
+    url: str = "sqlite:///.millrace/ledger.sqlite"
+    # Entries are written at least this often: what a SIGKILL may lose, in seconds ...
+    flush_interval_s: PositiveFloat = 0.2
+    # ... or as soon as this many are waiting, whichever comes first.
+    flush_entries: PositiveInt = 512
+    # Entries that may wait for a slow database before the oldest are dropped (counted and logged).
+    max_waiting_entries: PositiveInt = 100_000
+
+
+class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.prices.<model>]`: currency units per million tokens. The model "*" is the default."""
+
+    prompt: NonNegativeFloat = 0.0
+    cached_prompt: NonNegativeFloat = 0.0
+    completion: NonNegativeFloat = 0.0
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.routing]`: how an engine is chosen."""
+
+    policy: Literal["prefix", "least_pending"] = "prefix"
+    # Prompts of at least this many uncached tokens use the engines of the long lane, if any; 0 is off.
+    long_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Engines (from `engines`) that serve long prompts only.
+    long_lane: tuple[str, ...] = ()
+    # An engine may hold this many more pending tokens than the least loaded one before a prefix hit on it
+    # is no longer worth the wait.
+    prefix_imbalance_tokens: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    # How often a stream whose engine died is resumed on another one.
+    max_continuations: Annotated[int, msgspec.Meta(ge=0)] = 3
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway]`: one gateway process."""
+
+    # gRPC face, ext_authz and rate limit services.
+    grpc_listen: str = "127.0.0.1:50051"
+    # OpenAI HTTP face.
+    http_listen: str = "127.0.0.1:8000"
+    # Prometheus metrics; "" is off.
+    metrics_listen: str = ""
+    # Address of the tokenizer service.
+    tokenizer: str = "127.0.0.1:50061"
+    # Addresses of the engines. Used with discovery "static".
+    engines: tuple[str, ...] = ("127.0.0.1:50071",)
+    # "static", "dns:<host>:<port>" (every A/AAAA record is an engine) or "file:<path>" (one address a line).
+    discovery: str = "static"
+    discovery_interval_s: PositiveFloat = 5.0
+    # Streams in flight at SIGTERM may go on for this long.
+    drain_limit_s: PositiveFloat = 30.0
+    # Largest request body. Envoy refuses larger ones by their declared length, the gateway by what arrives.
+    max_body_bytes: PositiveInt = 16 * 1024 * 1024
+    # Tier of tenants that name none.
+    default_tier: str = DEFAULT_TIER
+    limits: LimitsConfig = LimitsConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tiers.<name>]`: one service level, promised to every request under it."""
+
+    # A higher number is served first.
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    # Fair-share weight, multiplied with the tenant's.
+    weight: PositiveFloat = 1.0
+    # Time to first token and time per output token that goodput is judged by.
+    ttft_target_ms: PositiveInt | None = None
+    tpot_target_ms: PositiveInt | None = None
+    # A request whose expected wait is longer is refused with Retry-After.
+    queue_limit_ms: PositiveInt | None = None
+    # Streams of the whole tier at a time.
+    max_concurrency: PositiveInt | None = None
+    # Prompt plus completion.
+    max_context_tokens: PositiveInt | None = None
+    # Under overload tiers with a lower number are shed first; by priority when unset.
+    shed_order: int | None = None
+
+    @property
+    def shed_rank(self) -> int:
+        """Tiers of a lower rank are shed before those of a higher one."""
+        return self.priority if self.shed_order is None else self.shed_order
+
+
+class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one tenant or key; None does not limit."""
+
+    requests_per_minute: PositiveInt | None = None
+    # Prompt plus completion tokens.
+    tokens_per_minute: PositiveInt | None = None
+    max_concurrent_streams: PositiveInt | None = None
+    # Tokens per calendar month (UTC).
+    monthly_tokens: PositiveInt | None = None
+    # Currency units per calendar month (UTC), by `[gateway.prices]`.
+    monthly_budget: PositiveFloat | None = None
+
+
+class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[tenants.<name>]`: who pays, and what was agreed with them."""
+
+    # Tier of requests that ask for none; `gateway.default_tier` when empty.
+    tier: str = ""
+    # Further tiers that requests may ask for by `service_tier`.
+    allowed_tiers: tuple[str, ...] = ()
+    # Empty allows every model.
+    allowed_models: tuple[str, ...] = ()
+    # Fair-share weight inside the tier.
+    weight: PositiveFloat = 1.0
+    # Share cached prefixes with other tenants that do so too (their timing can then tell what was asked).
+    cache_shared: bool = False
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    max_concurrent_streams: PositiveInt | None = None
+    monthly_tokens: PositiveInt | None = None
+    monthly_budget: PositiveFloat | None = None
+
+    @property
+    def limits(self) -> LimitValues:
+        """The limits among the tenant's settings."""
+        return limit_values(self)
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of `[[keys.entries]]`: an API key, known by its hash alone."""
+
+    # Public name of the key in logs, metrics and the ledger.
+    id: str
+    tenant: str
+    # "sha256:" and the lower-case hex SHA-256 of the key.
+    hash: str
+    disabled: bool = False
+    # Seconds since the Unix epoch after which the key is refused.
+    expires_unix_s: PositiveInt | None = None
+    # Narrows the tenant's models; empty does not.
+    allowed_models: tuple[str, ...] = ()
+    # Tier instead of the tenant's; must be one of those that the tenant may use.
+    tier: str = ""
+    # Limits of this key alone; those of its tenant apply as well.
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    max_concurrent_streams: PositiveInt | None = None
+    monthly_tokens: PositiveInt | None = None
+    monthly_budget: PositiveFloat | None = None
+
+    @property
+    def limits(self) -> LimitValues:
+        """The limits among the key's settings."""
+        return limit_values(self)
+
+
+class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[keys.jwt]`: tokens of an identity provider, verified by Envoy's jwt_authn filter."""
+
+    # `iss` that tokens must carry; "" turns JWT off.
+    issuer: str = ""
+    # `aud` values of which a token must carry one; empty accepts every audience.
+    audiences: tuple[str, ...] = ()
+    # Keys of the issuer: a file in JWKS form, or the URL that serves one. Exactly one of the two.
+    jwks_file: str = ""
+    jwks_url: str = ""
+    # How long keys from `jwks_url` are kept.
+    jwks_cache_s: PositiveInt = 300
+    # Claim that names the tenant, and the one that names the tier ("" ignores it).
+    tenant_claim: str = "tenant"
+    tier_claim: str = ""
+    # From the tenant claim's values to names in [tenants]; values that are not listed are taken as they are.
+    tenants: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[keys]`: who may come in."""
+
+    entries: tuple[KeyEntry, ...] = ()
+    # SQLite file that `millrace keys` writes; read besides `entries`. "" uses `entries` alone.
+    store: str = ""
+    # A key created or revoked in `store` takes effect after at most this long.
+    refresh_interval_s: PositiveFloat = 2.0
+    # Hash of the key for local development; accepted only while every listener is on loopback.
+    development_hash: str = ""
+    development_tenant: str = DEVELOPMENT_TENANT
+    jwt: JwtConfig = JwtConfig()
+
+
+class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[envoy]`: the edge."""
+
+    listen: str = "127.0.0.1:8080"
+    # Envoy's admin interface; keep it on loopback.
+    admin: str = "127.0.0.1:9901"
+    # Path of the JSON access log; "" writes none.
+    access_log: str = "/dev/stdout"
+    # Gateway processes to balance over; those of [gateway] when empty.
+    gateway_grpc: tuple[str, ...] = ()
+    gateway_http: tuple[str, ...] = ()
+    # Worker threads; 0 is one per core.
+    concurrency: Annotated[int, msgspec.Meta(ge=0)] = 2
+    connect_timeout_s: PositiveFloat = 1.0
+    # Longest time for ext_authz and for the rate limit service to answer; the request is refused after it.
+    authorization_timeout_ms: PositiveInt = 1000
+    # A stream on which neither side sent a byte for this long is reset.
+    stream_idle_timeout_s: PositiveFloat = 600.0
+    # A client must have sent its whole request header within this time.
+    request_headers_timeout_s: PositiveFloat = 10.0
+    # A client connection without a request is closed after this long.
+    idle_timeout_s: PositiveFloat = 3600.0
+    # Streams in flight may go on for this long when Envoy stops.
+    drain_time_s: PositiveInt = 30
+    max_connections: PositiveInt = 20_000
+    max_requests: PositiveInt = 20_000
+    # HTTP/2 streams per client connection.
+    max_concurrent_streams: PositiveInt = 1024
+    # Envoy sheds load when its heap comes near this many bytes.
+    max_heap_bytes: PositiveInt = 1024 * 1024 * 1024
+    # Believe x-forwarded-for of this many proxies in front of Envoy.
+    trusted_hops: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Share of requests that are traced, in per cent.
+    trace_sampling_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
+
+
+def limit_values(source: TenantConfig | KeyEntry) -> LimitValues:
+    """The limits among the settings of a tenant or a key."""
+    return LimitValues(**{name: getattr(source, name) for name in LimitValues.__struct_fields__})
