@@ -1,1 +1,1 @@
-"""What executes a step. This package root stays free of torch: the core imports runners by name, when asked."""
+"""What executes a step. Free of torch at its root: the core imports a runner by name, when it is asked for."""

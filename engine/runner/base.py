@@ -12,9 +12,15 @@ Within `block_copies` no destination is also a source, so the copies may run in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from engine.types import SchedulerOutput, StepResult
+from engine.config import EngineConfig
+from engine.types import MemoryPlan, ModelFacts, SchedulerOutput, StepResult
+from services.config import ModelConfig
+
+# Told (name of the stage, fraction done in [0, 1]) while a model is loaded and warmed up.
+Progress = Callable[[str, float], None]
 
 
 class RunnerBroken(Exception):  # noqa: N818 - a state of the device, not a mistake in a call
@@ -56,3 +62,16 @@ class Runner(Protocol):
     def close(self) -> None:
         """Frees the device. No step is outstanding; further calls do nothing."""
         ...
+
+
+class Builder(Protocol):
+    """Entry point of a runner's module, called once in the core process, looked up by name.
+
+    Returns the runner, loaded and warmed up, with the memory plan that it really allocated and the facts of
+    the model. Raises services.errors.ConfigError for what the operator can mend (unknown architecture,
+    missing file, too little memory); its message reaches the operator as it is.
+    """
+
+    def __call__(
+        self, config: EngineConfig, model: ModelConfig, progress: Progress = ...
+    ) -> tuple[Runner, MemoryPlan, ModelFacts]: ...

@@ -6,7 +6,7 @@ import msgspec
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
-    """Blocks that became reusable, first to last, and the hash before the first one (0 at a prompt's start)."""
+    """Blocks that became reusable, first to last; parent_hash is 0 at the start of a prompt."""
 
     block_hashes: tuple[int, ...]
     parent_hash: int = 0

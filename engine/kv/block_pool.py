@@ -1,0 +1,138 @@
+"""Reference-counted blocks of fixed size, of which the unreferenced ones may keep reusable content.
+
+A block is in exactly one of three places:
+  referenced   ref_count > 0; may be cached (registered under a hash) or not
+  evictable    ref_count = 0 and cached; a new prompt can revive it; least recently used is evicted first
+  free         ref_count = 0 and not cached
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from engine.kv.hashing import BlockHash
+
+# Told (block id, hash) just before a cached block loses its content.
+OnEvict = Callable[[int, BlockHash], None]
+
+
+class BlockPool:
+    """The blocks of one device. All ids are in [0, num_blocks)."""
+
+    def __init__(self, num_blocks: int, on_evict: OnEvict) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        # Taken from the end, so that low ids are used first.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[BlockHash, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks registered under a hash, referenced or not."""
+        return len(self._cached)
+
+    def ref_count(self, block_id: int) -> int:
+        """References to the block."""
+        return self._ref_counts[block_id]
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        """Hash that the block is registered under."""
+        return self._hashes[block_id]
+
+    def lookup(self, block_hash: BlockHash) -> int | None:
+        """Block that holds this content; it is not referenced by the look-up."""
+        return self._cached.get(block_hash)
+
+    def is_evictable(self, block_id: int) -> bool:
+        """Whether the block is cached and unreferenced, so that reviving it costs an available block."""
+        return block_id in self._evictable
+
+    def allocate(self) -> int:
+        """A block with one reference and undefined content, evicting the least recently used if need be.
+
+        Raises IndexError when every block is referenced; callers check num_available first.
+        """
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            if not self._evictable:
+                raise IndexError("no block is free")
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def reference(self, block_id: int) -> None:
+        """Adds a reference to a referenced or evictable block."""
+        if self._ref_counts[block_id] == 0:
+            del self._evictable[block_id]
+        self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drops one reference of each. The first released is the first to be evicted later."""
+        for block_id in block_ids:
+            count = self._ref_counts[block_id] - 1
+            assert count >= 0, f"block {block_id} released more often than referenced"
+            self._ref_counts[block_id] = count
+            if count == 0:
+                if self._hashes[block_id] is None:
+                    self._free.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+
+    def register(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Makes a referenced block findable. False when another block holds this content already."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} registered without a reference"
+        if block_hash in self._cached or self._hashes[block_id] is not None:
+            return False
+        self._cached[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
+
+    def drop_cached(self) -> None:
+        """Empties the prefix cache: unreferenced blocks become free, referenced ones lose their hash."""
+        for block_id in list(self._cached.values()):
+            self._forget(block_id)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        self._on_evict(block_id, block_hash)
+        del self._cached[block_hash]
+        self._hashes[block_id] = None
+
+    def check_invariants(self, references: dict[int, int]) -> None:
+        """Raises AssertionError unless the bookkeeping is whole.
+
+        `references` maps block id to the number of block tables that hold it, counted by the caller.
+        """
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & evictable, f"blocks both free and evictable: {free & evictable}"
+        for block_id, count in enumerate(self._ref_counts):
+            expected = references.get(block_id, 0)
+            assert count == expected, f"block {block_id} has {count} references, tables hold {expected}"
+            block_hash = self._hashes[block_id]
+            unreferenced = block_id in free or block_id in evictable
+            assert unreferenced == (count == 0), (
+                f"block {block_id}: {count} references, in a list: {unreferenced}"
+            )
+            if block_id in free:
+                assert block_hash is None, f"free block {block_id} is cached"
+            if block_id in evictable:
+                assert block_hash is not None, f"evictable block {block_id} is not cached"
+            if block_hash is not None:
+                assert self._cached.get(block_hash) == block_id, f"hash of block {block_id} leads elsewhere"
+        hashed = sum(block_hash is not None for block_hash in self._hashes)
+        assert hashed == len(self._cached), "the prefix cache lists blocks that have no hash"

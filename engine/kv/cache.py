@@ -1,0 +1,216 @@
+"""The KV cache as the scheduler sees it: prefixes found, tables grown, blocks shared, copied and given back.
+
+Every change is bookkeeping only. The copies that must follow on the device are collected and handed over
+with the step's plan (`take_transfers`), as are the events for routers (`take_events`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.kv.block_pool import BlockPool
+from engine.kv.block_table import BlockTable
+from engine.kv.hashing import BlockHash, PrefixHasher, event_hash
+from engine.kv.host_tier import HostTier
+from engine.types import BlocksEvicted, BlocksStored, KvEvent
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """Leading blocks of a prompt that need no computing. Valid until the next change of the cache."""
+
+    device_blocks: tuple[int, ...] = ()
+    # Hashes of the blocks after those, held in host memory.
+    host_hashes: tuple[BlockHash, ...] = ()
+    # Device blocks among them that are unreferenced now: using them takes from the available ones.
+    num_revived: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks covered."""
+        return len(self.device_blocks) + len(self.host_hashes)
+
+
+class KvCache:
+    """Blocks of one engine, with the prefix cache and the host tier behind it."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._pool = BlockPool(num_blocks, self._evicted)
+        self._host = HostTier(num_host_blocks if prefix_caching else 0)
+        self._copies: list[tuple[int, int]] = []
+        self._offloads: list[tuple[int, int]] = []
+        self._restores: list[tuple[int, int]] = []
+        self._events: list[KvEvent] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks of the device."""
+        return self._pool.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks not referenced by any sequence: free and cached ones."""
+        return self._pool.num_available
+
+    @property
+    def num_host_cached(self) -> int:
+        """Blocks whose content is in host memory."""
+        return len(self._host)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, hasher: PrefixHasher, num_tokens: int, *, restore_worth_it: bool = True) -> Prefix:
+        """The longest cached prefix of a sequence with `num_tokens` known tokens.
+
+        At least the last token is left to compute, because its logits are needed. `restore_worth_it` says
+        whether copying from the host beats computing.
+        """
+        if not self.prefix_caching:
+            return Prefix()
+        candidates = hasher.hashes[: (num_tokens - 1) // self.block_size]
+        device: list[int] = []
+        for block_hash in candidates:
+            block_id = self._pool.lookup(block_hash)
+            if block_id is None:
+                break
+            device.append(block_id)
+        host: list[BlockHash] = []
+        if restore_worth_it and len(self._host):
+            for block_hash in candidates[len(device) :]:
+                if block_hash not in self._host or self._pool.lookup(block_hash) is not None:
+                    break
+                host.append(block_hash)
+        revived = sum(self._pool.is_evictable(block_id) for block_id in device)
+        return Prefix(tuple(device), tuple(host), revived)
+
+    def adopt(self, table: BlockTable, prefix: Prefix) -> None:
+        """Starts an empty table with a prefix; host blocks get a device block and a restore copy.
+
+        The caller has checked that num_available covers num_revived and the host blocks.
+        """
+        assert not table.block_ids, "a prefix can only start a table"
+        for block_id in prefix.device_blocks:
+            self._pool.reference(block_id)
+        table.block_ids.extend(prefix.device_blocks)
+        # Taken out of the tier first: allocating may offload into it.
+        host_blocks = [self._host.take(block_hash) for block_hash in prefix.host_hashes]
+        for block_hash, host_block in zip(prefix.host_hashes, host_blocks, strict=True):
+            block_id = self._pool.allocate()
+            self._restores.append((host_block, block_id))
+            self._pool.register(block_id, block_hash)
+            table.block_ids.append(block_id)
+        table.num_registered = len(table.block_ids)
+
+    def share(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
+        """Starts an empty table with the parent's blocks of the first `num_tokens` tokens, by reference."""
+        assert not table.block_ids, "a fork can only start a table"
+        shared = parent.block_ids[: self.blocks_for(num_tokens)]
+        for block_id in shared:
+            self._pool.reference(block_id)
+        table.block_ids.extend(shared)
+        table.num_registered = min(parent.num_registered, num_tokens // self.block_size)
+
+    def num_new_blocks(self, table: BlockTable, start: int, end: int) -> int:
+        """Blocks that writing positions [start, end) takes: growth and copies of shared blocks."""
+        growth = max(0, self.blocks_for(end) - len(table))
+        return growth + len(self._shared_in(table, start, end))
+
+    def prepare_write(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes positions [start, end) writable: shared blocks are copied, missing ones appended.
+
+        The caller has checked num_new_blocks against num_available.
+        """
+        for index in self._shared_in(table, start, end):
+            source = table.block_ids[index]
+            copy = self._pool.allocate()
+            self._copies.append((source, copy))
+            self._pool.release((source,))
+            table.block_ids[index] = copy
+            # A running sequence's table is only ever appended to on the runner's side, so a copy can only
+            # happen before the runner learns of the block.
+            assert index >= table.num_sent, "a block that the runner knows of became shared"
+        while len(table) < self.blocks_for(end):
+            table.block_ids.append(self._pool.allocate())
+
+    def _shared_in(self, table: BlockTable, start: int, end: int) -> list[int]:
+        last = min(len(table), self.blocks_for(end))
+        return [
+            index
+            for index in range(start // self.block_size, last)
+            if self._pool.ref_count(table.block_ids[index]) > 1
+        ]
+
+    def register(self, table: BlockTable, hasher: PrefixHasher, num_tokens: int) -> None:
+        """Offers the full blocks of the first `num_tokens` tokens, all truly computed, to the prefix cache."""
+        if not self.prefix_caching:
+            return
+        last = min(num_tokens // self.block_size, len(hasher.hashes), len(table))
+        stored: list[int] = []
+        first = table.num_registered
+        for index in range(first, last):
+            if self._pool.register(table.block_ids[index], hasher.hashes[index]):
+                stored.append(event_hash(hasher.hashes[index]))
+        if last > first:
+            table.num_registered = last
+        if stored:
+            parent = hasher.parent_of(last - len(stored))
+            self._events.append(BlocksStored(tuple(stored), event_hash(parent) if parent else 0))
+
+    def free(self, table: BlockTable) -> None:
+        """Gives all blocks back; the tail is evicted before the head, which more prompts may share."""
+        self._pool.release(reversed(table.block_ids))
+        table.block_ids = []
+        table.num_registered = 0
+        table.num_sent = 0
+
+    def forget_contents(self) -> None:
+        """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
+        self._host.clear()
+        host, self._host = self._host, HostTier(0)
+        self._pool.drop_cached()
+        self._host = host
+
+    def begin_step(self) -> None:
+        """Called before the first change that belongs to a new plan."""
+        self._host.begin_step()
+
+    def take_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
+        """(block copies, offloads, restores) that the plan under construction must carry."""
+        transfers = tuple(self._copies), tuple(self._offloads), tuple(self._restores)
+        self._copies, self._offloads, self._restores = [], [], []
+        return transfers
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """Events since the last call."""
+        events = tuple(self._events)
+        self._events = []
+        return events
+
+    def _evicted(self, block_id: int, block_hash: BlockHash) -> None:
+        stored = self._host.store(block_hash) if self._host.num_blocks else None
+        if stored is None:
+            lost = block_hash if block_hash not in self._host else None
+        else:
+            host_block, lost = stored
+            self._offloads.append((block_id, host_block))
+        if lost is not None:
+            self._events.append(BlocksEvicted((event_hash(lost),)))
+
+    def check_invariants(self, tables: Iterable[BlockTable]) -> None:
+        """Raises AssertionError unless the tables account for every reference and no block is lost."""
+        references: dict[int, int] = {}
+        for table in tables:
+            assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
+            for block_id in table.block_ids:
+                references[block_id] = references.get(block_id, 0) + 1
+        self._pool.check_invariants(references)
+        self._host.check_invariants()
