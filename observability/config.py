@@ -21,6 +21,8 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # Where the local span store listens for OTLP over gRPC, and its database.
     listen: str = "127.0.0.1:4317"
     store: str = ".millrace/traces.sqlite"
+    # Prometheus endpoint of the local span store; empty turns it off.
+    metrics_listen: str = ""
     # Oldest traces are dropped beyond either limit.
     max_spans: Annotated[int, msgspec.Meta(ge=1_000)] = 500_000
     max_store_bytes: Annotated[int, msgspec.Meta(ge=1_000_000)] = 512 * 1024 * 1024
