@@ -98,12 +98,15 @@ class BlockPool:
         self._hashes[block_id] = block_hash
         return True
 
-    def drop_cached(self) -> None:
-        """Empties the prefix cache: unreferenced blocks become free, referenced ones lose their hash."""
-        for block_id in list(self._cached.values()):
-            self._forget(block_id)
+    def drop_cached(self) -> list[BlockHash]:
+        """Empties the prefix cache and returns what it held: unreferenced blocks become free."""
+        dropped = list(self._cached)
+        for block_id in self._cached.values():
+            self._hashes[block_id] = None
+        self._cached.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
+        return dropped
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

@@ -45,7 +45,8 @@ class KvCache:
         self._pool = BlockPool(num_blocks, self._evicted)
         self._host = HostTier(num_host_blocks if prefix_caching else 0)
         self._copies: list[tuple[int, int]] = []
-        self._offloads: list[tuple[int, int]] = []
+        # Host block to device block: later content of a host block replaces earlier content.
+        self._offloads: dict[int, int] = {}
         self._restores: list[tuple[int, int]] = []
         self._events: list[KvEvent] = []
 
@@ -150,20 +151,25 @@ class KvCache:
         ]
 
     def register(self, table: BlockTable, hasher: PrefixHasher, num_tokens: int) -> None:
-        """Offers the full blocks of the first `num_tokens` tokens, all truly computed, to the prefix cache."""
+        """Offers the full blocks of the first `num_tokens` tokens, all really computed, for reuse."""
         if not self.prefix_caching:
             return
-        last = min(num_tokens // self.block_size, len(hasher.hashes), len(table))
-        stored: list[int] = []
         first = table.num_registered
+        last = min(num_tokens // self.block_size, len(hasher.hashes), len(table))
         for index in range(first, last):
-            if self._pool.register(table.block_ids[index], hasher.hashes[index]):
-                stored.append(event_hash(hasher.hashes[index]))
-        if last > first:
-            table.num_registered = last
-        if stored:
-            parent = hasher.parent_of(last - len(stored))
-            self._events.append(BlocksStored(tuple(stored), event_hash(parent) if parent else 0))
+            block_hash = hasher.hashes[index]
+            if self._pool.register(table.block_ids[index], block_hash):
+                self._stored(block_hash, hasher.parent_of(index))
+        table.num_registered = max(first, last)
+
+    def _stored(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        parent_hash = event_hash(parent) if parent else 0
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksStored) and last.block_hashes[-1] == parent_hash:
+            # One event for a whole run of blocks.
+            self._events[-1] = BlocksStored((*last.block_hashes, event_hash(block_hash)), last.parent_hash)
+        else:
+            self._events.append(BlocksStored((event_hash(block_hash),), parent_hash))
 
     def free(self, table: BlockTable) -> None:
         """Gives all blocks back; the tail is evicted before the head, which more prompts may share."""
@@ -174,10 +180,9 @@ class KvCache:
 
     def forget_contents(self) -> None:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
-        self._host.clear()
-        host, self._host = self._host, HostTier(0)
-        self._pool.drop_cached()
-        self._host = host
+        lost = {event_hash(block_hash) for block_hash in (*self._pool.drop_cached(), *self._host.clear())}
+        if lost:
+            self._events.append(BlocksEvicted(tuple(sorted(lost))))
 
     def begin_step(self) -> None:
         """Called before the first change that belongs to a new plan."""
@@ -185,8 +190,9 @@ class KvCache:
 
     def take_transfers(self) -> tuple[Pairs, Pairs, Pairs]:
         """(block copies, offloads, restores) that the plan under construction must carry."""
-        transfers = tuple(self._copies), tuple(self._offloads), tuple(self._restores)
-        self._copies, self._offloads, self._restores = [], [], []
+        offloads = tuple((device, host) for host, device in self._offloads.items())
+        transfers = tuple(self._copies), offloads, tuple(self._restores)
+        self._copies, self._offloads, self._restores = [], {}, []
         return transfers
 
     def take_events(self) -> tuple[KvEvent, ...]:
@@ -201,7 +207,7 @@ class KvCache:
             lost = block_hash if block_hash not in self._host else None
         else:
             host_block, lost = stored
-            self._offloads.append((block_id, host_block))
+            self._offloads[host_block] = block_id
         if lost is not None:
             self._events.append(BlocksEvicted((event_hash(lost),)))
 

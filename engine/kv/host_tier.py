@@ -53,10 +53,12 @@ class HostTier:
         self._reading.append(host_block)
         return host_block
 
-    def clear(self) -> None:
-        """Forgets all content."""
+    def clear(self) -> list[BlockHash]:
+        """Forgets all content and returns what it was."""
+        dropped = list(self._cached)
         self._free.extend(self._cached.values())
         self._cached.clear()
+        return dropped
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless every host block is in exactly one place."""
