@@ -1,0 +1,144 @@
+"""`millrace bench`: the command line of the load generator."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.bench import report
+from services.bench.client import Target
+from services.bench.records import RequestRecord, Targets
+from services.bench.run import choose_model, run_workload
+from services.bench.workload import Arrivals, Lengths, PromptKind, Workload
+from services.errors import ConfigError
+
+app = typer.Typer(help="Measure an OpenAI-compatible server under load, or compare two measurements.")
+
+
+@app.command("run")
+def run(
+    *,
+    url: Annotated[str, typer.Option(help="Server, as http://host:port.")] = "http://127.0.0.1:8080",
+    key: Annotated[str, typer.Option(envvar="MILLRACE_API_KEY", help="API key.")] = "mr-dev-local",
+    model: Annotated[str, typer.Option(help="Model; the first one listed when empty.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at a time.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Open loop: requests per second; 0 is closed.")] = 0.0,
+    burstiness: Annotated[float, typer.Option(min=0.01, help="1 is Poisson, less comes in bursts.")] = 1.0,
+    input_tokens: Annotated[str, typer.Option(help="256, uniform:64:512 or lognormal:256:0.5.")] = "256",
+    output_tokens: Annotated[str, typer.Option(help="Same forms as --input-tokens.")] = "128",
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 0,
+    tier: Annotated[list[str] | None, typer.Option(help="Share of a tier, as gold=0.2; repeat.")] = None,
+    prompts: Annotated[PromptKind, typer.Option(help="How prompts are made.")] = "token_ids",
+    vocab_size: Annotated[int, typer.Option(min=2, help="Upper bound of random token ids.")] = 2000,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not counted.")] = 1,
+    seed: Annotated[int, typer.Option(help="Equal seeds send equal requests.")] = 0,
+    ttft_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
+    tpot_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
+    e2e_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
+    label: Annotated[str, typer.Option(help="Name of the run in reports.")] = "millrace",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
+) -> None:
+    """Send a workload and print TTFT, TPOT, ITL, E2E, throughput and goodput."""
+    console = Console()
+    try:
+        workload = Workload(
+            num_requests=requests,
+            arrivals=Arrivals(concurrency=concurrency, rate=rate, burstiness=burstiness),
+            input_tokens=Lengths.parse(input_tokens),
+            output_tokens=Lengths.parse(output_tokens),
+            shared_prefix_tokens=shared_prefix,
+            tiers=_parse_tiers(tier or []),
+            prompt_kind=prompts,
+            vocab_size=vocab_size,
+            token_id_low=min(300, vocab_size - 1),
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            seed=seed,
+        )
+        target = Target.parse(url, key)
+        targets = Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms, e2e_ms=e2e_target_ms)
+        result = asyncio.run(
+            _measure(
+                console=console,
+                target=target,
+                workload=workload,
+                targets=targets,
+                model=model,
+                label=label,
+                url=url,
+                warmup=warmup,
+            )
+        )
+        report.show(result, console)
+        if json_file is not None:
+            report.write(result, json_file)
+    except ConfigError as error:
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        raise typer.Exit(2) from error
+    if result.total.num_failed:
+        raise typer.Exit(1)
+
+
+@app.command("compare")
+def compare(before: Path, after: Path) -> None:
+    """Print two results side by side with ratios."""
+    console = Console()
+    try:
+        report.show_comparison(report.read(before), report.read(after), console)
+    except ConfigError as error:
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        raise typer.Exit(2) from error
+
+
+async def _measure(
+    *,
+    console: Console,
+    target: Target,
+    workload: Workload,
+    targets: Targets,
+    model: str,
+    label: str,
+    url: str,
+    warmup: int,
+) -> report.Result:
+    model = await choose_model(target, model)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=workload.num_requests)
+
+        def advance(record: RequestRecord) -> None:
+            progress.advance(task)
+            if not record.ok:
+                progress.update(task, description=f"{label} [red](failures)[/]")
+
+        records, duration_s = await run_workload(
+            target, workload, model, num_warmup=warmup, on_progress=advance
+        )
+    return report.make_result(
+        label=label,
+        url=url,
+        model=model,
+        workload=workload,
+        targets=targets,
+        records=records,
+        duration_s=duration_s,
+    )
+
+
+def _parse_tiers(texts: list[str]) -> dict[str, float]:
+    tiers: dict[str, float] = {}
+    for text in texts:
+        name, _, share = text.partition("=")
+        try:
+            tiers[name] = float(share)
+        except ValueError as error:
+            raise ConfigError(f"--tier {text!r}: expected <name>=<share>, as in gold=0.2") from error
+    return tiers

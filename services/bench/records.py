@@ -1,0 +1,163 @@
+"""What was measured of one request, and the figures made of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """Times in seconds of one clock (time.perf_counter). `error` is empty when the stream was whole."""
+
+    index: int
+    tier: str
+    prompt_tokens: int
+    status: int = 0
+    error: str = ""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    # Arrival of every chunk that carried output.
+    chunk_times_s: list[float] = msgspec.field(default_factory=list)
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+
+    def read_events(self, payloads: Sequence[bytes]) -> None:
+        """Takes usage, or an error sent inside the stream, from the last events."""
+        for payload in payloads:
+            try:
+                event = msgspec.json.decode(payload)
+            except msgspec.DecodeError:
+                self.error = "an event of the stream is not JSON"
+                continue
+            if not isinstance(event, dict):
+                continue
+            if event.get("error"):
+                self.error = str(event["error"])[:500]
+            usage = event.get("usage")
+            if isinstance(usage, dict):
+                self.prompt_tokens = int(usage.get("prompt_tokens", self.prompt_tokens))
+                self.completion_tokens = int(usage.get("completion_tokens", 0))
+                details = usage.get("prompt_tokens_details") or {}
+                self.cached_prompt_tokens = int(details.get("cached_tokens") or 0)
+        if not self.completion_tokens:
+            # A server without usage: one chunk is one token.
+            self.completion_tokens = len(self.chunk_times_s)
+        if self.status == 200 and not self.error and not self.chunk_times_s:
+            self.error = "the stream carried no output"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request was answered in full."""
+        return self.status == 200 and not self.error
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first chunk with output."""
+        return self.chunk_times_s[0] - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for a single token."""
+        if self.completion_tokens < 2:
+            return None
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.completion_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Gaps between chunks."""
+        return [
+            later - earlier
+            for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)
+        ]
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """A distribution in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Percentiles | None:
+        """None for an empty sample."""
+        if not seconds:
+            return None
+        values = np.asarray(seconds) * 1000
+        return cls(
+            *(
+                float(round(value, 3))
+                for value in (values.mean(), *np.percentile(values, (50, 90, 99)), values.max())
+            )
+        )
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one run, or of one tier of it. Rates are per second of the run's whole duration."""
+
+    num_requests: int
+    num_failed: int
+    duration_s: float
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    # Requests per second that met every target; None without targets.
+    goodput_per_s: float | None
+    ttft_ms: Percentiles | None
+    tpot_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    e2e_ms: Percentiles | None
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request must reach to count as goodput; None asks nothing."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any target is set."""
+        return (self.ttft_ms, self.tpot_ms, self.e2e_ms) != (None, None, None)
+
+    def met(self, record: RequestRecord) -> bool:
+        """Whether the request was answered within every target."""
+        if not record.ok:
+            return False
+        measured = (record.ttft_s, record.tpot_s or 0.0, record.end_s - record.start_s)
+        wanted = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        return all(
+            limit is None or value * 1000 <= limit for value, limit in zip(measured, wanted, strict=True)
+        )
+
+
+def summarize(records: Sequence[RequestRecord], duration_s: float, targets: Targets) -> Summary:
+    """Figures over `records`. Latencies count answered requests only; failures are counted beside them."""
+    answered = [record for record in records if record.ok]
+    prompt = sum(record.prompt_tokens for record in answered)
+    completion = sum(record.completion_tokens for record in answered)
+    met = sum(targets.met(record) for record in answered)
+    return Summary(
+        num_requests=len(records),
+        num_failed=len(records) - len(answered),
+        duration_s=round(duration_s, 3),
+        prompt_tokens=prompt,
+        cached_prompt_tokens=sum(record.cached_prompt_tokens for record in answered),
+        completion_tokens=completion,
+        requests_per_s=round(len(answered) / duration_s, 3),
+        output_tokens_per_s=round(completion / duration_s, 2),
+        total_tokens_per_s=round((prompt + completion) / duration_s, 2),
+        goodput_per_s=round(met / duration_s, 3) if targets.given else None,
+        ttft_ms=Percentiles.of([record.ttft_s for record in answered]),
+        tpot_ms=Percentiles.of([tpot for record in answered if (tpot := record.tpot_s) is not None]),
+        itl_ms=Percentiles.of([gap for record in answered for gap in record.itls_s]),
+        e2e_ms=Percentiles.of([record.end_s - record.start_s for record in answered]),
+    )

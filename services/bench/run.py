@@ -1,0 +1,75 @@
+"""Runs a workload against a target, closed or open loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from services.bench.client import Client, Target
+from services.bench.records import RequestRecord
+from services.bench.workload import PlannedRequest, Workload, plan
+
+# Called with the record of every request that ended.
+OnProgress = Callable[[RequestRecord], None]
+
+
+async def run_workload(
+    target: Target, workload: Workload, model: str, *, num_warmup: int = 0, on_progress: OnProgress
+) -> tuple[list[RequestRecord], float]:
+    """Records in the order of the plan, and the run's duration in seconds.
+
+    The first `num_warmup` requests are sent once before, and not counted.
+    """
+    client = Client(target)
+    requests = plan(workload, model)
+    try:
+        for request in requests[:num_warmup]:
+            await client.run(request)
+        started = time.perf_counter()
+        if workload.arrivals.open_loop:
+            records = await _open_loop(client, requests, started, on_progress)
+        else:
+            records = await _closed_loop(client, requests, workload.arrivals.concurrency, on_progress)
+        return records, time.perf_counter() - started
+    finally:
+        await client.close()
+
+
+async def choose_model(target: Target, wanted: str) -> str:
+    """`wanted`, or the first model that the server lists."""
+    if wanted:
+        return wanted
+    return (await Client(target).models())[0]
+
+
+async def _closed_loop(
+    client: Client, requests: Sequence[PlannedRequest], concurrency: int, on_progress: OnProgress
+) -> list[RequestRecord]:
+    records: dict[int, RequestRecord] = {}
+    queue = iter(requests)
+
+    async def work() -> None:
+        for request in queue:
+            records[request.index] = record = await client.run(request)
+            on_progress(record)
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return [records[request.index] for request in requests]
+
+
+async def _open_loop(
+    client: Client, requests: Sequence[PlannedRequest], started: float, on_progress: OnProgress
+) -> list[RequestRecord]:
+    records: dict[int, RequestRecord] = {}
+
+    async def send(request: PlannedRequest) -> None:
+        records[request.index] = record = await client.run(request)
+        on_progress(record)
+
+    tasks = []
+    for request in requests:
+        await asyncio.sleep(max(0.0, started + request.start_s - time.perf_counter()))
+        tasks.append(asyncio.create_task(send(request)))
+    await asyncio.gather(*tasks)
+    return [records[request.index] for request in requests]
