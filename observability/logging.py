@@ -16,7 +16,7 @@ from observability.tracing import current_identity
 _REDACTED = "[redacted]"
 # Names of fields whose values are secrets, wherever they appear.
 _SECRET_NAMES = re.compile(
-    r"authorization|secret|password|passwd|api_?key|token$|credential|cookie|signature|private_key",
+    r"authorization|secret|password|passwd|api[_-]?key|token$|credential|cookie|signature|private_key",
     re.IGNORECASE,
 )
 # Secrets inside free text: bearer credentials, our own and OpenAI-style keys, name=value pairs, URL
@@ -25,7 +25,7 @@ _SECRET_TEXT = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {_REDACTED}"),
     (re.compile(r"\b(mr|sk|pk)-[\w-]{6,}"), rf"\1-{_REDACTED}"),
     (
-        re.compile(r"(?i)\b(\w*(?:secret|password|api_?key))(['\"]?\s*[=:]\s*)['\"]?[^\s'\",}]+"),
+        re.compile(r"(?i)\b(\w*(?:secret|password|api[_-]?key))(['\"]?\s*[=:]\s*)['\"]?[^\s'\",}]+"),
         rf"\1\2{_REDACTED}",
     ),
     (re.compile(r"(\w+://[^\s:/@]*):[^\s@/]+@"), rf"\1:{_REDACTED}@"),

@@ -99,7 +99,7 @@ def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
         end_ns=span.end_time_unix_nano,
         error=(span.status.message or "error") if failed else "",
         attributes=_attributes(span.attributes),
-        links=[(link.trace_id.hex(), link.span_id.hex()) for link in span.links],
+        links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
     )
 
 

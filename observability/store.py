@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class StoredSpan:
     error: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     # (trace id, span id) of spans of other requests.
-    links: Sequence[tuple[str, str]] = ()
+    links: tuple[tuple[str, str], ...] = ()
 
     @property
     def duration_ms(self) -> float:
@@ -229,5 +229,5 @@ def _span(row: tuple[Any, ...]) -> StoredSpan:
         end_ns=end_ns,
         error=error,
         attributes=json.loads(attributes),
-        links=[(trace, span) for trace, span in json.loads(links)],
+        links=tuple((trace, span) for trace, span in json.loads(links)),
     )

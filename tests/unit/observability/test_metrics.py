@@ -1,0 +1,102 @@
+"""Metrics as Prometheus scrapes them."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+from opentelemetry.trace import SpanContext, TraceFlags
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from observability import names
+from observability.metrics import OTHER, Metrics, set_build_info
+
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_each_declared_metric_can_be_written_and_parsed() -> None:
+    metrics = Metrics()
+    for metric in names.METRICS.values():
+        labels = dict.fromkeys(metric.labels, "x")
+        if metric.kind == "counter":
+            metrics.add(metric, 2, **labels)
+        elif metric.kind == "gauge":
+            metrics.set(metric, 2, **labels)
+        else:
+            metrics.observe(metric, 2, **labels)
+    for accept, parse in (("", parse_text), (_OPENMETRICS, parse_openmetrics)):
+        body, content_type = metrics.expose(accept)
+        samples = {sample.name for family in parse(body.decode()) for sample in family.samples}
+        assert ("openmetrics" in content_type) == bool(accept)
+        for metric in names.METRICS.values():
+            suffix = "_bucket" if metric.kind == "histogram" else ""
+            assert metric.name + suffix in samples
+
+
+def test_tenants_beyond_the_bound_share_one_label_value() -> None:
+    metrics = Metrics(max_label_values=2)
+    for tenant in ("a", "b", "c", "d", "a"):
+        metrics.add(names.COST, 1, tier="t", tenant=tenant)
+    assert _value(metrics, names.COST.name, tier="t", tenant="a") == 2
+    assert _value(metrics, names.COST.name, tier="t", tenant=OTHER) == 2
+    assert _value(metrics, names.COST.name, tier="t", tenant="c") is None
+
+
+def test_a_sampled_span_becomes_the_exemplar() -> None:
+    metrics = Metrics()
+    span = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    metrics.observe(names.PREPARE_SECONDS, 0.02, span=span)
+    metrics.observe(names.AUTHORIZE_SECONDS, 0.02)
+    exemplars = {
+        sample.name: sample.exemplar
+        for family in parse_openmetrics(metrics.expose(_OPENMETRICS)[0].decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert exemplars.keys() == {f"{names.PREPARE_SECONDS.name}_bucket"}
+    assert exemplars[f"{names.PREPARE_SECONDS.name}_bucket"].labels == {"trace_id": f"{0xABC:032x}"}
+
+
+def test_wrong_labels_and_kinds_are_refused() -> None:
+    metrics = Metrics()
+    with pytest.raises(ValueError):
+        metrics.add(names.COST, 1, tier="t")
+    with pytest.raises(ValueError):
+        metrics.add(names.COST, 1, tier="t", tenant="a", more="x")
+    with pytest.raises(AssertionError):
+        metrics.set(names.COST, 1, tier="t", tenant="a")
+
+
+def test_a_removed_value_is_no_longer_exposed() -> None:
+    metrics = Metrics()
+    metrics.set(names.EXPECTED_WAIT, 3, tier="a")
+    metrics.set(names.EXPECTED_WAIT, 4, tier="b")
+    metrics.remove(names.EXPECTED_WAIT, tier="a")
+    assert _value(metrics, names.EXPECTED_WAIT.name, tier="a") is None
+    assert _value(metrics, names.EXPECTED_WAIT.name, tier="b") == 4
+
+
+def test_gauges_can_be_read_at_scrape_time() -> None:
+    metrics = Metrics()
+    waiting = [1, 2, 3]
+    metrics.set_function(names.REQUESTS_WAITING, lambda: len(waiting))
+    waiting.append(4)
+    assert _value(metrics, names.REQUESTS_WAITING.name) == 4
+
+
+def test_the_endpoint_serves_and_closes() -> None:
+    metrics = Metrics()
+    set_build_info(metrics, "gateway", "1.0", "nano")
+    server = metrics.serve("127.0.0.1:0")
+    try:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as response:
+            assert b'millrace_build_info{model="nano",service="gateway",version="1.0"} 1.0' in response.read()
+        with pytest.raises(OSError):
+            metrics.serve(server.address)
+    finally:
+        server.close()

@@ -1,0 +1,92 @@
+"""The declarations hold together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from observability import genai, names
+from observability.names import Metric
+
+
+def test_metric_names_follow_prometheus_conventions() -> None:
+    for metric in names.METRICS.values():
+        assert re.fullmatch(r"millrace_[a-z0-9_]+", metric.name), metric.name
+        assert metric.meaning.endswith("."), metric.name
+        if metric.kind == "histogram":
+            assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
+        if metric.unit == "s" and metric.kind == "histogram":
+            assert metric.name.endswith("_seconds"), metric.name
+
+
+def test_every_part_and_cause_has_an_attribute_and_a_meaning() -> None:
+    assert set(names.TTFT_PARTS) == set(names.TtftPart) == set(names.TTFT_PART_MEANING)
+    assert set(names.DELAYED_BY_MS) == set(names.Cause) == set(names.CAUSE_MEANING)
+
+
+def test_a_metric_cannot_be_declared_twice_or_with_the_wrong_suffix() -> None:
+    with pytest.raises(ValueError, match="declared twice"):
+        Metric(names.TTFT.name, "gauge", "s", "Again.")
+    with pytest.raises(ValueError, match="_total"):
+        Metric("millrace_wrong", "counter", "1", "No suffix.")
+    with pytest.raises(ValueError, match="buckets"):
+        Metric("millrace_wrong_seconds", "histogram", "s", "No buckets.")
+
+
+def test_the_endpoint_picker_finds_gauges_without_labels() -> None:
+    for need in ("TotalQueuedRequests", "TotalRunningRequests", "KVCacheUtilization"):
+        metric = names.INFERENCE_EXTENSION[need]
+        assert metric.kind == "gauge"
+        assert metric.labels == ()
+    assert set(names.INFERENCE_EXTENSION["LoraInfo"].labels) == {
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"),
+    [(0, "<=128"), (128, "<=128"), (129, "<=512"), (32_768, "<=32768"), (32_769, ">32768")],
+)
+def test_length_buckets(length: int, bucket: str) -> None:
+    assert names.length_bucket(length) == bucket
+
+
+def test_genai_attributes_in_each_generation() -> None:
+    request = genai.GenAiRequest(operation="chat", model="nano", stream=True, service_tier="standard")
+    old = genai.request_attributes(request, "v1.36")
+    new = genai.request_attributes(request, "latest")
+    assert old[genai.SYSTEM] == "millrace"
+    assert genai.PROVIDER_NAME not in old
+    assert new[genai.PROVIDER_NAME] == "millrace"
+    assert genai.SYSTEM not in new
+    assert genai.request_attributes(request, "both") == old | new
+    # What was not given is left out, not invented.
+    assert genai.TEMPERATURE not in new
+
+
+def test_genai_response_has_usage_in_each_generation() -> None:
+    response = genai.GenAiResponse(
+        model="nano", finish_reasons=["stop"], prompt_tokens=7, completion_tokens=0, cached_prompt_tokens=3
+    )
+    for generation in ("v1.36", "latest", "both"):
+        found = genai.response_attributes(response, generation)  # type: ignore[arg-type]
+        assert found[genai.INPUT_TOKENS] == 7
+        assert found[genai.OUTPUT_TOKENS] == 0
+    assert genai.CACHED_TOKENS not in genai.response_attributes(response, "v1.36")
+    assert genai.response_attributes(response, "latest")[genai.CACHED_TOKENS] == 3
+
+
+def test_genai_keys_are_those_of_the_published_conventions() -> None:
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, openai_attributes
+
+    published = {
+        value
+        for module in (gen_ai_attributes, openai_attributes)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str)
+    }
+    ours = {key for key in names.ATTRIBUTES if key.startswith(("gen_ai.", "openai."))}
+    assert ours <= published

@@ -1,0 +1,119 @@
+"""The span store: what is written is found, and it does not grow without bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from observability import names
+from observability.store import SpanReader, SpanStore, StoredSpan, StoreError
+from tests.unit.observability.planted import request_trace
+
+
+def _store(path: Path, *, max_spans: int = 100_000, max_bytes: int = 1 << 30) -> SpanStore:
+    return SpanStore(path, max_spans=max_spans, max_bytes=max_bytes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "traces.sqlite"
+
+
+def test_a_trace_is_found_by_request_id_trace_id_and_as_the_last(path: Path) -> None:
+    store = _store(path)
+    first = request_trace("r-1", number=1)
+    second = request_trace("r-2", number=2, start_ns=first[0].start_ns + 10**9)
+    store.add([*second, *first])
+    reader = SpanReader(path)
+    for what, spans in (("r-1", first), (first[0].trace_id, first), ("r-2", second), ("last", second)):
+        assert {span.span_id for span in reader.find(what)} == {span.span_id for span in spans}
+    found = reader.find("r-1")
+    assert sorted(found, key=lambda span: span.span_id) == first
+
+
+def test_a_trace_that_only_the_edge_saw_is_found_by_its_own_attribute(path: Path) -> None:
+    store = _store(path)
+    edge = request_trace("r-7")[0]
+    assert names.REQUEST_ID not in edge.attributes
+    store.add([edge])
+    assert SpanReader(path).find("r-7") == [edge]
+    assert SpanReader(path).find("last") == [edge]
+
+
+def test_a_span_that_is_sent_twice_is_kept_once(path: Path) -> None:
+    store = _store(path)
+    spans = request_trace()
+    store.add(spans)
+    store.add(spans)
+    assert len(SpanReader(path).find("last")) == len(spans)
+
+
+def test_errors_say_what_to_do(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(StoreError, match="no span store at"):
+        SpanReader(path)
+    (tmp_path / "text").write_text("not a database, and long enough to be looked at as one" * 100)
+    with pytest.raises(StoreError, match="not a span store"):
+        SpanReader(tmp_path / "text")
+    with pytest.raises(StoreError, match="cannot open"):
+        _store(tmp_path / "text" / "below")
+    _store(path).close()
+    with pytest.raises(StoreError, match="empty"):
+        SpanReader(path).find("last")
+    with pytest.raises(StoreError, match="no request or trace 'nobody'"):
+        SpanReader(path).find("nobody")
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches=st.lists(st.integers(1, 60), min_size=1, max_size=20))
+def test_the_newest_spans_stay_within_the_bound(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("store") / "traces.sqlite"
+    store = _store(path, max_spans=100)
+    template = request_trace()[0]
+    written: list[str] = []
+    for count in batches:
+        ids = [f"{len(written) + index:016x}" for index in range(count)]
+        store.add(replace(template, span_id=span_id) for span_id in ids)
+        written += ids
+        kept = [span.span_id for span in SpanReader(path).trace(template.trace_id)]
+        assert len(kept) <= 100
+        assert set(kept) == set(written[-len(kept) :])
+        assert len(kept) >= min(len(written), 90)
+
+
+def test_the_file_stays_within_the_bytes(path: Path) -> None:
+    limit = 1_000_000
+    store = _store(path, max_bytes=limit)
+    template = request_trace()[0]
+    for batch in range(40):
+        store.add(
+            StoredSpan(
+                **{
+                    **{
+                        name: getattr(template, name) for name in ("trace_id", "parent_id", "service", "name")
+                    },
+                    "span_id": f"{batch * 100 + index:016x}",
+                    "start_ns": 1,
+                    "end_ns": 2,
+                    "attributes": {"text": "x" * 1000},
+                }
+            )
+            for index in range(100)
+        )
+    assert store._used_bytes() < limit * 1.5
+    newest = SpanReader(path).trace(template.trace_id)[-1]
+    assert newest.span_id == f"{3999:016x}"
+
+
+def test_spans_named_gives_the_newest_first_since_a_moment(path: Path) -> None:
+    store = _store(path)
+    start_ns = 10**18
+    for number in range(5):
+        store.add(request_trace(f"r-{number}", number=number + 1, start_ns=start_ns + number * 10**9))
+    found = SpanReader(path).spans_named(names.ENVOY_INGRESS, since_ns=start_ns + 2 * 10**9, limit=2)
+    assert [span.request_id for span in found] == ["r-4", "r-3"]
