@@ -29,6 +29,7 @@ class Reason(StrEnum):
     CONTEXT_SIGNATURE_INVALID = "CONTEXT_SIGNATURE_INVALID"
     MODEL_NOT_ALLOWED = "MODEL_NOT_ALLOWED"
     TIER_NOT_ALLOWED = "TIER_NOT_ALLOWED"
+    TENANT_NOT_ALLOWED = "TENANT_NOT_ALLOWED"
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND"
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
@@ -37,6 +38,7 @@ class Reason(StrEnum):
     CONCURRENCY_EXCEEDED = "CONCURRENCY_EXCEEDED"
     BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
     QUEUE_LIMIT_EXCEEDED = "QUEUE_LIMIT_EXCEEDED"
+    LIMITS_UNAVAILABLE = "LIMITS_UNAVAILABLE"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     VOCABULARY_MISMATCH = "VOCABULARY_MISMATCH"
@@ -81,6 +83,7 @@ TABLE: Mapping[Reason, FaceMapping] = {
     ),
     Reason.MODEL_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
     Reason.TIER_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
+    Reason.TENANT_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
     Reason.MODEL_NOT_FOUND: FaceMapping(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
     Reason.ROUTE_NOT_FOUND: FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 404, "invalid_request_error"),
     Reason.METHOD_NOT_ALLOWED: FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 405, "invalid_request_error"),
@@ -94,6 +97,7 @@ TABLE: Mapping[Reason, FaceMapping] = {
     Reason.VOCABULARY_MISMATCH: FaceMapping(
         grpc.StatusCode.FAILED_PRECONDITION, 503, "service_unavailable_error"
     ),
+    Reason.LIMITS_UNAVAILABLE: FaceMapping(*_DOWN),
     Reason.DRAINING: FaceMapping(*_DOWN),
     Reason.ENGINE_UNAVAILABLE: FaceMapping(*_DOWN),
     Reason.ENGINE_LOST: FaceMapping(*_DOWN),
