@@ -1,0 +1,41 @@
+"""Between the request context's message and the gateway's domain types."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from millrace.common.v1 import context_pb2
+
+from gateway.identity import Identity
+from gateway.tiers import Tier
+
+_Promise = Literal["ttft_target_ms", "tpot_target_ms", "queue_limit_ms", "max_context_tokens"]
+_OPTIONAL_PROMISES: tuple[_Promise, ...] = get_args(_Promise)
+
+
+def identity_from_context(context: context_pb2.RequestContext) -> Identity:
+    """The identity in a verified context."""
+    return Identity(
+        request_id=context.request_id,
+        tenant=context.tenant,
+        key_id=context.key_id,
+        tier=context.tier,
+        cache_salt=context.cache_salt,
+        allowed_models=tuple(context.allowed_models),
+        traceparent=context.traceparent,
+        tracestate=context.tracestate,
+        deadline_unix_ms=context.deadline_unix_ms if context.HasField("deadline_unix_ms") else None,
+    )
+
+
+def write_tier(context: context_pb2.RequestContext, tier: Tier, *, tenant_weight: float) -> None:
+    """Replaces the promises in `context` by those of `tier`."""
+    config = tier.config
+    context.tier = tier.name
+    context.priority = config.priority
+    context.weight = config.weight * tenant_weight
+    for name in _OPTIONAL_PROMISES:
+        context.ClearField(name)
+        value = getattr(config, name)
+        if value is not None:
+            setattr(context, name, value)

@@ -1,0 +1,1 @@
+"""Requests and tokens per minute, concurrent streams and monthly budgets, exact under concurrency."""

@@ -1,0 +1,230 @@
+"""Tokens per minute, concurrent streams and monthly budgets of a request: reserve, extend, settle.
+
+Bounds, for any number of clients and gateway processes that share one store:
+
+- Tokens per minute: prompt plus the largest allowed answer is charged at admission, in the half second of the
+  admission. The sum admitted in any 60 s never passes the limit. A request that does not bound its answer
+  is charged `default_completion_tokens` at a time; while it runs the sum can pass the limit by at most what
+  such streams generate, and nobody else is admitted until it is below again.
+- Concurrent streams: never more than the limit, as long as gateways renew their leases in time.
+- Monthly limits: never passed, when prompts are reserved by their real token count: the answer is cut where
+  the grant ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+from gateway.config import LimitsConfig
+from gateway.identity import Identity
+from gateway.limits.headers import WindowView, token_headers
+from gateway.limits.memory import unix_s
+from gateway.limits.prices import NANOS_PER_UNIT, Prices
+from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal
+from gateway.limits.reservation import Holds, MeterHold, Reservation
+from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
+from gateway.limits.store import (
+    Demand,
+    LeaseDemand,
+    LeaseReturn,
+    LimitStore,
+    MeterDemand,
+    Refused,
+    Settlement,
+    StoreLostError,
+    WindowChange,
+    WindowDemand,
+)
+from gateway.tiers import Tier
+
+_log = logging.getLogger(__name__)
+
+
+class TokenLimiter:
+    """Reserves what a request may use before it runs, and settles what it did use."""
+
+    def __init__(
+        self,
+        store: LimitStore,
+        directory: LimitDirectory,
+        prices: Prices,
+        config: LimitsConfig,
+        *,
+        clock: Callable[[], float] = unix_s,
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._prices = prices
+        self._config = config
+        self._clock = clock
+        self._open_leases: set[tuple[str, str]] = set()
+        self._settling: set[asyncio.Task[None]] = set()
+        self._views: dict[str, WindowView] = {}
+        self._renewal: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to renew the leases of running streams."""
+        self._renewal = asyncio.create_task(self._renew_leases(), name="limits-renewal")
+
+    async def close(self) -> None:
+        """Stops renewing and finishes settlements in flight. The store stays open."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewal
+        if self._settling:
+            await asyncio.wait(self._settling)
+
+    async def reserve(
+        self,
+        identity: Identity,
+        prompt_tokens: int,
+        max_completion_tokens: int | None,
+        *,
+        tier: Tier | None = None,
+        model: str = "",
+    ) -> Reservation:
+        """Reserves the prompt, the answer and a stream slot, or nothing.
+
+        `max_completion_tokens` None means that the request does not bound its answer. Raises
+        TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED naming whose limit it is, and
+        LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
+        """
+        completion = max_completion_tokens
+        if completion is None:
+            completion = self._config.default_completion_tokens
+        scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
+        demand = self._demand(scopes, prompt_tokens, completion, tier, model)
+        holds = Holds(completion_tokens=completion)
+        if not demand:
+            return Reservation(self, holds, prompt_tokens)
+        try:
+            outcome = await self._store.acquire(demand)
+        except StoreLostError as error:
+            raise limits_unavailable() from error
+        if isinstance(outcome, Refused):
+            raise refusal(outcome, demand)
+        holds.bucket = outcome.bucket
+        holds.windows = list(demand.windows)
+        holds.leases = [(lease.key, lease.lease_id) for lease in demand.leases]
+        holds.bounded = bool(demand.meters)
+        for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
+            holds.completion_tokens = min(holds.completion_tokens, units)
+            holds.meters.append(self._hold(meter, units, model))
+        self._open_leases.update(holds.leases)
+        for window, used in zip(demand.windows, outcome.window_sums, strict=True):
+            self._views[window.key] = WindowView(window.limit, used, self._clock())
+        return Reservation(self, holds, prompt_tokens)
+
+    def headers(self, identity: Identity) -> dict[str, str]:
+        """`x-ratelimit-*-tokens` headers as of the last reservation under the same tenant or key."""
+        scopes = scopes_of(self._directory, identity.tenant, identity.key_id)
+        views = [self._views[key] for scope in scopes if (key := _tokens_key(scope)) in self._views]
+        return token_headers(views, self._clock())
+
+    async def extend_reservation(self, reservation: Reservation) -> int:
+        """See Reservation.extend."""
+        holds = reservation.holds
+        chunk = self._config.default_completion_tokens
+        try:
+            granted = await self._extend_meters(holds, chunk)
+            await self._store.settle(
+                Settlement(windows=tuple(WindowChange(w.key, holds.bucket, granted) for w in holds.windows))
+            )
+        except StoreLostError as error:
+            raise limits_unavailable() from error
+        holds.windows = [replace(window, amount=window.amount + granted) for window in holds.windows]
+        holds.completion_tokens += granted
+        return granted
+
+    async def close_reservation(self, reservation: Reservation, settlement: Settlement) -> None:
+        """See Reservation.settle. Completes even when the caller is cancelled meanwhile."""
+        leases = tuple(LeaseReturn(key, lease_id) for key, lease_id in reservation.holds.leases)
+        self._open_leases.difference_update(reservation.holds.leases)
+        settlement = replace(settlement, leases=leases)
+        if not settlement:
+            return
+        task = asyncio.create_task(self._settle(settlement), name="limits-settle")
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(task)
+
+    async def _settle(self, settlement: Settlement) -> None:
+        try:
+            await self._store.settle(settlement)
+        except StoreLostError:
+            # Windows forget within a minute and leases lapse; only a monthly meter stays too high.
+            _log.warning(
+                "limit store lost: a reservation was not settled", extra={"meters": settlement.meters}
+            )
+
+    def _demand(
+        self, scopes: list[Scope], prompt_tokens: int, completion: int, tier: Tier | None, model: str
+    ) -> Demand:
+        windows, leases, meters = [], [], []
+        lease_id = uuid.uuid4().hex
+        month = time.strftime("%Y-%m", time.gmtime(self._clock()))
+        for scope in scopes:
+            limits = scope.limits
+            if limits.tokens_per_minute is not None:
+                amount = prompt_tokens + completion
+                windows.append(WindowDemand(_tokens_key(scope), limits.tokens_per_minute, amount))
+            if limits.max_concurrent_streams is not None:
+                leases.append(LeaseDemand(f"{scope.key}:streams", limits.max_concurrent_streams, lease_id))
+            if limits.monthly_tokens is not None:
+                key = f"{scope.key}:tokens:{month}"
+                meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, 1, completion))
+            if limits.monthly_budget is not None:
+                key = f"{scope.key}:cost:{month}"
+                prompt_cost, _, cost = self._prices.per_token_nanos(model)
+                limit = round(limits.monthly_budget * NANOS_PER_UNIT)
+                meters.append(MeterDemand(key, limit, prompt_tokens * prompt_cost, cost, completion))
+        if tier is not None and tier.config.max_concurrency is not None:
+            leases.append(LeaseDemand(f"tier:{tier.name}:streams", tier.config.max_concurrency, lease_id))
+        return Demand(tuple(windows), tuple(leases), tuple(meters))
+
+    def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
+        prompt_cost, cached_cost, completion_cost = 1, 1, 1
+        if is_cost_meter(meter.key):
+            prompt_cost, cached_cost, completion_cost = self._prices.per_token_nanos(model)
+        return MeterHold(
+            key=meter.key,
+            limit=meter.limit,
+            prompt_cost=prompt_cost,
+            cached_prompt_cost=cached_cost,
+            completion_cost=completion_cost,
+            charged=meter.base + units * meter.unit_cost,
+        )
+
+    async def _extend_meters(self, holds: Holds, chunk: int) -> int:
+        if not holds.meters:
+            return chunk
+        wanted = tuple(MeterDemand(m.key, m.limit, 0, m.completion_cost, chunk) for m in holds.meters)
+        outcome = await self._store.acquire(Demand(meters=wanted))
+        if isinstance(outcome, Refused):
+            return 0
+        charged = zip(holds.meters, outcome.meter_units, strict=True)
+        holds.meters = [
+            replace(meter, charged=meter.charged + units * meter.completion_cost) for meter, units in charged
+        ]
+        return min(outcome.meter_units)
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / 3)
+            leases = tuple(LeaseReturn(key, lease_id) for key, lease_id in self._open_leases)
+            if leases:
+                try:
+                    await self._store.renew(leases)
+                except StoreLostError:
+                    _log.warning("limit store lost: %d stream slots were not renewed", len(leases))
+
+
+def _tokens_key(scope: Scope) -> str:
+    return f"{scope.key}:tpm"

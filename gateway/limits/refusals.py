@@ -1,0 +1,80 @@
+"""What a caller is told when a limit refuses: whose limit, how much, and when to come back."""
+
+from __future__ import annotations
+
+from gateway.limits.prices import NANOS_PER_UNIT
+from gateway.limits.store import Demand, Kind, LeaseDemand, MeterDemand, Refused, WindowDemand
+from services.errors import MillraceError, Reason
+
+# Advice where nothing but the end of another stream helps.
+_SLOT_RETRY_S = 1.0
+
+
+def refusal(refused: Refused, demand: Demand) -> MillraceError:
+    """The error for the counter of `demand` that refused."""
+    if refused.kind is Kind.WINDOW:
+        return _token_rate_exceeded(refused, demand.windows[refused.index])
+    if refused.kind is Kind.LEASE:
+        return _concurrency_exceeded(refused, demand.leases[refused.index])
+    return _budget_exhausted(refused, demand.meters[refused.index])
+
+
+def limits_unavailable() -> MillraceError:
+    """The refusal of the "closed" policy while the store is lost."""
+    return MillraceError(
+        Reason.LIMITS_UNAVAILABLE,
+        "the limit store does not answer, and the configured policy (gateway.limits.on_store_loss) is to "
+        "refuse meanwhile; retry shortly",
+        retry_after_s=1.0,
+    )
+
+
+def is_cost_meter(key: str) -> bool:
+    """Whether a meter counts billionths of the currency unit instead of tokens."""
+    return key.split(":")[-2] == "cost"
+
+
+def _holder(key: str) -> str:
+    kind, name, *_ = key.split(":")
+    return f"{kind} {name}"
+
+
+def _token_rate_exceeded(refused: Refused, window: WindowDemand) -> MillraceError:
+    metadata = {"limit": str(window.limit), "used": str(refused.used), "requested": str(window.amount)}
+    if window.amount > window.limit:
+        return MillraceError(
+            Reason.TOKEN_RATE_EXCEEDED,
+            f"the request may use {window.amount} tokens, more than the {window.limit} tokens a minute of "
+            f"{_holder(window.key)}; shorten the prompt or lower max_tokens",
+            field="max_tokens",
+            metadata=metadata,
+        )
+    wait_s = (refused.retry_after_ms or 1000) / 1000
+    return MillraceError(
+        Reason.TOKEN_RATE_EXCEEDED,
+        f"{_holder(window.key)} has used {refused.used} of {window.limit} tokens in the last minute and the "
+        f"request may use {window.amount}; retry in {wait_s:.1f} s or lower max_tokens",
+        metadata=metadata,
+        retry_after_s=wait_s,
+    )
+
+
+def _concurrency_exceeded(refused: Refused, lease: LeaseDemand) -> MillraceError:
+    return MillraceError(
+        Reason.CONCURRENCY_EXCEEDED,
+        f"{_holder(lease.key)} has {refused.used} streams running; the limit is {lease.limit}; "
+        "wait for one to end",
+        metadata={"limit": str(lease.limit), "scope": _holder(lease.key)},
+        retry_after_s=_SLOT_RETRY_S,
+    )
+
+
+def _budget_exhausted(refused: Refused, meter: MeterDemand) -> MillraceError:
+    unit, scale = ("currency units", NANOS_PER_UNIT) if is_cost_meter(meter.key) else ("tokens", 1)
+    return MillraceError(
+        Reason.BUDGET_EXHAUSTED,
+        f"the monthly limit of {_holder(meter.key)} is {meter.limit / scale:g} {unit} and "
+        f"{refused.used / scale:g} are used, which leaves too little for this request; it is renewed on "
+        "the first of the next month (UTC), or raise the limit",
+        metadata={"limit": f"{meter.limit / scale:g}", "used": f"{refused.used / scale:g}"},
+    )

@@ -1,0 +1,60 @@
+"""Requests per minute of tenants and keys. The sum admitted in any 60 s never passes the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.limits.headers import WindowView, request_headers
+from gateway.limits.memory import unix_s
+from gateway.limits.refusals import limits_unavailable
+from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
+from gateway.limits.store import Demand, Granted, LimitStore, Refused, StoreLostError, WindowDemand
+from services.errors import MillraceError, Reason
+
+
+class RequestLimiter:
+    """Counts each request once, against its tenant and its key, before anything else is spent on it."""
+
+    def __init__(
+        self, store: LimitStore, directory: LimitDirectory, *, clock: Callable[[], float] = unix_s
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._clock = clock
+
+    async def admit(self, tenant: str, key_id: str) -> dict[str, str]:
+        """Counts a request; returns its `x-ratelimit-*-requests` headers.
+
+        Raises REQUEST_RATE_EXCEEDED with the time after which one fits, whose metadata `limit` is the limit
+        that refused, and LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
+        """
+        scopes = [
+            (scope, scope.limits.requests_per_minute)
+            for scope in scopes_of(self._directory, tenant, key_id)
+            if scope.limits.requests_per_minute is not None
+        ]
+        if not scopes:
+            return {}
+        windows = tuple(WindowDemand(f"{scope.key}:rpm", limit, 1) for scope, limit in scopes)
+        try:
+            outcome = await self._store.acquire(Demand(windows=windows))
+        except StoreLostError as error:
+            raise limits_unavailable() from error
+        if isinstance(outcome, Refused):
+            raise _refusal(outcome, *scopes[outcome.index])
+        return request_headers(self._views(windows, outcome), self._clock())
+
+    def _views(self, windows: tuple[WindowDemand, ...], granted: Granted) -> list[WindowView]:
+        now_s = self._clock()
+        sums = zip(windows, granted.window_sums, strict=True)
+        return [WindowView(window.limit, used, now_s) for window, used in sums]
+
+
+def _refusal(refused: Refused, scope: Scope, limit: int) -> MillraceError:
+    wait_s = (refused.retry_after_ms or 1000) / 1000
+    return MillraceError(
+        Reason.REQUEST_RATE_EXCEEDED,
+        f"{scope} may send {limit} requests a minute and has sent {refused.used}; retry in {wait_s:.1f} s",
+        metadata={"limit": str(limit), "scope": str(scope)},
+        retry_after_s=wait_s,
+    )

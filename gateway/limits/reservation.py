@@ -1,0 +1,104 @@
+"""What one request holds of its limits, from admission to its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.limits.store import MeterChange, Settlement, WindowChange, WindowDemand
+
+
+@dataclass(frozen=True, slots=True)
+class MeterHold:
+    """A charge on a monthly meter, in the meter's unit (tokens or billionths of the currency unit)."""
+
+    key: str
+    limit: int
+    prompt_cost: int
+    cached_prompt_cost: int
+    completion_cost: int
+    # What was charged so far.
+    charged: int
+
+
+@dataclass(slots=True)
+class Holds:
+    """Everything that a reservation has charged and will have to correct."""
+
+    bucket: int = 0
+    windows: list[WindowDemand] = field(default_factory=list)
+    # (key, lease id)
+    leases: list[tuple[str, str]] = field(default_factory=list)
+    meters: list[MeterHold] = field(default_factory=list)
+    # Completion tokens that were reserved.
+    completion_tokens: int = 0
+    # Whether a monthly limit bounds the answer.
+    bounded: bool = False
+
+
+class _Limiter(Protocol):
+    def close_reservation(self, reservation: Reservation, settlement: Settlement) -> Awaitable[None]: ...
+
+    def extend_reservation(self, reservation: Reservation) -> Awaitable[int]: ...
+
+
+class Reservation:
+    """Tokens, a stream slot and budget, held until `settle` or `cancel`; the first of them counts."""
+
+    def __init__(self, limiter: _Limiter, holds: Holds, prompt_tokens: int) -> None:
+        self._limiter = limiter
+        self.holds = holds
+        self.prompt_tokens = prompt_tokens
+        self.is_open = True
+
+    def remaining_completion_budget(self) -> int | None:
+        """Completion tokens that a monthly budget allows this request in all; None when none applies.
+
+        The stream stops there with finish reason BUDGET, unless `extend` grants more.
+        """
+        return self.holds.completion_tokens if self.holds.bounded else None
+
+    async def extend(self) -> int:
+        """Reserves more for a request that does not bound its answer; returns the tokens added, 0 for none.
+
+        Called when the stream reaches what is reserved. Tokens per minute are charged without asking,
+        budgets only as far as they go.
+        """
+        return await self._limiter.extend_reservation(self) if self.is_open else 0
+
+    async def settle(
+        self, prompt_tokens: int, completion_tokens: int, *, cached_prompt_tokens: int = 0
+    ) -> None:
+        """Replaces what was reserved by what was used and gives the stream's slot back."""
+        if self.is_open:
+            self.is_open = False
+            used = self._correction(prompt_tokens, cached_prompt_tokens, completion_tokens)
+            await self._limiter.close_reservation(self, used)
+
+    async def cancel(self) -> None:
+        """Gives everything back: the request never reached an engine."""
+        if self.is_open:
+            self.is_open = False
+            await self._limiter.close_reservation(self, self._correction(0, 0, 0))
+
+    def _correction(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Settlement:
+        tokens = prompt_tokens + completion_tokens
+        windows = (
+            WindowChange(window.key, self.holds.bucket, tokens - window.amount)
+            for window in self.holds.windows
+        )
+        meters = (
+            MeterChange(
+                meter.key,
+                (prompt_tokens - cached_tokens) * meter.prompt_cost
+                + cached_tokens * meter.cached_prompt_cost
+                + completion_tokens * meter.completion_cost
+                - meter.charged,
+            )
+            for meter in self.holds.meters
+        )
+        return Settlement(
+            windows=tuple(change for change in windows if change.delta),
+            meters=tuple(change for change in meters if change.delta),
+        )

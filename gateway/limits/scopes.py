@@ -1,0 +1,50 @@
+"""Whose limits apply to a request: its tenant's and its key's, looked up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.config import LimitValues
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One holder of limits."""
+
+    # "tenant" or "key", as refusals call it.
+    kind: str
+    # Name as refusals give it.
+    name: str
+    # Prefix of its counters in a store.
+    key: str
+    limits: LimitValues
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class LimitDirectory(Protocol):
+    """Knows the limits of tenants and keys; they may change between two requests."""
+
+    def tenant_limits(self, tenant: str) -> LimitValues:
+        """Limits of a tenant."""
+        ...
+
+    def key_limits(self, key_id: str) -> LimitValues:
+        """Limits of a key alone."""
+        ...
+
+
+_UNLIMITED = LimitValues()
+
+
+def scopes_of(directory: LimitDirectory, tenant: str, key_id: str) -> Iterator[Scope]:
+    """The scopes that limit anything, the tenant's first."""
+    limits = directory.tenant_limits(tenant)
+    if limits != _UNLIMITED:
+        yield Scope("tenant", tenant, f"tenant:{tenant}", limits)
+    limits = directory.key_limits(key_id)
+    if limits != _UNLIMITED:
+        yield Scope("key", key_id, f"key:{key_id}", limits)

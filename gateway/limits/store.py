@@ -1,0 +1,168 @@
+"""What limits are made of, and the one interface behind which their counters live.
+
+Three kinds of counters are enough. A *window* sums what was charged in the last 60 s. A *lease* is one of a
+number of slots, free again when it is returned or when its holder stops renewing it. A *meter* sums what was
+charged in a calendar month.
+
+Every charge is a demand on several counters that is granted on all of them or on none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+WINDOW_MS = 60_000
+# Charges of the same half second leave the window together, up to half a second late, never early: no
+# interval of 60 s, wherever it begins, holds more than the limit.
+BUCKET_MS = 500
+NUM_BUCKETS = WINDOW_MS // BUCKET_MS + 1
+
+
+class Kind(StrEnum):
+    """Kind of a counter."""
+
+    WINDOW = "window"
+    LEASE = "lease"
+    METER = "meter"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDemand:
+    """`amount` more in the window of `key`, if its sum stays within `limit`."""
+
+    key: str
+    limit: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseDemand:
+    """A slot of `key`, held as `lease_id`, if fewer than `limit` are held."""
+
+    key: str
+    limit: int
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeterDemand:
+    """`base` plus up to `units` times `unit_cost` more on the meter of `key`, within `limit`.
+
+    Fewer units are granted when the rest of the limit is smaller; the demand is refused when not even the
+    base and one unit (no unit where `units` is 0) fit.
+    """
+
+    key: str
+    limit: int
+    base: int
+    unit_cost: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Charges that are granted together or not at all."""
+
+    windows: tuple[WindowDemand, ...] = ()
+    leases: tuple[LeaseDemand, ...] = ()
+    meters: tuple[MeterDemand, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.windows or self.leases or self.meters)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The demand was charged."""
+
+    # Bucket that the window amounts were charged to; needed to give them back.
+    bucket: int
+    # Sum of each window after the charge, in the order of the demand.
+    window_sums: tuple[int, ...] = ()
+    # Units granted on each meter, in the order of the demand.
+    meter_units: tuple[int, ...] = ()
+    # Sum of each meter after the charge.
+    meter_sums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The demand was not charged; `kind` and `index` name the counter of the demand that refused it."""
+
+    kind: Kind
+    index: int
+    # What the counter held.
+    used: int
+    # When enough will have left a window; None when only others' actions or the next month can help, or
+    # when the amount is larger than the limit.
+    retry_after_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowChange:
+    """Adds `delta` to a window without asking. Negative: gives back what was charged to `bucket`.
+
+    What has left the window cannot be given back; what is added counts from now.
+    """
+
+    key: str
+    bucket: int
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturn:
+    """Frees a slot."""
+
+    key: str
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeterChange:
+    """Adds `delta`, positive or negative, to a meter without asking."""
+
+    key: str
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Corrections after the fact; they are always applied."""
+
+    windows: tuple[WindowChange, ...] = ()
+    leases: tuple[LeaseReturn, ...] = ()
+    meters: tuple[MeterChange, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.windows or self.leases or self.meters)
+
+
+class StoreLostError(Exception):
+    """The place where counters live does not answer."""
+
+
+class LimitStore(Protocol):
+    """Counters shared by everybody who uses the same store."""
+
+    async def acquire(self, demand: Demand) -> Granted | Refused:
+        """Charges all of `demand` atomically, or nothing. Raises StoreLostError."""
+        ...
+
+    async def settle(self, settlement: Settlement) -> None:
+        """Applies corrections. Raises StoreLostError."""
+        ...
+
+    async def renew(self, leases: tuple[LeaseReturn, ...]) -> None:
+        """Keeps the slots of streams that still run. Raises StoreLostError."""
+        ...
+
+    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
+        """Sum of each meter. Raises StoreLostError."""
+        ...
+
+    async def close(self) -> None:
+        """Releases connections."""
+        ...

@@ -1,0 +1,64 @@
+"""Which service level a request gets: OpenAI's `service_tier`, checked against what its tenant agreed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.config import TenantConfig, TierConfig
+from gateway.identity import Identity
+from gateway.settings import OWN_TIER_ALIASES, Settings
+from services.errors import MillraceError, Reason
+
+_NO_TENANT = TenantConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A service level with its name, which answers echo as `service_tier`."""
+
+    name: str
+    config: TierConfig
+
+
+class Tiers:
+    """The configured service levels and who may use which."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._tiers = {name: Tier(name, config) for name, config in settings.tiers.items()}
+        self._tenants = settings.tenants
+        self._default = settings.gateway.default_tier
+
+    def named(self, name: str) -> Tier:
+        """The tier called `name`; KeyError for an unknown one."""
+        return self._tiers[name]
+
+    def own_tier(self, tenant: str) -> str:
+        """Name of the tier of a tenant's requests that ask for none."""
+        return self._tenants.get(tenant, _NO_TENANT).tier or self._default
+
+    def tenant_weight(self, tenant: str) -> float:
+        """Fair-share weight of the tenant inside its tier."""
+        return self._tenants.get(tenant, _NO_TENANT).weight
+
+    def allowed(self, identity: Identity) -> tuple[str, ...]:
+        """Names that the caller may ask for, the own one first."""
+        agreed = self._tenants.get(identity.tenant, _NO_TENANT).allowed_tiers
+        return tuple(dict.fromkeys((identity.tier, self.own_tier(identity.tenant), *agreed)))
+
+    def resolve(self, identity: Identity, requested: str) -> Tier:
+        """The tier of a request; "", "auto" and "default" give the caller's own.
+
+        Raises TIER_NOT_ALLOWED for a tier that the tenant may not use, and for one that does not exist: a
+        caller does not learn the names of tiers beyond the own ones.
+        """
+        name = identity.tier if not requested or requested in OWN_TIER_ALIASES else requested
+        allowed = self.allowed(identity)
+        if name not in allowed or name not in self._tiers:
+            raise MillraceError(
+                Reason.TIER_NOT_ALLOWED,
+                f"service_tier {requested!r} is not available to tenant {identity.tenant}; "
+                f"use one of: auto, default, {', '.join(allowed)}",
+                field="service_tier",
+                metadata={"allowed_tiers": ",".join(allowed)},
+            )
+        return self._tiers[name]
