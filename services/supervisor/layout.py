@@ -1,0 +1,287 @@
+"""Which processes make a stack, on which addresses, with which settings."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.config import ModelConfig, load_section, read_tables
+from services.supervisor import checkpoint
+from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
+from services.supervisor.edge import envoy_binary
+from services.supervisor.ports import free_ports, require_free
+from services.supervisor.process import ProcessSpec
+
+_LOOPBACK = "127.0.0.1"
+# Envoy leaves at once when told to: the stack waits for requests in flight before it does so.
+_EDGE_STOP_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Everything that is decided before the first process starts."""
+
+    config: Path | None
+    settings: SupervisorConfig
+    # Overrides that every process gets.
+    environment: Mapping[str, str]
+    # The address that clients use.
+    edge: str
+    edge_admin: str
+    api_key: str
+    model_name: str
+    # Database of the local span store; empty when spans go elsewhere.
+    trace_store: str
+    state_directory: Path
+    envoy_config: Path
+    collector: ProcessSpec | None
+    tokenizer: ProcessSpec
+    engines: tuple[ProcessSpec, ...]
+    gateways: tuple[ProcessSpec, ...]
+    envoy: ProcessSpec
+    # Addresses by process name and purpose, for the state file.
+    addresses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        """All of them, in the order in which they are listed."""
+        collector = (self.collector,) if self.collector else ()
+        return (*collector, self.tokenizer, *self.engines, *self.gateways, self.envoy)
+
+
+def plan_layout(options: Options, state: Path, environ: Mapping[str, str] = os.environ) -> Layout:
+    """Decides addresses and settings; raises ConfigError for whatever cannot work."""
+    config = options.config or (DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None)
+    tables = read_tables(config, environ)
+    return _Planner(options, config, tables, state, environ).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        options: Options,
+        config: Path | None,
+        tables: dict[str, Any],
+        state: Path,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._options = options
+        self._config = config
+        self._tables = tables
+        self._state = state
+        self._environ = environ
+        self._settings = load_section(tables, "supervisor", SupervisorConfig)
+        self._num_engines = options.engines or self._settings.engines
+        self._num_gateways = options.gateways or self._settings.gateways
+        self._overrides: dict[str, str] = {}
+        self._addresses: dict[str, dict[str, str]] = {}
+
+    def plan(self) -> Layout:
+        options = self._options
+        if options.port:
+            require_free(options.host, options.port)
+        count = 6 + 2 * self._num_engines + 3 * self._num_gateways
+        ports = iter(free_ports(count, _LOOPBACK))
+        edge = _join(options.host, options.port or next(ports))
+        admin = f"{_LOOPBACK}:{next(ports)}"
+        model_name = self._plan_model()
+        api_key = self._plan_security()
+        collector = self._plan_collector(ports)
+        tokenizer = self._plan_tokenizer(ports)
+        engines = tuple(self._plan_engine(index, ports) for index in range(self._num_engines))
+        gateways = tuple(self._plan_gateway(index, ports) for index in range(self._num_gateways))
+        self._plan_edge(edge, admin)
+        envoy_config = self._state / "envoy.yaml"
+        return Layout(
+            config=self._config,
+            settings=self._settings,
+            environment=self._overrides,
+            edge=edge,
+            edge_admin=admin,
+            api_key=api_key,
+            model_name=model_name,
+            trace_store=self._trace_store if collector else "",
+            state_directory=self._state,
+            envoy_config=envoy_config,
+            collector=collector,
+            tokenizer=tokenizer,
+            engines=engines,
+            gateways=gateways,
+            envoy=self._envoy_spec(envoy_config, admin),
+            addresses=self._addresses,
+        )
+
+    # --- settings that all processes share ---
+
+    def _set(self, key: str, value: object) -> None:
+        """Overrides `table.key`, whatever the configuration says."""
+        self._overrides[_variable(key)] = _toml(value)
+
+    def _default(self, key: str, value: object) -> None:
+        """Sets `table.key` unless the configuration does."""
+        if not self._configured(key):
+            self._set(key, value)
+
+    def _configured(self, key: str) -> Any:
+        value: Any = self._tables
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def _plan_model(self) -> str:
+        section = load_section(self._tables, "model", ModelConfig)
+        asked = self._options.model or section.path
+        path = checkpoint.resolve(asked, weights=not self._options.simulated)
+        name = section.name if not self._options.model and section.name else ""
+        # A download's directory is named by a revision, which says nothing to people.
+        name = name or (asked if path.parent.name == "snapshots" else path.name)
+        self._set("model.path", str(path))
+        self._set("model.name", name)
+        return name
+
+    def _plan_security(self) -> str:
+        if not self._configured("security.context_secret_file"):
+            self._default("security.context_secret", secrets.token_hex(32))
+        self._default("gateway.ledger.url", f"sqlite:///{self._state / 'ledger.sqlite'}")
+        self._default("keys.store", str(self._state / "keys.sqlite"))
+        if not _is_loopback(self._options.host):
+            return ""
+        key = development_key(self._environ)
+        self._default("keys.development_hash", f"sha256:{hashlib.sha256(key.encode()).hexdigest()}")
+        return key
+
+    @property
+    def _trace_store(self) -> str:
+        configured = self._configured("observability.store")
+        return str(configured or self._state / "traces.sqlite")
+
+    # --- processes ---
+
+    def _plan_collector(self, ports: Iterator[int]) -> ProcessSpec | None:
+        self._default("observability.store", self._trace_store)
+        if self._configured("observability.otlp_endpoint"):
+            return None
+        listen = f"{_LOOPBACK}:{next(ports)}"
+        self._set("observability.listen", listen)
+        self._set("observability.otlp_endpoint", listen)
+        self._addresses["collector"] = {"otlp": listen}
+        return self._spec("collector", "observability", {}, drain_limit_s=5.0)
+
+    def _plan_tokenizer(self, ports: Iterator[int]) -> ProcessSpec:
+        listen = f"{_LOOPBACK}:{next(ports)}"
+        metrics = f"{_LOOPBACK}:{next(ports)}"
+        self._set("gateway.tokenizer", listen)
+        self._addresses["tokenizer"] = {"grpc": listen, "metrics": metrics}
+        settings = {"tokenizer.listen": listen, "tokenizer.metrics_listen": metrics}
+        return self._spec("tokenizer", "tokenizer_svc", settings, health=listen)
+
+    def _plan_engine(self, index: int, ports: Iterator[int]) -> ProcessSpec:
+        name = f"engine-{index}"
+        listen = f"{_LOOPBACK}:{next(ports)}"
+        metrics = f"{_LOOPBACK}:{next(ports)}"
+        self._addresses[name] = {"grpc": listen, "metrics": metrics}
+        settings: dict[str, object] = {
+            "engine.listen": listen,
+            "engine.metrics_listen": metrics,
+            "engine.drain_limit_s": self._settings.drain_limit_s,
+        }
+        threads = max(1, _num_cores() // self._num_engines)
+        if not self._configured("engine.num_threads"):
+            settings["engine.num_threads"] = threads
+        if self._options.simulated:
+            settings["engine.simulated"] = True
+        if self._options.dtype:
+            settings["engine.dtype"] = self._options.dtype
+        return self._spec(name, "engine", settings, health=listen, num_threads=threads)
+
+    def _plan_gateway(self, index: int, ports: Iterator[int]) -> ProcessSpec:
+        name = f"gateway-{index}"
+        grpc, http, metrics = (f"{_LOOPBACK}:{next(ports)}" for _ in range(3))
+        self._addresses[name] = {"grpc": grpc, "http": http, "metrics": metrics}
+        settings: dict[str, object] = {
+            "gateway.grpc_listen": grpc,
+            "gateway.http_listen": http,
+            "gateway.metrics_listen": metrics,
+            "gateway.engines": [self._addresses[f"engine-{i}"]["grpc"] for i in range(self._num_engines)],
+            "gateway.drain_limit_s": self._settings.drain_limit_s,
+        }
+        return self._spec(name, "gateway", settings, health=grpc)
+
+    def _plan_edge(self, edge: str, admin: str) -> None:
+        gateways = [self._addresses[f"gateway-{index}"] for index in range(self._num_gateways)]
+        self._set("envoy.listen", edge)
+        self._set("envoy.admin", admin)
+        self._set("envoy.gateway_grpc", [addresses["grpc"] for addresses in gateways])
+        self._set("envoy.gateway_http", [addresses["http"] for addresses in gateways])
+        self._set("gateway.limits.expected_gateways", self._num_gateways)
+        self._addresses["envoy"] = {"listen": edge, "admin": admin}
+
+    def _envoy_spec(self, envoy_config: Path, admin: str) -> ProcessSpec:
+        argv = (
+            *(str(envoy_binary()), "--config-path", str(envoy_config)),
+            *("--concurrency", str(self._configured("envoy.concurrency") or min(2, _num_cores()))),
+            # Several stacks may run on one machine.
+            *("--disable-hot-restart", "--log-level", "warning"),
+        )
+        return ProcessSpec(
+            name="envoy",
+            argv=argv,
+            health_url=f"http://{admin}/ready",
+            says_ready=False,
+            drain_limit_s=_EDGE_STOP_LIMIT_S,
+        )
+
+    def _spec(
+        self,
+        name: str,
+        module: str,
+        settings: Mapping[str, object],
+        *,
+        health: str = "",
+        num_threads: int = 1,
+        drain_limit_s: float | None = None,
+    ) -> ProcessSpec:
+        # -P keeps the working directory from hiding the suite's packages.
+        config = ("--config", str(self._config)) if self._config else ()
+        own = {_variable(key): _toml(value) for key, value in settings.items()}
+        return ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-P", "-m", module, *config),
+            environment={"OMP_NUM_THREADS": str(num_threads), **own},
+            health=health,
+            drain_limit_s=self._settings.drain_limit_s if drain_limit_s is None else drain_limit_s,
+        )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _variable(key: str) -> str:
+    return "MILLRACE_" + key.upper().replace(".", "__")
+
+
+def _toml(value: object) -> str:
+    # JSON's texts, numbers, booleans and lists are TOML's as well.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,182 @@
+"""One child process: its own session, its own log file, and death together with the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# prctl(2): signal for this process when its parent ends.
+_PR_SET_PDEATHSIG = 1
+# A process that was told to end, and does not, is killed this long after its drain limit.
+KILL_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to run and how to know that it is ready."""
+
+    # Unique, for example "engine-0"; also the name of the log file.
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Address whose grpc.health.v1 must say SERVING; empty for none.
+    health: str = ""
+    # URL that must answer 200; empty for none.
+    health_url: str = ""
+    # Whether it says `ready <name> key=value ...` on standard output.
+    says_ready: bool = True
+    # Time that it may take to end after SIGTERM.
+    drain_limit_s: float = 30.0
+
+
+class ProcessEnded(Exception):
+    """A process ended while it was expected to run."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} ended with {describe_code(code)}")
+        self.name = name
+        self.code = code
+
+
+def describe_code(code: int) -> str:
+    """An exit status as people say it."""
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+class ChildProcess:
+    """A child that can be started again under the same name, addresses and log."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path, environment: Mapping[str, str]) -> None:
+        """`environment` is added to this process's own."""
+        self.spec = spec
+        self._environment = environment
+        self.log_path = log_path
+        self.started_s = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready: asyncio.Future[dict[str, str]] | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id, or 0 before the first start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last start."""
+        return time.monotonic() - self.started_s
+
+    async def start(self) -> None:
+        """Starts the process; its error output goes to the log."""
+        self.started_s = time.monotonic()
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                env={**os.environ, **self._environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        self._ready = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read_output(self._process, self._ready))
+
+    async def _read_output(
+        self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, str]]
+    ) -> None:
+        assert process.stdout is not None
+        with self.log_path.open("ab", buffering=0) as log:
+            async for line in process.stdout:
+                log.write(line)
+                words = line.decode(errors="replace").split()
+                if words[:1] == ["ready"] and not ready.done():
+                    ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
+
+    async def wait_ready_line(self) -> dict[str, str]:
+        """The addresses of the `ready` line; raises ProcessEnded when the process ends before it."""
+        assert self._ready is not None
+        ended = asyncio.create_task(self.wait())
+        # A future of the instance is shielded: the caller's time limit must not cancel it.
+        said = asyncio.ensure_future(asyncio.shield(self._ready))
+        waits: set[asyncio.Future[Any]] = {said, ended}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._ready.done():
+                return self._ready.result()
+            raise ProcessEnded(self.spec.name, ended.result())
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def wait(self) -> int:
+        """The exit status, once the process has ended and its output was read."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if self._reader is not None:
+            # A grandchild may hold the pipe open for longer.
+            await asyncio.wait({self._reader}, timeout=1.0)
+        return code
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL for the whole group when the drain limit has passed."""
+        if self.running:
+            assert self._process is not None
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(self.spec.drain_limit_s + KILL_MARGIN_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self.kill()
+                await self._process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills whatever is left of the process and its children, at once."""
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    def log_tail(self, lines: int = 15) -> str:
+        """Last lines of the log."""
+        try:
+            text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child does before it runs: asks the kernel to be killed when the supervisor is.
+
+    Without it a supervisor that is killed with SIGKILL leaves the stack behind.
+    """
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            # The parent ended before the kernel was asked.
+            os._exit(1)
+
+    return prepare

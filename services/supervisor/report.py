@@ -1,0 +1,99 @@
+"""What people see of a stack: stages with seconds while it starts, one line for every event afterwards."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from services.supervisor.layout import Layout
+
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class StartReport:
+    """Live table of the processes that start; plain lines where standard output is not a terminal."""
+
+    def __init__(self, console: Console, names: tuple[str, ...]) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._ready_s: dict[str, float | None] = dict.fromkeys(names)
+        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> StartReport:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def ready(self, name: str) -> None:
+        """Notes that a process is ready."""
+        seconds = self._ready_s[name] = time.monotonic() - self._started_s
+        if not self._console.is_terminal:
+            self._console.print(f"  {name} ready after {seconds:.1f} s", highlight=False)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        frame = _SPINNER[int(self.elapsed_s * 8) % len(_SPINNER)]
+        for name, seconds in self._ready_s.items():
+            if seconds is None:
+                table.add_row(
+                    Text(frame, style="cyan"), name, Text(f"starting {self.elapsed_s:.0f} s", style="dim")
+                )
+            else:
+                table.add_row(Text("✓", style="green"), name, Text(f"{seconds:.1f} s", style="dim"))
+        return table
+
+
+def usage_examples(address: str, api_key: str, model: str) -> str:
+    """Commands to copy and paste; each works as it stands against a stack on `address`."""
+    key = api_key or "$MILLRACE_API_KEY"
+    return f"""\
+curl:
+  curl -N http://{address}/v1/chat/completions -H "authorization: Bearer {key}" \\
+    -H "content-type: application/json" \\
+    -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+
+openai SDK:
+  from openai import OpenAI
+  client = OpenAI(base_url="http://{address}/v1", api_key="{key}")
+  messages = [{{"role": "user", "content": "Hello!"}}]
+  for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+terminal:
+  millrace chat "Hello!"
+  millrace trace last"""
+
+
+def summary(layout: Layout, logs: str) -> str:
+    """Everything that somebody needs who sees a healthy stack for the first time."""
+    key = layout.api_key or "make one with `millrace keys create` (the development key is for loopback only)"
+    metrics = ", ".join(
+        f"http://{addresses['metrics']}/metrics ({name})"
+        for name, addresses in layout.addresses.items()
+        if "metrics" in addresses
+    )
+    return f"""
+Millrace serves {layout.model_name} on http://{layout.edge}
+
+  OpenAI API   http://{layout.edge}/v1
+  gRPC         {layout.edge}  (millrace.inference.v1.InferenceService)
+  API key      {key}
+  metrics      {metrics}
+  logs         {logs}
+
+{usage_examples(layout.edge, layout.api_key, layout.model_name)}
+
+Ctrl-C stops everything; streams in flight may finish."""

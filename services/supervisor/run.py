@@ -1,0 +1,90 @@
+"""From options to a stack that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from services.errors import ConfigError
+from services.supervisor.config import Options, state_directory
+from services.supervisor.layout import Layout, plan_layout
+from services.supervisor.report import StartReport, summary
+from services.supervisor.stack import Stack, StartFailed
+from services.supervisor.state import require_none_running
+
+_EXIT_FAILED = 1
+_EXIT_CONFIG = 2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def supervise(options: Options, console: Console, environ: Mapping[str, str] = os.environ) -> int:
+    """Starts a stack and runs it until SIGTERM, SIGINT or SIGHUP; the exit status.
+
+    A second signal ends everything at once. 2 for a configuration that cannot work, 1 for a failed start.
+    """
+    try:
+        state = state_directory(environ)
+        require_none_running(state)
+        state.mkdir(parents=True, exist_ok=True)
+        layout = plan_layout(options, state, environ)
+    except ConfigError as error:
+        console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return _EXIT_CONFIG
+    return asyncio.run(_run(layout, console))
+
+
+async def _run(layout: Layout, console: Console) -> int:
+    def announce(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    stack = Stack(layout, announce)
+    signals = _Signals()
+    announce(f"Starting {layout.model_name} with {len(layout.processes)} processes ...")
+    try:
+        with StartReport(console, tuple(spec.name for spec in layout.processes)) as report:
+            starting = asyncio.create_task(stack.start(report.ready))
+            await asyncio.wait({starting, signals.first}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return 0
+            starting.result()
+            elapsed_s = report.elapsed_s
+    except (ConfigError, StartFailed) as error:
+        console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return _EXIT_FAILED
+    finally:
+        if not stack.healthy:
+            stack.kill()
+    announce(summary(layout, stack.log_directory))
+    announce(f"\nHealthy after {elapsed_s:.1f} s.")
+    await signals.first
+    announce("Stopping; streams in flight may finish (once more Ctrl-C ends them).")
+    stopping = asyncio.create_task(stack.stop())
+    await asyncio.wait({stopping, signals.second}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        stopping.cancel()
+        stack.kill()
+    announce("Stopped.")
+    return 0
+
+
+class _Signals:
+    """The first and the second request to stop, as futures."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._receive)
+
+    def _receive(self) -> None:
+        for each in (self.first, self.second):
+            if not each.done():
+                each.set_result(None)
+                return

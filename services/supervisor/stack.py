@@ -1,0 +1,174 @@
+"""The life of a stack: start together, watch and restart, drain in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import httpx
+
+from services.supervisor.config import SupervisorConfig
+from services.supervisor.edge import render_configuration, stop_accepting, wait_for_no_requests
+from services.supervisor.health import wait_healthy
+from services.supervisor.layout import Layout
+from services.supervisor.process import ChildProcess, ProcessEnded, describe_code
+from services.supervisor.state import ProcessState, RunState, own_create_time, remove_state, write_state
+
+# Exit status of a service whose configuration cannot be used.
+_CONFIG_EXIT = 2
+# Bytes on their way to slow clients get this long after the last gateway has finished.
+_FLUSH_LIMIT_S = 2.0
+
+
+class StartFailed(Exception):
+    """The stack did not become healthy; everything that ran was stopped."""
+
+
+class Stack:
+    """Every process of one deployment. `announce` gets one line for everything worth telling."""
+
+    def __init__(self, layout: Layout, announce: Callable[[str], None]) -> None:
+        self.layout = layout
+        self._announce = announce
+        logs = layout.state_directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._children: dict[str, ChildProcess] = {}
+        for spec in layout.processes:
+            log = logs / f"{spec.name}.log"
+            log.write_bytes(b"")
+            shared = {**layout.environment, **spec.environment}
+            self._children[spec.name] = ChildProcess(spec, log, shared)
+        self._tenders: list[asyncio.Task[None]] = []
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the start is over and everything was ready."""
+        return bool(self._tenders)
+
+    @property
+    def log_directory(self) -> str:
+        """Where the processes log."""
+        return str(self.layout.state_directory / "logs")
+
+    async def start(self, ready: Callable[[str], None]) -> None:
+        """Starts everything and waits until all of it is healthy; `ready` gets the name of each that is.
+
+        Raises StartFailed with the reason and the end of the log. Whoever started it kills what runs then.
+        """
+        self.layout.state_directory.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self.layout.environment}
+        rendered = await render_configuration(self.layout.config, environment)
+        self.layout.envoy_config.write_bytes(rendered)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in self._children.values():
+                    group.create_task(self._start_one(child, ready))
+        except* (ProcessEnded, TimeoutError, OSError) as failures:
+            raise StartFailed(self._explain(failures.exceptions[0])) from failures
+        self._write_state()
+        self._tenders = [asyncio.create_task(self._tend(child)) for child in self._children.values()]
+
+    async def _start_one(self, child: ChildProcess, ready: Callable[[str], None]) -> None:
+        await child.start()
+        limit_s = self.layout.settings.start_limit_s
+        try:
+            await wait_healthy(child, limit_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{child.spec.name} was not ready after {limit_s:.0f} s (supervisor.start_limit_s)"
+            ) from error
+        ready(child.spec.name)
+
+    def _explain(self, failure: BaseException) -> str:
+        if isinstance(failure, BaseExceptionGroup):
+            return self._explain(failure.exceptions[0])
+        if not isinstance(failure, ProcessEnded):
+            return str(failure)
+        child = self._children[failure.name]
+        if failure.code == _CONFIG_EXIT:
+            # The service's own line says it all.
+            return f"{failure.name}: {child.log_tail(1)}"
+        return f"{failure}; the end of {child.log_path}:\n{child.log_tail()}"
+
+    # --- while it runs ---
+
+    async def _tend(self, child: ChildProcess) -> None:
+        """Starts a process again whenever it ends, more slowly at every failure in a row."""
+        settings = self.layout.settings
+        delay_s = settings.restart_delay_s
+        while True:
+            code = await child.wait()
+            # What it left behind (an engine's core process) holds ports and memory.
+            child.kill()
+            if child.age_s > settings.max_restart_delay_s:
+                delay_s = settings.restart_delay_s
+            self._announce(
+                f"{child.spec.name} ended with {describe_code(code)}; starting it again in {delay_s:.1f} s "
+                f"(log: {child.log_path})"
+            )
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, settings.max_restart_delay_s)
+            await self._restart(child, settings)
+
+    async def _restart(self, child: ChildProcess, settings: SupervisorConfig) -> None:
+        try:
+            await child.start()
+            await wait_healthy(child, settings.start_limit_s)
+        except (ProcessEnded, OSError):
+            return
+        except TimeoutError:
+            self._announce(f"{child.spec.name} was not ready after {settings.start_limit_s:.0f} s")
+            child.kill()
+            return
+        self._write_state()
+        self._announce(f"{child.spec.name} is ready again after {child.age_s:.1f} s")
+
+    def _write_state(self) -> None:
+        layout = self.layout
+        processes = tuple(
+            ProcessState(name=name, pid=child.pid, addresses=dict(layout.addresses.get(name, {})))
+            for name, child in self._children.items()
+        )
+        state = RunState(
+            pid=os.getpid(),
+            pid_created_unix_s=own_create_time(),
+            address=layout.edge,
+            api_key=layout.api_key,
+            model=layout.model_name,
+            trace_store=layout.trace_store,
+            config=str(layout.config or ""),
+            environment=dict(layout.environment),
+            processes=processes,
+        )
+        write_state(layout.state_directory, state)
+
+    # --- the end ---
+
+    async def stop(self) -> None:
+        """Drains: no new connections, streams in flight finish, then all ends from the edge inwards."""
+        for tender in self._tenders:
+            tender.cancel()
+        await asyncio.gather(*self._tenders, return_exceptions=True)
+        layout = self.layout
+        with contextlib.suppress(httpx.HTTPError):
+            await stop_accepting(layout.edge_admin)
+        await self._stop_all([spec.name for spec in layout.gateways])
+        await wait_for_no_requests(layout.edge_admin, _FLUSH_LIMIT_S)
+        await self._stop_all([layout.envoy.name])
+        await self._stop_all([*(spec.name for spec in layout.engines), layout.tokenizer.name])
+        if layout.collector is not None:
+            await self._stop_all([layout.collector.name])
+        remove_state(layout.state_directory)
+
+    async def _stop_all(self, names: list[str]) -> None:
+        await asyncio.gather(*(self._children[name].stop() for name in names))
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        for tender in self._tenders:
+            tender.cancel()
+        for child in self._children.values():
+            child.kill()
+        remove_state(self.layout.state_directory)
