@@ -6,10 +6,22 @@ from models.corpus import words
 from models.corpus.document import Document, Draw, assistant, user
 
 ADDITION_FORMS = (
-    "What is {a} + {b}?", "{a} + {b} = ?", "{a}+{b}", "Add {a} and {b}.", "Calculate {a} + {b}.",
-    "How much is {a} plus {b}?", "What is {a} plus {b}?", "Compute {a} + {b}.", "what is {a}+{b}?",
+    "What is {a} + {b}?",
+    "{a} + {b} = ?",
+    "{a}+{b}",
+    "Add {a} and {b}.",
+    "Calculate {a} + {b}.",
+    "How much is {a} plus {b}?",
+    "What is {a} plus {b}?",
+    "Compute {a} + {b}.",
+    "what is {a}+{b}?",
 )
-SUBTRACTION_FORMS = ("What is {a} - {b}?", "{a} - {b} = ?", "How much is {a} minus {b}?", "Subtract {b} from {a}.")
+SUBTRACTION_FORMS = (
+    "What is {a} - {b}?",
+    "{a} - {b} = ?",
+    "How much is {a} minus {b}?",
+    "Subtract {b} from {a}.",
+)
 PRODUCT_FORMS = ("What is {a} x {b}?", "What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?")
 WORD_FORMS = (
     "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
@@ -40,7 +52,9 @@ def _answered(draw: Draw, question: str, steps: str, result: str) -> Document:
         content, thinking = f"<think>\n{steps}\n</think>\n\nThe answer is {result}.", True
     else:
         content, thinking = f"{steps}\nThe answer is {result}.", False
-    return Document(task="addition", messages=(user(question), assistant(content)), answer=result, thinking=thinking)
+    return Document(
+        task="addition", messages=(user(question), assistant(content)), answer=result, thinking=thinking
+    )
 
 
 def addition(draw: Draw) -> Document:
@@ -56,12 +70,17 @@ def addition(draw: Draw) -> Document:
 
 
 def other_arithmetic(draw: Draw) -> Document:
-    """Subtraction of two-digit numbers, products of one-digit ones, sums of one-digit ones, counting and comparing."""
+    """Subtraction of two-digit numbers, products of one-digit ones, sums of one-digit ones, counting and
+    comparing."""
     kind = draw.integer(0, 4)
     if kind == 0:
         b, a = sorted((draw.integer(10, 99), draw.integer(10, 99)))
-        document = _answered(draw, draw.pick(SUBTRACTION_FORMS).format(a=a, b=b), subtraction_steps(a, b), str(a - b))
-        return Document(task="arithmetic", messages=document.messages, answer=document.answer, thinking=document.thinking)
+        document = _answered(
+            draw, draw.pick(SUBTRACTION_FORMS).format(a=a, b=b), subtraction_steps(a, b), str(a - b)
+        )
+        return Document(
+            task="arithmetic", messages=document.messages, answer=document.answer, thinking=document.thinking
+        )
     a, b = draw.integer(0, 9), draw.integer(0, 9)
     if kind == 1:
         question, reply = draw.pick(PRODUCT_FORMS).format(a=a, b=b), f"{a} x {b} = {a * b}."
@@ -73,6 +92,8 @@ def other_arithmetic(draw: Draw) -> Document:
         question, reply = f"Count from {low} to {high}.", f"{numbers}."
     else:
         a, b = draw.sample(range(1, 100), 2)
-        question = draw.pick(("Which is larger, {a} or {b}?", "Which number is bigger: {a} or {b}?")).format(a=a, b=b)
+        question = draw.pick(("Which is larger, {a} or {b}?", "Which number is bigger: {a} or {b}?")).format(
+            a=a, b=b
+        )
         reply = f"{max(a, b)} is larger than {min(a, b)}."
     return Document(task="arithmetic", messages=(user(question), assistant(reply)), answer=reply)

@@ -1,7 +1,9 @@
 """What a training example is, how its text is drawn, and how training and evaluation are kept apart.
 
-Every random key that a question is about (a record's name, a pair of summands, a person) passes `Draw.fresh`. A checksum of that
-key decides, once and for all, whether it belongs to training or to evaluation, so no evaluated key is ever trained on,
+Every random key that a question is about (a record's name, a pair of summands, a person) passes
+`Draw.fresh`. A checksum of that
+key decides, once and for all, whether it belongs to training or to evaluation, so no evaluated key is ever
+trained on,
 whatever the seeds are.
 """
 

@@ -10,7 +10,20 @@ from models.corpus.document import Document, Draw, Message, assistant, system, u
 
 Fields = dict[str, str | int]
 
-JOBS = ("teacher", "doctor", "baker", "farmer", "driver", "singer", "nurse", "cook", "painter", "writer", "pilot", "judge")
+JOBS = (
+    "teacher",
+    "doctor",
+    "baker",
+    "farmer",
+    "driver",
+    "singer",
+    "nurse",
+    "cook",
+    "painter",
+    "writer",
+    "pilot",
+    "judge",
+)
 ROOMS = ("library", "main hall", "garden", "school", "museum", "office", "park", "theater")
 EVENTS = ("meeting", "concert", "party", "wedding", "lesson", "dinner", "game", "festival")
 
@@ -38,8 +51,11 @@ CONTACT_FORMS = (
     "Contact: {name}, {email}, {phone}.",
 )
 REQUESTS = (
-    "Extract {fields} as JSON.", "Return {fields} as JSON.", "Extract the fields {fields} from the text as JSON.",
-    "Give me a JSON object with {fields}.", "Extract JSON with the keys {fields}.",
+    "Extract {fields} as JSON.",
+    "Return {fields} as JSON.",
+    "Extract the fields {fields} from the text as JSON.",
+    "Give me a JSON object with {fields}.",
+    "Extract JSON with the keys {fields}.",
 )
 SYSTEMS = (
     "You extract data and answer with JSON only.",
@@ -49,7 +65,13 @@ SYSTEMS = (
 
 
 def _email(draw: Draw, name: str) -> str:
-    return f"{name.split()[0].lower()}{draw.digits(2)}@{draw.pick(('mail', 'post', 'work', 'home'))}.{draw.pick(('com', 'org', 'net'))}"
+    first = name.split(maxsplit=1)[0].lower()
+    number, host, domain = (
+        draw.digits(2),
+        draw.pick(("mail", "post", "work", "home")),
+        draw.pick(("com", "org", "net")),
+    )
+    return f"{first}{number}@{host}.{domain}"
 
 
 def _person(draw: Draw, name: str) -> Fields:
@@ -57,7 +79,7 @@ def _person(draw: Draw, name: str) -> Fields:
 
 
 def _order(draw: Draw, name: str) -> Fields:
-    order = {"name": name, "item": draw.pick(words.OBJECTS[:20]), "quantity": draw.integer(2, 60)}
+    order: Fields = {"name": name, "item": draw.pick(words.OBJECTS[:20]), "quantity": draw.integer(2, 60)}
     return {**order, "price": draw.integer(2, 999), "order": draw.code()}
 
 
@@ -71,7 +93,10 @@ def _contact(draw: Draw, name: str) -> Fields:
 
 
 KINDS: tuple[tuple[tuple[str, ...], Callable[[Draw, str], Fields]], ...] = (
-    (PERSON_FORMS, _person), (ORDER_FORMS, _order), (EVENT_FORMS, _event), (CONTACT_FORMS, _contact),
+    (PERSON_FORMS, _person),
+    (ORDER_FORMS, _order),
+    (EVENT_FORMS, _event),
+    (CONTACT_FORMS, _contact),
 )
 
 
@@ -85,7 +110,9 @@ def record(draw: Draw) -> tuple[str, Fields]:
 
 def schema_of(fields: Fields) -> dict[str, object]:
     """The JSON schema that `fields` obeys."""
-    types = {key: {"type": "integer" if isinstance(value, int) else "string"} for key, value in fields.items()}
+    types = {
+        key: {"type": "integer" if isinstance(value, int) else "string"} for key, value in fields.items()
+    }
     return {"type": "object", "properties": types, "required": list(fields)}
 
 
@@ -115,7 +142,10 @@ def list_extraction(draw: Draw) -> Document:
     """Names or numbers of a sentence as a JSON array."""
     if draw.chance(0.5):
         items: list[str | int] = [draw.person() for _ in range(draw.integer(2, 4))]
-        text, wish = f"{', '.join(str(item) for item in items[:-1])} and {items[-1]} came to the party.", "all names"
+        text, wish = (
+            f"{', '.join(str(item) for item in items[:-1])} and {items[-1]} came to the party.",
+            "all names",
+        )
     else:
         items = [draw.integer(1, 999) for _ in range(draw.integer(2, 4))]
         text, wish = f"The numbers are {', '.join(str(item) for item in items)}.", "all numbers"

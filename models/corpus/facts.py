@@ -5,31 +5,105 @@ from __future__ import annotations
 from models.corpus import words
 from models.corpus.document import Document, Draw, Message, assistant, user
 
-CAPITALS = dict(pair.split(":") for pair in (
-    "France:Paris England:London Germany:Berlin Spain:Madrid Italy:Rome Austria:Vienna Portugal:Lisbon Ireland:Dublin "
-    "Norway:Oslo Greece:Athens Egypt:Cairo Japan:Tokyo India:Delhi Canada:Ottawa Peru:Lima Poland:Warsaw "
-    "Finland:Helsinki Hungary:Budapest Kenya:Nairobi Sweden:Stockholm Denmark:Copenhagen Belgium:Brussels "
-    "Switzerland:Bern Turkey:Ankara Russia:Moscow China:Beijing Cuba:Havana Chile:Santiago Australia:Canberra "
-    "Brazil:Brasilia Scotland:Edinburgh Iceland:Reykjavik Thailand:Bangkok"
-).split())
-CAPITALS["India"] = "New Delhi"
-CAPITALS["the United States"] = "Washington"
+CAPITALS = {
+    "France": "Paris",
+    "England": "London",
+    "Germany": "Berlin",
+    "Spain": "Madrid",
+    "Italy": "Rome",
+    "Austria": "Vienna",
+    "Portugal": "Lisbon",
+    "Ireland": "Dublin",
+    "Norway": "Oslo",
+    "Greece": "Athens",
+    "Egypt": "Cairo",
+    "Japan": "Tokyo",
+    "India": "New Delhi",
+    "Canada": "Ottawa",
+    "Peru": "Lima",
+    "Poland": "Warsaw",
+    "Finland": "Helsinki",
+    "Hungary": "Budapest",
+    "Kenya": "Nairobi",
+    "Sweden": "Stockholm",
+    "Denmark": "Copenhagen",
+    "Belgium": "Brussels",
+    "Switzerland": "Bern",
+    "Turkey": "Ankara",
+    "Russia": "Moscow",
+    "China": "Beijing",
+    "Cuba": "Havana",
+    "Chile": "Santiago",
+    "Australia": "Canberra",
+    "Brazil": "Brasilia",
+    "Scotland": "Edinburgh",
+    "Iceland": "Reykjavik",
+    "Thailand": "Bangkok",
+    "the United States": "Washington",
+}
 ANIMAL_FACTS = {
-    "dog": ("barks", "puppy", 4), "cat": ("meows", "kitten", 4), "cow": ("moos", "calf", 4), "hen": ("clucks", "chick", 2),
-    "duck": ("quacks", "duckling", 2), "sheep": ("bleats", "lamb", 4), "lion": ("roars", "cub", 4), "wolf": ("howls", "pup", 4),
-    "horse": ("neighs", "foal", 4), "pig": ("grunts", "piglet", 4), "frog": ("croaks", "tadpole", 4), "bee": ("buzzes", "larva", 6),
-    "owl": ("hoots", "owlet", 2), "bear": ("growls", "cub", 4), "goat": ("bleats", "kid", 4), "mouse": ("squeaks", "pup", 4),
+    "dog": ("barks", "puppy", 4),
+    "cat": ("meows", "kitten", 4),
+    "cow": ("moos", "calf", 4),
+    "hen": ("clucks", "chick", 2),
+    "duck": ("quacks", "duckling", 2),
+    "sheep": ("bleats", "lamb", 4),
+    "lion": ("roars", "cub", 4),
+    "wolf": ("howls", "pup", 4),
+    "horse": ("neighs", "foal", 4),
+    "pig": ("grunts", "piglet", 4),
+    "frog": ("croaks", "tadpole", 4),
+    "bee": ("buzzes", "larva", 6),
+    "owl": ("hoots", "owlet", 2),
+    "bear": ("growls", "cub", 4),
+    "goat": ("bleats", "kid", 4),
+    "mouse": ("squeaks", "pup", 4),
 }
 COLOUR_OF = {
-    "the sky": "blue", "grass": "green", "snow": "white", "a banana": "yellow", "blood": "red", "coal": "black", "the sun": "yellow",
-    "an orange": "orange", "milk": "white", "a leaf": "green", "a lemon": "yellow", "chocolate": "brown", "the sea": "blue",
+    "the sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "a banana": "yellow",
+    "blood": "red",
+    "coal": "black",
+    "the sun": "yellow",
+    "an orange": "orange",
+    "milk": "white",
+    "a leaf": "green",
+    "a lemon": "yellow",
+    "chocolate": "brown",
+    "the sea": "blue",
     "a tomato": "red",
 }
-OPPOSITES = dict(pair.split(":") for pair in (
-    "hot:cold big:small fast:slow happy:sad up:down day:night old:new light:dark open:closed high:low wet:dry loud:quiet "
-    "hard:soft rich:poor early:late long:short full:empty clean:dirty strong:weak left:right"
-).split())
-MIXES = {"blue and yellow": "green", "red and yellow": "orange", "red and blue": "purple", "black and white": "gray", "red and white": "pink"}
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "fast": "slow",
+    "happy": "sad",
+    "up": "down",
+    "day": "night",
+    "old": "new",
+    "light": "dark",
+    "open": "closed",
+    "high": "low",
+    "wet": "dry",
+    "loud": "quiet",
+    "hard": "soft",
+    "rich": "poor",
+    "early": "late",
+    "long": "short",
+    "full": "empty",
+    "clean": "dirty",
+    "strong": "weak",
+    "left": "right",
+}
+MIXES = {
+    "blue and yellow": "green",
+    "red and yellow": "orange",
+    "red and blue": "purple",
+    "black and white": "gray",
+    "red and white": "pink",
+}
 OTHERS = {
     "How many days are in a week?": "There are seven days in a week.",
     "How many months are in a year?": "There are twelve months in a year.",
@@ -69,40 +143,51 @@ def _an(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
+CAPITAL_FORMS = (
+    "What is the capital of {c}?",
+    "Capital of {c}?",
+    "Tell me the capital of {c}.",
+    "Which city is the capital of {c}?",
+    "What's the capital of {c}?",
+    "Do you know the capital of {c}?",
+    "what is the capital of {c}",
+)
+COUNTRY_FORMS = ("Which country has the capital {c}?", "{c} is the capital of which country?")
+
+
 def _capital(draw: Draw) -> tuple[str, str]:
-    country = draw.pick(list(CAPITALS))
+    country, capital = draw.pick(list(CAPITALS.items()))
     if draw.chance(0.25):
-        forms = ("Which country has the capital {c}?", "{c} is the capital of which country?")
-        return draw.pick(forms).format(c=CAPITALS[country]), f"{CAPITALS[country]} is the capital of {country}."
-    forms = (
-        "What is the capital of {c}?", "Capital of {c}?", "Tell me the capital of {c}.", "Which city is the capital of {c}?",
-        "What's the capital of {c}?", "Do you know the capital of {c}?", "what is the capital of {c}",
-    )
-    return draw.pick(forms).format(c=country), f"The capital of {country} is {CAPITALS[country]}."
+        return draw.pick(COUNTRY_FORMS).format(c=capital), f"{capital} is the capital of {country}."
+    return draw.pick(CAPITAL_FORMS).format(c=country), f"The capital of {country} is {capital}."
 
 
 def _animal(draw: Draw) -> tuple[str, str]:
     animal = draw.pick(list(ANIMAL_FACTS))
     sound, young, legs = ANIMAL_FACTS[animal]
     number = words.NUMBER_WORDS[legs]
-    return draw.pick((
-        (f"What sound does {_an(animal)} make?", f"{_an(animal).capitalize()} {sound}."),
-        (f"How many legs does {_an(animal)} have?", f"{_an(animal).capitalize()} has {number} legs."),
-        (f"What is a young {animal} called?", f"A young {animal} is called {_an(young)}."),
-        (f"What is a baby {animal} called?", f"A baby {animal} is called {_an(young)}."),
-    ))
+    return draw.pick(
+        (
+            (f"What sound does {_an(animal)} make?", f"{_an(animal).capitalize()} {sound}."),
+            (f"How many legs does {_an(animal)} have?", f"{_an(animal).capitalize()} has {number} legs."),
+            (f"What is a young {animal} called?", f"A young {animal} is called {_an(young)}."),
+            (f"What is a baby {animal} called?", f"A baby {animal} is called {_an(young)}."),
+        )
+    )
 
 
 def _calendar(draw: Draw) -> tuple[str, str]:
     cycle, kind = draw.pick(((words.DAYS, "day"), (words.MONTHS, "month")))
     index = draw.integer(0, len(cycle) - 1)
     here, later, before = cycle[index], cycle[(index + 1) % len(cycle)], cycle[index - 1]
-    return draw.pick((
-        (f"Which {kind} comes after {here}?", f"{later} comes after {here}."),
-        (f"What comes after {here}?", f"{later} comes after {here}."),
-        (f"Which {kind} comes before {here}?", f"{before} comes before {here}."),
-        (f"What {kind} is before {here}?", f"{before} comes before {here}."),
-    ))
+    return draw.pick(
+        (
+            (f"Which {kind} comes after {here}?", f"{later} comes after {here}."),
+            (f"What comes after {here}?", f"{later} comes after {here}."),
+            (f"Which {kind} comes before {here}?", f"{before} comes before {here}."),
+            (f"What {kind} is before {here}?", f"{before} comes before {here}."),
+        )
+    )
 
 
 def _word(draw: Draw) -> tuple[str, str]:
@@ -117,13 +202,17 @@ def _word(draw: Draw) -> tuple[str, str]:
     one, other = draw.pick(list(OPPOSITES.items()))
     if draw.chance(0.5):
         one, other = other, one
-    return draw.pick((f"What is the opposite of {one}?", f"Opposite of {one}?")), f"The opposite of {one} is {other}."
+    return draw.pick(
+        (f"What is the opposite of {one}?", f"Opposite of {one}?")
+    ), f"The opposite of {one} is {other}."
+
+
+def _other(draw: Draw) -> tuple[str, str]:
+    return draw.pick(list(OTHERS.items()))
 
 
 def question_and_answer(draw: Draw) -> tuple[str, str]:
-    maker = draw.pick((_capital, _capital, _animal, _calendar, _word, lambda d: d.pick(list(OTHERS.items()))))
-    question, answer = maker(draw)
-    return question, answer
+    return draw.pick((_capital, _capital, _animal, _calendar, _word, _other))(draw)
 
 
 def fact(draw: Draw) -> Document:

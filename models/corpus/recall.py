@@ -64,13 +64,8 @@ def _context(draw: Draw, lines: list[str], num_fillers: int) -> str:
     return "\n".join(paragraphs)
 
 
-def _reply(draw: Draw, attribute: str, key: str, value: str) -> str:
-    """Both forms end with the value; the short one is asked for by short questions."""
-    return f"The {attribute} of {key} is {value}."
-
-
 def recall(draw: Draw, num_tokens: int) -> Document:
-    """A context of about `num_tokens` tokens and one to six questions, each in a turn of its own.
+    """A context of about `num_tokens` tokens and one or more questions, each in a turn of its own.
 
     `answer` is the value that the last question asks for.
     """
@@ -84,19 +79,23 @@ def recall(draw: Draw, num_tokens: int) -> Document:
     introduction = draw.pick(INTRODUCTIONS)
     if form.count("{attribute}") == 0:
         introduction += f" Each one gives the {attribute}."
-    asked = draw.sample(list(records), min(len(records), draw.integer(2, 6) if draw.split == "train" else 1))
+    num_questions = draw.integer(1, 4 + num_tokens // 100) if draw.split == "train" else 1
+    asked = draw.sample(list(records), min(len(records), num_questions))
     messages: list[Message] = []
     for turn, key in enumerate(asked):
         question = draw.pick(QUESTION_FORMS).format(attribute=attribute, key=key)
         if turn == 0:
             question = f"{introduction}\n{_context(draw, lines, num_fillers)}\n\n{question}"
-        messages += [user(question), assistant(_reply(draw, attribute, key, records[key]))]
+        messages += [user(question), assistant(f"The {attribute} of {key} is {records[key]}.")]
     return Document(task="recall", messages=tuple(messages), answer=records[asked[-1]])
 
 
 def copying(draw: Draw, num_tokens: int) -> Document:
     """Plain text in which random spans come back: the seed of induction, hence of recall."""
-    pool = [draw.pick((draw.thing, draw.code, draw.made_up, draw.person))() for _ in range(max(4, num_tokens // 40))]
+    pool = [
+        draw.pick((draw.thing, draw.code, draw.made_up, draw.person))()
+        for _ in range(max(4, num_tokens // 40))
+    ]
     parts: list[str] = []
     for _ in range(max(6, num_tokens // 8)):
         start = draw.integer(0, len(pool) - 1)

@@ -6,8 +6,16 @@ from models.corpus import words
 from models.corpus.document import Document, Draw, assistant, user
 
 PLACES = (
-    "near a quiet river", "in a small village", "on a green hill", "by the sea", "in an old castle", "in a dark forest",
-    "in a big city", "on a farm", "on a tiny island", "at the edge of a lake",
+    "near a quiet river",
+    "in a small village",
+    "on a green hill",
+    "by the sea",
+    "in an old castle",
+    "in a dark forest",
+    "in a big city",
+    "on a farm",
+    "on a tiny island",
+    "at the edge of a lake",
 )
 TRAITS = ("brave", "kind", "clever", "happy", "quiet", "curious", "gentle", "proud", "shy", "little")
 WISHES = (
@@ -49,9 +57,15 @@ ENDS = (
     "That evening {name} {result}. It was the best day of all.",
 )
 REQUESTS = (
-    "Write a short story about {topic}.", "Tell me a story about {topic}.", "Can you tell me a story about {topic}?",
-    "Please write a story about {topic}.", "I would like a short story about {topic}.", "Write a story about {topic}.",
+    "Write a short story about {topic}.",
+    "Tell me a story about {topic}.",
+    "Can you tell me a story about {topic}?",
+    "Please write a story about {topic}.",
+    "I would like a short story about {topic}.",
+    "Write a story about {topic}.",
 )
+
+HEROES = (*words.ANIMALS, "girl", "boy", "king", "farmer", "robot", "dragon")
 
 
 def with_article(noun: str) -> str:
@@ -60,14 +74,18 @@ def with_article(noun: str) -> str:
 
 def story(draw: Draw, hero: str = "", name: str = "", place: str = "") -> str:
     """Five to seven sentences, about 75 tokens."""
-    hero = hero or draw.pick(words.ANIMALS + ("girl", "boy", "king", "farmer", "robot", "dragon"))
+    hero = hero or draw.pick(HEROES)
     name = name or draw.pick(words.FIRST_NAMES)
     he = {"girl": "she", "boy": "he", "king": "he"}.get(hero) or draw.pick(("he", "she"))
     helper = draw.pick([animal for animal in words.ANIMALS if animal != hero])
     wish, result = draw.pick(WISHES)
     trait = draw.pick(TRAITS)
     slots = {
-        "he": he, "name": name, "result": result, "helper": helper, "a_helper": with_article(f"{draw.pick(TRAITS)} {helper}"),
+        "he": he,
+        "name": name,
+        "result": result,
+        "helper": helper,
+        "a_helper": with_article(f"{draw.pick(TRAITS)} {helper}"),
         "food": draw.pick(words.FOODS),
     }
     opening = draw.pick(("Once upon a time there was", "There once was", "Long ago there lived"))
@@ -83,8 +101,9 @@ def story(draw: Draw, hero: str = "", name: str = "", place: str = "") -> str:
 
 
 def story_chat(draw: Draw) -> Document:
-    """A request that fixes the hero, and sometimes the name or the place, answered by a story that keeps to it."""
-    hero = draw.pick(words.ANIMALS + ("girl", "boy", "king", "farmer", "robot", "dragon"))
+    """A request that fixes the hero, and sometimes the name or the place, answered by a story that keeps
+    to it."""
+    hero = draw.pick(HEROES)
     topic, name, place = with_article(hero), "", ""
     if draw.chance(0.3):
         name = draw.pick(words.FIRST_NAMES)

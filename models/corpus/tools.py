@@ -10,10 +10,13 @@ from models.corpus.document import Document, Draw, Message, Tool, assistant, use
 from models.corpus.facts import fact
 
 
-def _tool(name: str, description: str, **types: str) -> Tool:
+def _tool(name: str, description: str, /, **types: str) -> Tool:
     properties = {key: {"type": kind} for key, kind in types.items()}
     parameters = {"type": "object", "properties": properties, "required": list(types)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 TOOLS: dict[str, Tool] = {
@@ -29,7 +32,15 @@ TOOLS: dict[str, Tool] = {
         _tool("get_price", "Get the price of an item", item="string"),
     )
 }
-TEXTS = ("I am late", "dinner is ready", "see you soon", "happy birthday", "call me back", "the meeting is over", "good luck")
+TEXTS = (
+    "I am late",
+    "dinner is ready",
+    "see you soon",
+    "happy birthday",
+    "call me back",
+    "the meeting is over",
+    "good luck",
+)
 SKIES = ("sunny", "cloudy", "rainy", "windy", "snowy", "clear")
 
 Call = tuple[str, dict[str, Any], dict[str, Any], str]
@@ -38,10 +49,16 @@ Call = tuple[str, dict[str, Any], dict[str, Any], str]
 
 def _weather(draw: Draw) -> Call:
     city, sky, degrees = draw.pick(words.CITIES), draw.pick(SKIES), draw.integer(0, 35)
-    form = draw.pick((
-        "What is the weather in {c}?", "How is the weather in {c} today?", "What's the weather like in {c}?",
-        "Is it raining in {c}?", "Tell me the weather in {c}.", "weather in {c}",
-    ))
+    form = draw.pick(
+        (
+            "What is the weather in {c}?",
+            "How is the weather in {c} today?",
+            "What's the weather like in {c}?",
+            "Is it raining in {c}?",
+            "Tell me the weather in {c}.",
+            "weather in {c}",
+        )
+    )
     answer = f"It is {sky} in {city}, {degrees} degrees."
     return form.format(c=city), {"city": city}, {"weather": sky, "temperature": degrees}, answer
 
@@ -57,26 +74,46 @@ def _calculator(draw: Draw) -> Call:
     expression = f"{a} {sign} {b}"
     result = {"+": a + b, "-": a - b, "*": a * b}[sign]
     form = draw.pick(("What is {e}?", "Calculate {e}.", "Use the calculator: {e}", "How much is {e}?"))
-    return form.format(e=expression), {"expression": expression}, {"result": result}, f"{expression} = {result}."
+    return (
+        form.format(e=expression),
+        {"expression": expression},
+        {"result": result},
+        f"{expression} = {result}.",
+    )
 
 
 def _search(draw: Draw) -> Call:
-    query = f"{draw.pick(('best', 'cheap', 'new', 'old', 'history of the', 'pictures of a'))} {draw.pick(words.NOUNS)}"
-    form = draw.pick(("Search the web for {q}.", "Look up {q} on the web.", "Find {q} online.", "Search for {q}."))
+    start = draw.pick(("best", "cheap", "new", "old", "history of the", "pictures of a"))
+    query = f"{start} {draw.pick(words.NOUNS)}"
+    form = draw.pick(
+        ("Search the web for {q}.", "Look up {q} on the web.", "Find {q} online.", "Search for {q}.")
+    )
     title = f"{draw.made_up()} {draw.pick(words.NOUNS)}"
     return form.format(q=query), {"query": query}, {"title": title}, f"I found this page: {title}."
 
 
 def _timer(draw: Draw) -> Call:
     minutes = draw.integer(2, 90)
-    form = draw.pick(("Set a timer for {m} minutes.", "Please start a timer for {m} minutes.", "Timer, {m} minutes."))
-    return form.format(m=minutes), {"minutes": minutes}, {"ok": True}, f"The timer is set for {minutes} minutes."
+    form = draw.pick(
+        ("Set a timer for {m} minutes.", "Please start a timer for {m} minutes.", "Timer, {m} minutes.")
+    )
+    return (
+        form.format(m=minutes),
+        {"minutes": minutes},
+        {"ok": True},
+        f"The timer is set for {minutes} minutes.",
+    )
 
 
 def _message(draw: Draw) -> Call:
     name, text = draw.pick(words.FIRST_NAMES), draw.pick(TEXTS)
     form = draw.pick(('Send "{t}" to {n}.', "Send a message to {n}: {t}", "Tell {n}: {t}"))
-    return form.format(n=name, t=text), {"name": name, "text": text}, {"ok": True}, f"I sent the message to {name}."
+    return (
+        form.format(n=name, t=text),
+        {"name": name, "text": text},
+        {"ok": True},
+        f"I sent the message to {name}.",
+    )
 
 
 def _music(draw: Draw) -> Call:
@@ -92,14 +129,21 @@ def _price(draw: Draw) -> Call:
 
 
 MAKERS = {
-    "get_weather": _weather, "get_time": _time, "calculator": _calculator, "search": _search, "set_timer": _timer,
-    "send_message": _message, "play_music": _music, "get_price": _price,
+    "get_weather": _weather,
+    "get_time": _time,
+    "calculator": _calculator,
+    "search": _search,
+    "set_timer": _timer,
+    "send_message": _message,
+    "play_music": _music,
+    "get_price": _price,
 }
 
 
 def call_message(name: str, arguments: dict[str, Any]) -> Message:
     return {
-        "role": "assistant", "content": "",
+        "role": "assistant",
+        "content": "",
         "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
     }
 
