@@ -1,0 +1,142 @@
+"""Rules that import-linter cannot express; `make lint` checks the import graph itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.architecture.sources import (
+    PACKAGES,
+    ROOT,
+    Source,
+    committed_files,
+    imported_modules,
+    python_sources,
+)
+
+# --- time, devices and wires stay out of the engine's bookkeeping -----------------------------------------
+
+PURE = ("engine/types", "engine/scheduler", "engine/kv")
+_IMPURE = {"torch", "grpc", "time", "datetime", "asyncio", "threading", "random", "socket", "google"}
+
+
+@pytest.mark.parametrize("source", python_sources(*PURE), ids=lambda source: source.name)
+def test_bookkeeping_is_pure(source: Source) -> None:
+    used = {name.split(".")[0] for name in imported_modules(source.tree)} & _IMPURE
+    assert not used, f"{source.name} imports {sorted(used)}; time and devices are arguments here"
+
+
+# --- proto classes stay at the border ---------------------------------------------------------------------
+
+_PROTO_PACKAGES = {"millrace", "envoy_api"}
+# Files that speak to the wire by their purpose: they are the border.
+_BORDER = re.compile(
+    r"(^services/)|(/grpc_face/)|(/convert(er|ers|/.*)?\.py$)|(/[a-z_]*convert\.py$)|(servicers?\.py$)"
+    r"|(servicers?/)|(__main__\.py$)|(/(client|stream|attach|server|servers|app|main)\.py$)"
+)
+
+
+@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
+def test_proto_classes_stay_at_the_border(source: Source) -> None:
+    used = {name.split(".")[0] for name in imported_modules(source.tree)} & _PROTO_PACKAGES
+    assert not used or _BORDER.search(source.name), (
+        f"{source.name} uses proto classes; only servicers, clients, convert.py, mains and services/ may, "
+        "everything else sees domain types"
+    )
+
+
+# --- the environment is read in one place per package -----------------------------------------------------
+
+
+def _reads_environment(tree: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in {"environ", "getenv"}
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
+def test_environment_is_read_by_configs_and_mains_only(source: Source) -> None:
+    # The supervisor and the command line are the mains of the local stack: they pass the environment on.
+    allowed = (
+        source.name.endswith("config.py")
+        or source.is_main
+        or source.name.startswith(("services/cli/", "services/supervisor/", "services/bench/"))
+    )
+    assert allowed or not _reads_environment(source.tree), (
+        f"{source.name} reads the environment; add a key to the package's config instead"
+    )
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+_UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+_MACHINE = re.compile(r"(?<![\w.])/(?:work|home/\w+|root|Users/\w+)/")
+_VAGUE_FILE = re.compile(r"(^|/)(utils?|helpers?|misc|common)(\.py|/)")
+_VAGUE_CLASS = re.compile(r"(Manager|Helper|Utils?)$")
+_TEXT = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".cpp", ".h", ".sh", ".txt")
+
+
+def _text_files() -> list[str]:
+    own_rules = {"tests/architecture/test_rules.py"}
+    return [
+        name
+        for name in committed_files()
+        if name.endswith(_TEXT) and not name.startswith("services/stubs/") and name not in own_rules
+    ]
+
+
+def test_nothing_is_left_unfinished() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in _text_files()
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        if _UNFINISHED.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in _text_files()
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        if _MACHINE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_say_what_things_are() -> None:
+    files = [
+        name
+        for name in committed_files()
+        if name.endswith(".py") and _VAGUE_FILE.search(name) and not name.startswith("services/stubs/")
+    ]
+    classes = [
+        f"{source.name}: class {node.name}"
+        for source in python_sources(*PACKAGES)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef) and _VAGUE_CLASS.search(node.name)
+    ]
+    assert not files + classes
+
+
+# --- every package explains itself ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_has_a_design_page(package: str) -> None:
+    page = ROOT / package / "DESIGN.md"
+    assert page.is_file(), f"{package}/DESIGN.md is missing"
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 200, "one page, not a book"
+
+
+@pytest.mark.parametrize("source", python_sources(*PACKAGES), ids=lambda source: source.name)
+def test_every_module_says_why_it_exists(source: Source) -> None:
+    if source.text.strip():
+        assert ast.get_docstring(source.tree), f"{source.name} has no docstring"
