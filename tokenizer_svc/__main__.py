@@ -1,0 +1,110 @@
+"""`python -m tokenizer_svc`: starts the service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from millrace.tokenizer.v1 import tokenizer_pb2_grpc
+
+from observability import logging as json_logging
+from observability import tracing
+from observability.config import ObservabilityConfig
+from observability.metrics import Metrics, MetricsServer
+from services.config import load_section, read_tables
+from services.errors import ConfigError
+from services.server import GrpcServer, wait_for_signal
+from tokenizer_svc.checkpoint import load_checkpoint, locate
+from tokenizer_svc.config import ServiceConfig, TokenizerConfig, load
+from tokenizer_svc.grammar.cache import GrammarCompiler
+from tokenizer_svc.grammar.pool import WorkerPool
+from tokenizer_svc.grammar.request import WorkerSetup
+from tokenizer_svc.prepare import Preparer
+from tokenizer_svc.servicer import SERVICE_NAME, TokenizerServicer
+
+
+async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> None:
+    settings = config.tokenizer
+    secret = b"" if settings.allow_unsigned else config.security.secret()
+    telemetry = tracing.setup("tokenizer", observability)
+    metrics = Metrics(max_label_values=observability.max_tenant_labels)
+    checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated))
+    pool = WorkerPool(
+        settings.compile,
+        WorkerSetup(
+            tokenizer_json=checkpoint.tokenizer_json,
+            eos_token_ids=checkpoint.eos_token_ids,
+            memory_limit_bytes=settings.compile.memory_limit_bytes,
+            max_schema_depth=settings.limits.max_schema_depth,
+            max_artifact_bytes=settings.limits.max_artifact_bytes,
+        ),
+    )
+    compiler = GrammarCompiler(
+        pool, fingerprint=checkpoint.vocabulary.fingerprint, cache_bytes=settings.compile.cache_bytes
+    )
+    preparer = Preparer(
+        checkpoint,
+        compiler,
+        telemetry,
+        metrics,
+        limits=settings.limits,
+        turn_cache_tokens=settings.turn_cache_tokens,
+    )
+    servicer = TokenizerServicer(
+        preparer,
+        config.model,
+        telemetry,
+        secret=secret,
+        max_context_age_s=config.security.max_context_age_s,
+        allow_unsigned=settings.allow_unsigned,
+    )
+    server = GrpcServer(settings.listen)
+    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer, SERVICE_NAME)
+    await server.start()
+    metrics_server = _serve_metrics(settings, metrics)
+    try:
+        await pool.start()
+        await server.set_serving(True)
+        ready = f"ready tokenizer grpc={settings.listen.rpartition(':')[0]}:{server.port}"
+        if metrics_server is not None:
+            ready += f" metrics={metrics_server.address}"
+        print(ready, flush=True)
+        await wait_for_signal()
+        await server.stop(settings.drain_limit_s)
+    finally:
+        await pool.close()
+        if metrics_server is not None:
+            metrics_server.close()
+        telemetry.shutdown()
+
+
+def _serve_metrics(settings: TokenizerConfig, metrics: Metrics) -> MetricsServer | None:
+    if not settings.metrics_listen:
+        return None
+    try:
+        return metrics.serve(settings.metrics_listen)
+    except OSError as error:
+        raise ConfigError(f"tokenizer.metrics_listen: {settings.metrics_listen}: {error}") from error
+
+
+def main() -> int:
+    """Runs until SIGTERM or SIGINT; 2 when the configuration cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m tokenizer_svc", description=__doc__)
+    parser.add_argument("--config", type=Path, default=None, help="configuration file (TOML)")
+    arguments = parser.parse_args()
+    try:
+        tables = read_tables(arguments.config)
+        config = load(tables)
+        observability = load_section(tables, "observability", ObservabilityConfig)
+        json_logging.configure("tokenizer", observability.log_level)
+        asyncio.run(_serve(config, observability))
+    except ConfigError as error:
+        print(f"python -m tokenizer_svc: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Keeps text that a client wrote from becoming control tokens.
+
+The template's own text may contain control tokens such as <|im_start|>; the texts it is given may contain
+only their spelling. A secret marker, drawn when the process starts, is put inside every such spelling before the
+template runs, and where a text ends in the beginning of one, so that nothing can be completed across two
+texts. After rendering, only unmarked spellings are control tokens: for encoding they are replaced by secret
+names that a second tokenizer knows, and the markers are removed. A conversation without such spellings is
+never touched and is encoded by the ordinary tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# Markup that some checkpoints declare special although output and history carry it as text.
+KNOWN_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+
+
+def _secret_text(num_characters: int = 10) -> str:
+    # Private-use characters have no case and are no white space, so templates pass them through.
+    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(num_characters))
+
+
+class ControlTokens:
+    """The spellings to protect, of one tokenizer with the templates it is used with.
+
+    `control`: declared special. `markup`: added tokens that templates write but history may carry as well.
+    """
+
+    def __init__(self, added_tokens: list[dict[str, Any]], template_texts: Collection[str]) -> None:
+        template_text = "\n".join(template_texts)
+        visible = [token for token in added_tokens if not token["content"].isspace()]
+        control = {token["content"] for token in visible if token["special"]} - KNOWN_MARKUP
+        markup = {
+            token["content"]
+            for token in visible
+            if token["content"] not in control
+            and (token["content"] in template_text or token["content"] in KNOWN_MARKUP)
+        }
+        self.mark = _secret_text()
+        self.control = frozenset(control)
+        self.markup = frozenset(markup)
+        self._control_pattern = _alternatives(control)
+        self._all_pattern = _alternatives(control | markup)
+        self._beginnings = _beginnings(control)
+        self._all_beginnings = _beginnings(control | markup)
+
+    def protect(self, text: str, *, allow_markup: bool) -> str:
+        """`text` with the marker inside every spelling of a control token (and of markup, unless allowed)."""
+        pattern = self._control_pattern if allow_markup else self._all_pattern
+        if pattern is None or not text:
+            return text
+        text = pattern.sub(lambda match: match.group()[0] + self.mark + match.group()[1:], text)
+        beginnings = self._beginnings if allow_markup else self._all_beginnings
+        longest = max(map(len, beginnings), default=0)
+        tail = text[-longest:]
+        if any(tail.endswith(tail[start:]) and tail[start:] in beginnings for start in range(len(tail))):
+            text += self.mark
+        return text
+
+    def protect_value(self, value: Any, *, allow_markup: bool) -> Any:
+        """The same for every text in a JSON value, keys included."""
+        if isinstance(value, str):
+            return self.protect(value, allow_markup=allow_markup)
+        if isinstance(value, list):
+            return [self.protect_value(each, allow_markup=allow_markup) for each in value]
+        if isinstance(value, dict):
+            return {
+                self.protect(key, allow_markup=allow_markup): self.protect_value(
+                    each, allow_markup=allow_markup
+                )
+                for key, each in value.items()
+            }
+        return value
+
+
+class ProtectedEncoder:
+    """Encodes rendered text in which markers occur; agrees with the ordinary tokenizer where none do."""
+
+    def __init__(self, tokenizer_json: str, mark: str) -> None:
+        description = json.loads(tokenizer_json)
+        self._mark = mark
+        ordinary = Tokenizer.from_str(tokenizer_json)
+        name_of: dict[str, str] = {}
+        for token in description["added_tokens"]:
+            name_of[token["content"]] = _secret_text()
+        ids: dict[str, int] = ordinary.get_vocab(with_added_tokens=True)
+        original = {name: ids[content] for content, name in name_of.items()}
+        for token in description["added_tokens"]:
+            token["content"] = name_of[token["content"]]
+        description["post_processor"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        self._name_of = name_of
+        self._pattern = _alternatives(name_of)
+        # Ids of the secret names, which follow the vocabulary, to the ids of the tokens they stand for.
+        self._original_ids = {
+            renamed: token_id
+            for name, token_id in original.items()
+            if (renamed := self._tokenizer.token_to_id(name)) is not None
+        }
+        self._control_ids = frozenset(original.values())
+
+    def encode(self, rendered: str) -> list[int]:
+        """Ids of the text without markers; only unmarked spellings became control tokens."""
+        text = rendered
+        if self._pattern is not None:
+            text = self._pattern.sub(lambda match: self._name_of[match.group()], text)
+        text = text.replace(self._mark, "")
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = [self._original_ids.get(token_id, token_id) for token_id in encoding.ids]
+        if any(
+            token_id in self._control_ids and encoding.ids[index] not in self._original_ids
+            for index, token_id in enumerate(ids)
+        ):
+            return self._without_vocabulary_hits(text)
+        return ids
+
+    def _without_vocabulary_hits(self, text: str) -> list[int]:
+        # Unigram and whole-word models may hold control tokens in the model itself, beside the added tokens:
+        # their spelling is cut in two, so that the model cannot see it whole.
+        ids: list[int] = []
+        spellings = _alternatives(self._name_of)
+        assert spellings is not None
+        start = 0
+        for match in spellings.finditer(text):
+            ids += self._encode_part(text[start : match.start() + 1])
+            start = match.start() + 1
+        return ids + self._encode_part(text[start:])
+
+    def _encode_part(self, text: str) -> list[int]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [self._original_ids.get(token_id, token_id) for token_id in encoded]
+
+
+def _alternatives(texts: Collection[str]) -> re.Pattern[str] | None:
+    # Longest first: the same choice as the tokenizer's leftmost-longest automaton.
+    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _beginnings(texts: Collection[str]) -> frozenset[str]:
+    return frozenset(text[:end] for text in texts for end in range(1, len(text)))

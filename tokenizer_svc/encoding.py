@@ -1,0 +1,148 @@
+"""Text to token ids: exact, off the event loop where it is long, and not twice for the same turn.
+
+Added tokens split a text before anything else looks at it, so the text from one added token to the next is
+encoded independently of what stands before and after. Long prompts are therefore cut at control tokens and
+the ids of each piece are kept: a history of many turns costs only its new ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from tokenizer_svc.checkpoint import Checkpoint
+from tokenizer_svc.control import ControlTokens, ProtectedEncoder
+
+# Below this, encoding at once is as fast as looking pieces up.
+_MIN_CACHED_CHARACTERS = 2048
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """Token ids, and how many of them came from the turn cache."""
+
+    token_ids: list[int]
+    num_cached: int = 0
+
+
+class TurnCache:
+    """Ids of turns, least recently used dropped first. Keys carry the tenant, so that nothing is told apart
+    by timing across tenants. Safe under threads."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity = capacity_tokens
+        self._entries: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def get(self, tenant: str, turn: str) -> list[int] | None:
+        """The ids, or None."""
+        with self._lock:
+            ids = self._entries.get((tenant, turn))
+            if ids is not None:
+                self._entries.move_to_end((tenant, turn))
+            return ids
+
+    def put(self, tenant: str, turn: str, ids: list[int]) -> None:
+        """Keeps `ids` unless they alone exceed a quarter of the capacity."""
+        if len(ids) > self._capacity // 4:
+            return
+        with self._lock:
+            previous = self._entries.pop((tenant, turn), None)
+            self._size += len(ids) - len(previous or ())
+            self._entries[tenant, turn] = ids
+            while self._size > self._capacity:
+                _, dropped = self._entries.popitem(last=False)
+                self._size -= len(dropped)
+
+
+class TextEncoder:
+    """All ways from text to ids of one checkpoint. Safe under threads."""
+
+    def __init__(self, checkpoint: Checkpoint, control: ControlTokens, *, turn_cache_tokens: int) -> None:
+        self._tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
+        self._control = control
+        self._protected = ProtectedEncoder(checkpoint.tokenizer_json, control.mark)
+        self._cache = TurnCache(turn_cache_tokens)
+        self._cuts = _cut_tokens(checkpoint.description, "\n".join(checkpoint.templates.values()))
+
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """A plain prompt. Spellings of control tokens are control tokens: the caller writes the prompt."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Several plain prompts, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_rendered(self, rendered: str, *, tenant: str) -> Encoded:
+        """What a template wrote, markers included."""
+        if self._control.mark in rendered:
+            return Encoded(self._protected.encode(rendered))
+        if len(rendered) < _MIN_CACHED_CHARACTERS:
+            return Encoded(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return self._encode_turns(rendered, tenant)
+
+    def _encode_turns(self, rendered: str, tenant: str) -> Encoded:
+        turns = self._split(rendered)
+        found = [self._cache.get(tenant, turn) for turn in turns]
+        missing = [index for index, ids in enumerate(found) if ids is None]
+        texts = [turns[index] for index in missing]
+        ids: list[int] = []
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for index, encoding in zip(missing, encodings, strict=True):
+            found[index] = encoding.ids
+            self._cache.put(tenant, turns[index], encoding.ids)
+        num_cached = sum(len(each or ()) for each in found)
+        num_cached -= sum(len(found[index] or ()) for index in missing)
+        for each in found:
+            ids += each or ()
+        return Encoded(ids, num_cached)
+
+    def _split(self, text: str) -> list[str]:
+        """Pieces that each begin with a control token, except perhaps the first."""
+        starts = sorted({position for cut in self._cuts for position in _occurrences(text, cut)})
+        edges = [0, *(start for start in starts if start > 0), len(text)]
+        return [text[begin:end] for begin, end in pairwise(edges) if begin < end]
+
+
+def _cut_tokens(description: dict[str, Any], template_text: str) -> tuple[str, ...]:
+    """Special tokens that templates write and at which a text may be cut without changing any id.
+
+    They must be matched in the raw text, wherever they stand and whatever stands around them, and no other
+    added token may cover part of one or swallow what surrounds it.
+    """
+    added = description.get("added_tokens", ())
+    if any(token["lstrip"] or token["rstrip"] for token in added):
+        return ()
+    contents = [token["content"] for token in added]
+    return tuple(
+        token["content"]
+        for token in added
+        if token["special"]
+        and token["content"] in template_text
+        and not (token["normalized"] or token["single_word"])
+        and not any(token["content"] != other and _may_overlap(token["content"], other) for other in contents)
+    )
+
+
+def _may_overlap(token: str, other: str) -> bool:
+    """Whether an occurrence of `other` could cover part of an occurrence of `token`."""
+    if token in other or other in token:
+        return True
+    longest = min(len(token), len(other))
+    return any(token.endswith(other[:n]) or other.endswith(token[:n]) for n in range(1, longest))
+
+
+def _occurrences(text: str, part: str) -> list[int]:
+    positions = []
+    position = text.find(part)
+    while position >= 0:
+        positions.append(position)
+        position = text.find(part, position + len(part))
+    return positions

@@ -1,0 +1,1 @@
+"""From response formats and tools to serialized grammars: rewriting, compiling under budgets, caching."""

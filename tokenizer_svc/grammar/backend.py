@@ -1,0 +1,42 @@
+"""llguidance behind one small face: serialize grammars, and check that the engine will accept them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher
+
+# One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
+Grammar = dict[str, Any]
+
+
+class Backend:
+    """Checks grammars against the vocabulary that they will run with."""
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
+        eos = list(eos_token_ids) or None
+        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, eos_token=eos)
+
+        added = json.loads(tokenizer_json).get("added_tokens", ())
+        # Added tokens that grammars can only name by id: the library does not match them as text.
+        self.named_tokens: dict[str, int] = {
+            token["content"]: token["id"] for token in added if self._tokenizer.is_special_token(token["id"])
+        }
+
+    def error(self, grammar: str) -> str:
+        """Why `grammar` cannot be used, or ""."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            return _first_line(matcher.get_error())
+        return ""
+
+
+def serialize(grammars: list[Grammar]) -> str:
+    """The payload that engines build matchers from; the first grammar is the start."""
+    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _first_line(message: str) -> str:
+    return message.strip().splitlines()[0] if message.strip() else "unknown error"

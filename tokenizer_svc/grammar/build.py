@@ -1,0 +1,142 @@
+"""A grammar for one request: the response format, or tool calls in the model's own format, or both.
+
+Runs in a worker process; everything here may be slow, and is killed when it is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+
+from tokenizer_svc.formats import THINK_CLOSE
+from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
+from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
+from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
+from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.grammar.tools import ToolsRefused, tool_grammars
+from tokenizer_svc.types import (
+    ChoiceFormat,
+    EbnfFormat,
+    EnforcementReport,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    ResponseFormat,
+)
+
+
+class BuildLimits:
+    """Sizes beyond which nothing is built."""
+
+    def __init__(self, *, max_schema_depth: int, max_artifact_bytes: int) -> None:
+        self.max_schema_depth = max_schema_depth
+        self.max_artifact_bytes = max_artifact_bytes
+
+
+class _Refusal(Exception):
+    def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
+        super().__init__(message)
+        self.refused = Refused(message=message, field=field, enforcement=enforcement)
+
+
+def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> WorkerReply:
+    """The grammar, or why there is none."""
+    start = time.perf_counter()
+    field = _field(request)
+    try:
+        grammars, enforcement = _grammars(request, limits, backend.named_tokens)
+    except _Refusal as refusal:
+        return WorkerReply(refused=refusal.refused)
+    grammar = serialize(grammars)
+    payload = grammar.encode()
+    if len(payload) > limits.max_artifact_bytes:
+        message = f"the grammar grows to {len(payload)} bytes; the limit is {limits.max_artifact_bytes}"
+        return WorkerReply(refused=Refused(message=message, field=field))
+    error = backend.error(grammar)
+    if error:
+        return WorkerReply(refused=Refused(message=error, field=field, enforcement=enforcement))
+    elapsed = time.perf_counter() - start
+    return WorkerReply(built=Built(payload=payload, enforcement=enforcement, compile_s=elapsed))
+
+
+def _grammars(
+    request: GrammarRequest, limits: BuildLimits, token_ids: Mapping[str, int]
+) -> tuple[list[Grammar], EnforcementReport | None]:
+    answer: Grammar | None = None
+    enforcement: EnforcementReport | None = None
+    if request.response_format is not None:
+        answer, enforcement = _answer(request.response_format, limits)
+    if request.tools is not None:
+        try:
+            grammars, enforcement = tool_grammars(request.tools, answer, token_ids, limits.max_schema_depth)
+        except ToolsRefused as refused:
+            raise _Refusal(str(refused), refused.field, refused.enforcement) from refused
+    else:
+        assert answer is not None
+        grammars = [{"name": "answer", **answer}]
+    if request.reasoning_open:
+        grammars = [_reasoning_first(grammars[0]["name"], token_ids), *grammars]
+    return grammars, enforcement
+
+
+def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
+    """Free text up to the end of the reasoning block, then the grammar called `then`."""
+    if THINK_CLOSE in token_ids:
+        lark = f"start: TEXT <[{token_ids[THINK_CLOSE]}]> SPACE @{then}\nTEXT: /(.|\\n)*/\n"
+    else:
+        lark = f'start: reasoning SPACE @{then}\nreasoning[lazy]: /(.|\\n)*/ "{THINK_CLOSE}"\n'
+    return {"name": "reasoning", "lark_grammar": lark + "SPACE: /[ \\n]{0,4}/\n"}
+
+
+def _answer(form: ResponseFormat, limits: BuildLimits) -> tuple[Grammar, EnforcementReport | None]:
+    match form:
+        case JsonObjectFormat():
+            return {"json_schema": {"type": "object"}}, None
+        case JsonSchemaFormat():
+            return _schema_answer(form, limits)
+        case RegexFormat(pattern=pattern):
+            return {
+                "lark_grammar": f"start: ANSWER\nANSWER: /{llguidance.regex_to_lark(pattern, '')}/\n"
+            }, None
+        case ChoiceFormat(options=options):
+            alternatives = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+            return {"lark_grammar": f"start: ANSWER\nANSWER: {alternatives}\n"}, None
+        case LarkFormat(grammar=grammar):
+            return {"lark_grammar": grammar}, None
+        case EbnfFormat(grammar=grammar):
+            try:
+                return {"lark_grammar": gbnf_to_lark(grammar)}, None
+            except GbnfError as error:
+                raise _Refusal(str(error), "response_format.ebnf") from error
+
+
+def _schema_answer(form: JsonSchemaFormat, limits: BuildLimits) -> tuple[Grammar, EnforcementReport]:
+    field = "response_format.json_schema"
+    try:
+        schema: Any = json.loads(form.schema_json)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _Refusal(f"the schema is not valid JSON: {reason}", field) from error
+    try:
+        compiled = compile_schema(schema, strict=form.strict, max_depth=limits.max_schema_depth)
+    except SchemaRefused as refused:
+        raise _Refusal(str(refused), field, refused.enforcement) from refused
+    return {"json_schema": compiled.schema}, compiled.enforcement
+
+
+def _field(request: GrammarRequest) -> str:
+    if request.response_format is None:
+        return "tools"
+    return {
+        JsonObjectFormat: "response_format",
+        JsonSchemaFormat: "response_format.json_schema",
+        RegexFormat: "response_format.regex",
+        ChoiceFormat: "response_format.choice",
+        LarkFormat: "response_format.lark",
+        EbnfFormat: "response_format.ebnf",
+    }[type(request.response_format)]

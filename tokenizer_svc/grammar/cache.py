@@ -1,0 +1,92 @@
+"""Compiled grammars by content: the same request compiles once, whoever sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+
+from services.errors import MillraceError, Reason
+from tokenizer_svc.grammar.pool import WorkerPool
+from tokenizer_svc.grammar.request import BACKEND, Built, GrammarRequest, Refused, WorkerReply
+from tokenizer_svc.types import Artifact, Compiled
+
+# Refusals are remembered so that a hostile grammar sent again costs nothing; those for lack of time only for
+# a while, because the machine may have been busy.
+_REFUSAL_S = 300.0
+_OVERRUN_S = 30.0
+_MAX_REFUSALS = 4096
+# Bookkeeping of an entry beside its payload, in bytes.
+_ENTRY_BYTES = 512
+
+
+class GrammarCompiler:
+    """Compiles through the pool, once per content. Use from one event loop."""
+
+    def __init__(self, pool: WorkerPool, *, fingerprint: str, cache_bytes: int) -> None:
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._capacity = cache_bytes
+        self._size = 0
+        self._built: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, Refused]] = OrderedDict()
+        self._in_flight: dict[bytes, asyncio.Task[WorkerReply]] = {}
+
+    async def compile(self, request: GrammarRequest, *, tenant: str) -> tuple[Compiled, bool]:
+        """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
+        key = request.key()
+        found = self._built.get(key)
+        if found is not None:
+            self._built.move_to_end(key)
+            return found, True
+        self._raise_if_refused(key)
+        task = self._in_flight.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._pool.run(request, tenant=tenant))
+            self._in_flight[key] = task
+            task.add_done_callback(lambda done: self._finish(key, done))
+        # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
+        reply = await asyncio.shield(task)
+        if reply.built is None:
+            assert reply.refused is not None
+            raise refusal(reply.refused)
+        return self._built.get(key) or self._compiled(reply.built), False
+
+    def _finish(self, key: bytes, task: asyncio.Task[WorkerReply]) -> None:
+        del self._in_flight[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        reply = task.result()
+        if reply.refused is not None:
+            keep_s = _OVERRUN_S if reply.refused.overrun else _REFUSAL_S
+            self._refused[key] = (time.monotonic() + keep_s, reply.refused)
+            while len(self._refused) > _MAX_REFUSALS:
+                self._refused.popitem(last=False)
+        elif reply.built is not None:
+            compiled = self._compiled(reply.built)
+            self._built[key] = compiled
+            self._size += len(compiled.artifact.payload) + _ENTRY_BYTES
+            while self._size > self._capacity and len(self._built) > 1:
+                _, dropped = self._built.popitem(last=False)
+                self._size -= len(dropped.artifact.payload) + _ENTRY_BYTES
+
+    def _compiled(self, built: Built) -> Compiled:
+        digest = hashlib.sha256(built.payload + self._fingerprint.encode()).hexdigest()
+        artifact = Artifact(digest=digest, payload=built.payload, backend=BACKEND)
+        return Compiled(artifact=artifact, enforcement=built.enforcement)
+
+    def _raise_if_refused(self, key: bytes) -> None:
+        entry = self._refused.get(key)
+        if entry is None:
+            return
+        until, refused = entry
+        if until > time.monotonic():
+            raise refusal(refused)
+        del self._refused[key]
+
+
+def refusal(refused: Refused) -> MillraceError:
+    """The error that the sender gets."""
+    metadata = {"overrun": refused.overrun} if refused.overrun else {}
+    return MillraceError(Reason.GRAMMAR_REFUSED, refused.message, field=refused.field, metadata=metadata)

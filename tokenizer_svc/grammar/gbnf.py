@@ -1,0 +1,22 @@
+"""GBNF, the EBNF dialect of llama.cpp, to Lark."""
+
+from __future__ import annotations
+
+from llguidance.gbnf_to_lark import GbnfToLarkError
+from llguidance.gbnf_to_lark import gbnf_to_lark as _convert
+
+
+class GbnfError(Exception):
+    """The grammar cannot be read; the message gives line and place."""
+
+
+def gbnf_to_lark(text: str) -> str:
+    """The same grammar as Lark; `root` becomes `start`. Raises GbnfError."""
+    try:
+        return str(_convert(text))
+    except GbnfToLarkError as error:
+        raise GbnfError(f"the EBNF grammar cannot be read: {error}") from error
+    except RecursionError as error:
+        raise GbnfError("the EBNF grammar is nested too deeply") from error
+    except Exception as error:
+        raise GbnfError(f"the EBNF grammar cannot be read: {error or type(error).__name__}") from error

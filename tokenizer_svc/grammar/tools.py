@@ -1,0 +1,176 @@
+"""Grammars of tool calls, in the format that the model was trained to write.
+
+Free text may precede calls when they are optional; from the opening mark of a call on, name and arguments are
+constrained. Arguments of every tool are a grammar of their own, so their schemas never meet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from tokenizer_svc import formats
+from tokenizer_svc.grammar.backend import Grammar
+from tokenizer_svc.grammar.request import ToolRules, ToolSpec
+from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.types import EnforcementReport, KeywordStatus, ToolChoiceMode
+
+
+class ToolsRefused(Exception):
+    """The calls cannot be constrained as asked; `field` names the tool."""
+
+    def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.enforcement = enforcement
+
+
+class _Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family writes calls. `{name}` in `before` is the tool's name as JSON text, `{raw}` as it is."""
+
+    # Opens the block of calls, and makes free text end where calls are optional.
+    mark: str
+    # What may stand between mark and first call, as Lark.
+    opening: str = ""
+    before: str
+    after: str
+    between: str
+    end: str = ""
+    # The block may begin without the mark, where an answer that begins with "{" is a call.
+    bare: bool = False
+
+
+_LAYOUTS: Mapping[str, _Layout] = {
+    formats.HERMES: _Layout(
+        mark="<tool_call>",
+        before='\n{"name": {name}, "arguments": ',
+        after="}\n",
+        between="</tool_call>\n<tool_call>",
+        end="</tool_call>",
+    ),
+    formats.LLAMA3: _Layout(
+        mark="<|python_tag|>",
+        before='{"name": {name}, "parameters": ',
+        after="}",
+        between="; ",
+        bare=True,
+    ),
+    formats.MISTRAL: _Layout(
+        mark="[TOOL_CALLS]",
+        opening='/ ?/ "["',
+        before='{"name": {name}, "arguments": ',
+        after="}",
+        between=", ",
+        end="]",
+    ),
+    formats.DEEPSEEK: _Layout(
+        mark="<｜tool▁calls▁begin｜>",
+        before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{raw}\n```json\n",
+        after="\n```<｜tool▁call▁end｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+}
+
+
+def tool_grammars(
+    rules: ToolRules, answer: Grammar | None, token_ids: Mapping[str, int], max_schema_depth: int
+) -> tuple[list[Grammar], EnforcementReport]:
+    """The start grammar, then those of each tool's arguments and of `answer`, the alternative to calls.
+
+    `token_ids` are control tokens, which cannot be spelled as text. Raises ToolsRefused.
+    """
+    layout = _LAYOUTS.get(rules.format)
+    if layout is None:
+        raise ToolsRefused(
+            "the model's chat template has no known tool-call format; use tool_choice none or auto",
+            "tool_choice",
+        )
+    grammars: list[Grammar] = []
+    reports: list[EnforcementReport] = []
+    alternatives = []
+    for index, tool in enumerate(rules.tools):
+        schema, report = _arguments_schema(tool, index, max_schema_depth)
+        reports.append(report)
+        grammars.append({"name": f"arguments_{index}", "json_schema": schema})
+        before = layout.before.replace("{name}", json.dumps(tool.name, ensure_ascii=False))
+        before = before.replace("{raw}", tool.name)
+        alternatives.append(
+            f"{_literal(before, token_ids)} @arguments_{index} {_literal(layout.after, token_ids)}"
+        )
+    more = f"({_literal(layout.between, token_ids)} call)*" if rules.parallel else ""
+    lines = [
+        "call: " + "\n    | ".join(alternatives),
+        f"calls: {layout.opening} call {more} {_literal(layout.end, token_ids)}",
+    ]
+    if rules.mode is not ToolChoiceMode.AUTO:
+        mark = _literal(layout.mark, token_ids)
+        lines.append(f"start: {f'({mark})?' if layout.bare else mark} calls")
+    else:
+        if answer is not None:
+            grammars.append({"name": "answer", **answer})
+        lines += _optional(layout, token_ids, has_answer=answer is not None)
+    return [{"name": "tool_calls", "lark_grammar": "\n".join(lines) + "\n"}, *grammars], _joined(reports)
+
+
+def _optional(layout: _Layout, token_ids: Mapping[str, int], *, has_answer: bool) -> list[str]:
+    """Rules of an answer that may or may not call: constrained from the mark on."""
+    mark = _literal(layout.mark, token_ids)
+    if has_answer:
+        return [f"start: {f'({mark})?' if layout.bare else mark} calls | @answer"]
+    if layout.bare:
+        return [f"start: TEXT | ({mark})? calls |", "TEXT: /[^{](.|\\n)*/"]
+    # Free text that spells the mark would be taken for a call by parsers.
+    text = f"TEXT: /(?s:.+)/ & ~/(?s:.*{re.escape(layout.mark)}.*)/"
+    if layout.mark in token_ids:
+        others = [token_ids[tag] for tag in (formats.THINK_OPEN, formats.THINK_CLOSE) if tag in token_ids]
+        text_rule = "text: (TEXT | <[" + ",".join(map(str, others)) + "]>)*" if others else "text: TEXT?"
+        return [f"start: text | text {mark} calls", text_rule, text]
+    return [
+        "start: TEXT | | until_mark calls",
+        f"until_mark[lazy]: /(?s:.*)/ {mark}",
+        text,
+    ]
+
+
+def _literal(text: str, token_ids: Mapping[str, int]) -> str:
+    """`text` as Lark symbols; control tokens in it by id."""
+    if not text:
+        return ""
+    for token, token_id in token_ids.items():
+        before, found, after = text.partition(token)
+        if found:
+            parts = (_literal(before, token_ids), f"<[{token_id}]>", _literal(after, token_ids))
+            return " ".join(part for part in parts if part)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _arguments_schema(tool: ToolSpec, index: int, max_depth: int) -> tuple[object, EnforcementReport]:
+    schema = tool.parameters if tool.parameters is not None else {"type": "object"}
+    if "type" not in schema and "$ref" not in schema:
+        schema = {"type": "object", **schema}
+    try:
+        compiled = compile_schema(schema, strict=tool.strict, max_depth=max_depth)
+    except SchemaRefused as refused:
+        field = f"tools[{index}].function.parameters"
+        raise ToolsRefused(f"tool {tool.name!r}: {refused}", field, refused.enforcement) from refused
+    prefix = f"/tools/{index}/parameters"
+    return compiled.schema, _under(prefix, compiled.enforcement)
+
+
+def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:
+    def moved(statuses: tuple[KeywordStatus, ...]) -> tuple[KeywordStatus, ...]:
+        return tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
+
+    return EnforcementReport(moved(report.enforced), moved(report.approximated), moved(report.unenforced))
+
+
+def _joined(reports: list[EnforcementReport]) -> EnforcementReport:
+    return EnforcementReport(
+        tuple(each for report in reports for each in report.enforced),
+        tuple(each for report in reports for each in report.approximated),
+        tuple(each for report in reports for each in report.unenforced),
+    )

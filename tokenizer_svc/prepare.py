@@ -1,0 +1,310 @@
+"""One request from messages to token ids and grammar: the service's domain, without a wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from observability import names
+from observability.metrics import Metrics
+from observability.names import SpanName
+from observability.tracing import Telemetry
+from services.errors import MillraceError, Reason
+from tokenizer_svc import formats
+from tokenizer_svc.checkpoint import Checkpoint
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.control import ControlTokens
+from tokenizer_svc.encoding import TextEncoder
+from tokenizer_svc.grammar.cache import GrammarCompiler
+from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec
+from tokenizer_svc.template import ChatTemplates
+from tokenizer_svc.types import (
+    ChoiceFormat,
+    Compiled,
+    Conversation,
+    EbnfFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    Prepared,
+    RegexFormat,
+    ResponseFormat,
+    ToolChoiceMode,
+)
+
+Result = TypeVar("Result")
+
+# Work on inputs below this many characters takes less time than handing it to a thread.
+_INLINE_CHARACTERS = 8 * 1024
+
+
+class Preparer:
+    """Renders, encodes and compiles for one checkpoint. Use from one event loop."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        compiler: GrammarCompiler,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        *,
+        limits: LimitsConfig,
+        turn_cache_tokens: int,
+    ) -> None:
+        added = checkpoint.description.get("added_tokens", [])
+        tokens = {token["content"]: token["id"] for token in added}
+        self.checkpoint = checkpoint
+        self.tool_call_format = formats.tool_call_format(checkpoint.templates, tokens)
+        self.reasoning_format = formats.reasoning_format(checkpoint.templates, tokens)
+        self._control = ControlTokens(added, checkpoint.templates.values())
+        self._templates = ChatTemplates(
+            checkpoint.templates, checkpoint.special_tokens, self._control, limits
+        )
+        self._encoder = TextEncoder(checkpoint, self._control, turn_cache_tokens=turn_cache_tokens)
+        self._compiler = compiler
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._limits = limits
+
+    async def prepare_conversation(
+        self, conversation: Conversation, form: ResponseFormat | None, *, tenant: str
+    ) -> Prepared:
+        """Raises TEMPLATE_FAILED, GRAMMAR_REFUSED and INVALID_ARGUMENT, REQUEST_TOO_LARGE beyond limits."""
+        self._check_conversation(conversation)
+        self._check_format(form)
+        start = time.perf_counter()
+        rendered = await self._render(conversation)
+        rendered_at = time.perf_counter()
+        token_ids = await self._encode_rendered(rendered, tenant)
+        encoded_at = time.perf_counter()
+        prefix = ""
+        if self.reasoning_format and not conversation.continue_final_message:
+            prefix = formats.assistant_prefix(rendered, self._control.control)
+        request = self._grammar_request(conversation, form, prefix)
+        compiled, cached = await self._compile(request, tenant)
+        return Prepared(
+            token_ids=token_ids,
+            compiled=compiled,
+            grammar_cached=cached,
+            assistant_prefix=prefix,
+            render_s=rendered_at - start,
+            encode_s=encoded_at - rendered_at,
+            compile_s=time.perf_counter() - encoded_at if request is not None else 0.0,
+        )
+
+    async def prepare_text(self, text: str, form: ResponseFormat | None, *, tenant: str) -> Prepared:
+        """The same for a plain prompt."""
+        self._check_format(form)
+        start = time.perf_counter()
+        token_ids = await self.encode_text(text, add_special_tokens=True)
+        return await self._with_grammar(token_ids, form, tenant, encode_s=time.perf_counter() - start)
+
+    async def prepare_ids(
+        self, token_ids: list[int], form: ResponseFormat | None, *, tenant: str
+    ) -> Prepared:
+        """The same for a prompt that is encoded already; raises INVALID_ARGUMENT for unknown ids."""
+        self._check_format(form)
+        self._check_ids(token_ids, "prompt")
+        return await self._with_grammar(token_ids, form, tenant, encode_s=0.0)
+
+    async def encode_conversation(self, conversation: Conversation, *, tenant: str) -> list[int]:
+        """Token ids of a rendered conversation."""
+        self._check_conversation(conversation)
+        return await self._encode_rendered(await self._render(conversation), tenant)
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a plain prompt."""
+        self._check_size(len(text.encode()), "prompt")
+        with self._stage(names.TOKENIZER_ENCODE, "encode"):
+            return await _run(
+                len(text), lambda: self._encoder.encode_text(text, add_special_tokens=add_special_tokens)
+            )
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
+        self._check_ids(token_ids, "token_ids")
+        return self.checkpoint.vocabulary.text(token_ids)
+
+    async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
+        """Grammar of a response format alone, and whether it was cached."""
+        self._check_format(form)
+        return await self._compiler.compile(GrammarRequest(response_format=form), tenant=tenant)
+
+    async def _with_grammar(
+        self, token_ids: list[int], form: ResponseFormat | None, tenant: str, *, encode_s: float
+    ) -> Prepared:
+        start = time.perf_counter()
+        request = GrammarRequest(response_format=form) if form is not None else None
+        compiled, cached = await self._compile(request, tenant)
+        return Prepared(
+            token_ids=token_ids,
+            compiled=compiled,
+            grammar_cached=cached,
+            assistant_prefix="",
+            render_s=0.0,
+            encode_s=encode_s,
+            compile_s=time.perf_counter() - start if request is not None else 0.0,
+        )
+
+    async def _render(self, conversation: Conversation) -> str:
+        size = sum(len(message.content) + len(message.reasoning) for message in conversation.messages)
+        with self._stage(names.TOKENIZER_RENDER, "render"):
+            return await _run(size, lambda: self._templates.render(conversation))
+
+    async def _encode_rendered(self, rendered: str, tenant: str) -> list[int]:
+        with self._stage(names.TOKENIZER_ENCODE, "encode"):
+            encoded = await _run(
+                len(rendered), lambda: self._encoder.encode_rendered(rendered, tenant=tenant)
+            )
+        return encoded.token_ids
+
+    async def _compile(self, request: GrammarRequest | None, tenant: str) -> tuple[Compiled | None, bool]:
+        if request is None:
+            return None, False
+        with self._stage(names.TOKENIZER_COMPILE, "compile") as span:
+            try:
+                compiled, cached = await self._compiler.compile(request, tenant=tenant)
+            except MillraceError as error:
+                if error.reason is Reason.GRAMMAR_REFUSED:
+                    cause = error.metadata.get("overrun", "grammar")
+                    self._metrics.add(names.GRAMMAR_REFUSALS, cause=cause)
+                raise
+            result = "hit" if cached else "miss"
+            span.set_attribute(names.GRAMMAR_CACHE, result)
+            span.set_attribute(names.GRAMMAR_DIGEST, compiled.artifact.digest)
+            self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
+        return compiled, cached
+
+    def _grammar_request(
+        self, conversation: Conversation, form: ResponseFormat | None, prefix: str
+    ) -> GrammarRequest | None:
+        tools = self._tool_rules(conversation)
+        if form is None and tools is None:
+            return None
+        open_reasoning = formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix
+        return GrammarRequest(response_format=form, tools=tools, reasoning_open=open_reasoning)
+
+    def _tool_rules(self, conversation: Conversation) -> ToolRules | None:
+        mode = conversation.tool_choice
+        if mode is ToolChoiceMode.NONE or not conversation.tools:
+            if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
+                raise _invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
+            return None
+        if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
+            # The template alone decides what the model makes of its tools.
+            return None
+        tools = conversation.tools
+        if mode is ToolChoiceMode.NAMED:
+            tools = tuple(tool for tool in tools if tool.name == conversation.tool_choice_name)
+            if not tools:
+                known = ", ".join(tool.name for tool in conversation.tools)
+                raise _invalid(
+                    f"tool_choice names {conversation.tool_choice_name!r}; tools: {known}", "tool_choice"
+                )
+        return ToolRules(
+            tools=tuple(
+                ToolSpec(name=tool.name, parameters=tool.parameters, strict=tool.strict) for tool in tools
+            ),
+            mode=mode,
+            parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
+            format=self.tool_call_format,
+        )
+
+    def _check_conversation(self, conversation: Conversation) -> None:
+        limits = self._limits
+        if not conversation.messages:
+            raise _invalid("messages must hold at least one message", "messages")
+        if len(conversation.messages) > limits.max_messages:
+            raise _too_large(f"{len(conversation.messages)} messages", limits.max_messages, "messages")
+        if len(conversation.tools) > limits.max_tools:
+            raise _too_large(f"{len(conversation.tools)} tools", limits.max_tools, "tools")
+        size = sum(_size(message) for message in conversation.messages)
+        self._check_size(size, "messages")
+        for index, tool in enumerate(conversation.tools):
+            if not tool.name:
+                raise _invalid(f"tool {index} has no name", f"tools[{index}].function.name")
+            if tool.parameters is not None:
+                bytes_ = len(json.dumps(tool.parameters))
+                field = f"tools[{index}].function.parameters"
+                self._check_grammar_size(bytes_, field)
+
+    def _check_format(self, form: ResponseFormat | None) -> None:
+        match form:
+            case JsonSchemaFormat(schema_json=text):
+                self._check_grammar_size(len(text), "response_format.json_schema")
+            case RegexFormat(pattern=text):
+                self._check_grammar_size(len(text), "response_format.regex")
+            case LarkFormat(grammar=text):
+                self._check_grammar_size(len(text), "response_format.lark")
+            case EbnfFormat(grammar=text):
+                self._check_grammar_size(len(text), "response_format.ebnf")
+            case ChoiceFormat(options=options):
+                if not options:
+                    raise _invalid("choice needs at least one option", "response_format.choice")
+                self._check_grammar_size(sum(map(len, options)), "response_format.choice")
+            case _:
+                pass
+
+    def _check_grammar_size(self, size: int, field: str) -> None:
+        if size > self._limits.max_grammar_bytes:
+            raise MillraceError(
+                Reason.GRAMMAR_REFUSED,
+                f"{size} bytes; the limit is {self._limits.max_grammar_bytes}: use a smaller one",
+                field=field,
+            )
+
+    def _check_size(self, size: int, field: str) -> None:
+        if size > self._limits.max_prompt_bytes:
+            raise _too_large(f"a prompt of {size} bytes", self._limits.max_prompt_bytes, field)
+
+    def _check_ids(self, token_ids: list[int], field: str) -> None:
+        tokens = self.checkpoint.vocabulary.tokens
+        for index, token_id in enumerate(token_ids):
+            if token_id >= len(tokens):
+                raise _invalid(
+                    f"token id {token_id} is outside the vocabulary of {len(tokens)} tokens",
+                    f"{field}[{index}]",
+                )
+
+    def _stage(self, span: SpanName, stage: str) -> _Stage:
+        return _Stage(self._telemetry, self._metrics, span, stage)
+
+
+class _Stage:
+    """A span with the stage's time in the metrics."""
+
+    def __init__(self, telemetry: Telemetry, metrics: Metrics, span: SpanName, stage: str) -> None:
+        self._context = telemetry.span(span)
+        self._metrics = metrics
+        self._stage = stage
+        self._start = 0.0
+
+    def __enter__(self) -> Any:
+        self._start = time.perf_counter()
+        return self._context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        elapsed = time.perf_counter() - self._start
+        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, elapsed, stage=self._stage)
+        self._context.__exit__(*exception)
+
+
+async def _run(num_characters: int, work: Callable[[], Result]) -> Result:
+    return work() if num_characters < _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _size(message: Any) -> int:
+    calls = sum(len(call.arguments_json.encode()) for call in message.tool_calls)
+    return len(message.content.encode()) + len(message.reasoning.encode()) + calls
+
+
+def _invalid(message: str, field: str) -> MillraceError:
+    return MillraceError(Reason.INVALID_ARGUMENT, message, field=field)
+
+
+def _too_large(what: str, limit: int, field: str) -> MillraceError:
+    return MillraceError(
+        Reason.REQUEST_TOO_LARGE, f"{what}; the limit is {limit}: send less in one request", field=field
+    )

@@ -1,0 +1,324 @@
+"""Chat templates: the checkpoint's own Jinja, in a sandbox, rendering what `transformers` renders."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.errors import ConfigError, MillraceError, Reason
+from tokenizer_svc.checkpoint import DEFAULT_TEMPLATE
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.control import ControlTokens
+from tokenizer_svc.types import Conversation, Message, Role, Tool, ToolCall
+
+# Names under which templates look for an assistant turn's reasoning.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_TOOL_TEMPLATE = "tool_use"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore attributes, so that templates cannot reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the template sets a private attribute {name!r}")
+
+
+class _Dict:
+    """`dict(...)` for templates, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """dict.fromkeys."""
+        return dict.fromkeys(*args)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML; models were trained on plain JSON.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+    )
+    return environment
+
+
+class _Shape:
+    """How a template wants the arguments and the missing content of turns with tool calls."""
+
+    def __init__(self, *, arguments_as_text: bool = False, empty_content: str = "empty") -> None:
+        self.arguments_as_text = arguments_as_text
+        self.empty_content = empty_content
+
+    def apply_empty_content(self, message: dict[str, Any]) -> None:
+        """Writes the absence of content in the template's way."""
+        if self.empty_content == "absent":
+            del message["content"]
+        elif self.empty_content == "null":
+            message["content"] = None
+
+
+class ChatTemplates:
+    """The compiled templates of a checkpoint. `render` is safe to call from several threads."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        control: ControlTokens,
+        limits: LimitsConfig,
+    ) -> None:
+        environment = _environment()
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in templates.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"chat template {name!r} of the checkpoint: {error}") from error
+        self._special_tokens = dict(special_tokens)
+        self._control = control
+        self._limits = limits
+        source = "\n".join(templates.values())
+        self._knows_developer = "developer" in source
+        self._shape = self._find_shape()
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt as text, with markers (see `control`) in what the client wrote.
+
+        Raises TEMPLATE_FAILED when there is no such template or it refuses the conversation.
+        """
+        template = self._choose(conversation)
+        messages = [self._message(message, self._shape) for message in conversation.messages]
+        variables = self._variables(conversation)
+        variables["add_generation_prompt"] = not conversation.continue_final_message
+        if not conversation.continue_final_message:
+            return self._run(template, messages, variables)
+        return self._run_continuing(template, messages, variables)
+
+    def _find_shape(self) -> _Shape:
+        """Tries the ways on a small conversation; the first under which the call appears whole is taken."""
+        call = ToolCall(id="abcdefghi", name="probe_name", arguments_json='{"probe_key": "probe_value"}')
+        messages = (
+            Message(role=Role.USER, content="q"),
+            Message(role=Role.ASSISTANT, tool_calls=(call,)),
+            Message(role=Role.TOOL, content="r", tool_call_id="abcdefghi", name="probe_name"),
+        )
+        tool = Tool(name="probe_name", parameters={"type": "object", "properties": {}})
+        template = self._templates.get(_TOOL_TEMPLATE, self._templates.get(DEFAULT_TEMPLATE))
+        if template is None:
+            return _Shape()
+        variables = self._variables(Conversation(messages=messages, tools=(tool,)))
+        variables["add_generation_prompt"] = True
+        for empty_content in ("empty", "absent", "null"):
+            for arguments_as_text in (False, True):
+                shape = _Shape(arguments_as_text=arguments_as_text, empty_content=empty_content)
+                try:
+                    text = self._run(template, [self._message(each, shape) for each in messages], variables)
+                except MillraceError:
+                    continue
+                if '"probe_key": "probe_value"' in text and "None" not in text:
+                    return shape
+        return _Shape()
+
+    def _choose(self, conversation: Conversation) -> jinja2.Template:
+        name = conversation.template_name
+        if not name:
+            name = (
+                _TOOL_TEMPLATE
+                if conversation.tools and _TOOL_TEMPLATE in self._templates
+                else DEFAULT_TEMPLATE
+            )
+        template = self._templates.get(name)
+        if template is None:
+            known = ", ".join(sorted(self._templates)) or "none; send a prompt instead of messages"
+            raise MillraceError(
+                Reason.TEMPLATE_FAILED,
+                f"the model has no chat template {name!r}; templates: {known}",
+                field="conversation.template_name" if conversation.template_name else "messages",
+            )
+        return template
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        for key in conversation.template_options:
+            if key in _RESERVED_OPTIONS:
+                raise MillraceError(
+                    Reason.INVALID_ARGUMENT,
+                    f"template option {key!r} is set by the service; remove it",
+                    field=f"conversation.template_options.{key}",
+                )
+        protect = self._control.protect_value
+        options = protect(conversation.template_options, allow_markup=False)
+        tools = [protect(_tool_value(tool), allow_markup=False) for tool in conversation.tools]
+        documents = [protect(document, allow_markup=False) for document in conversation.documents]
+        return {
+            **self._special_tokens,
+            **options,
+            "tools": tools or None,
+            "documents": documents or None,
+        }
+
+    def _message(self, message: Message, shape: _Shape) -> dict[str, Any]:
+        # Past output legitimately carries markup such as <think>; what users and tools say does not.
+        allow_markup = message.role in (Role.ASSISTANT, Role.SYSTEM, Role.DEVELOPER)
+        protect = self._control.protect
+        role = message.role
+        if role is Role.DEVELOPER and not self._knows_developer:
+            role = Role.SYSTEM
+        value: dict[str, Any] = {
+            "role": role.value,
+            "content": protect(message.content, allow_markup=allow_markup),
+        }
+        if message.name:
+            value["name"] = protect(message.name, allow_markup=False)
+        if message.tool_call_id:
+            value["tool_call_id"] = protect(message.tool_call_id, allow_markup=False)
+        if message.reasoning:
+            reasoning = protect(message.reasoning, allow_markup=True)
+            value.update(dict.fromkeys(_REASONING_NAMES, reasoning))
+        if message.tool_calls:
+            value["tool_calls"] = [
+                {
+                    "id": protect(call.id, allow_markup=False),
+                    "type": "function",
+                    "function": {
+                        "name": protect(call.name, allow_markup=False),
+                        "arguments": self._arguments(call.arguments_json, shape),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+            if not message.content:
+                shape.apply_empty_content(value)
+        return value
+
+    def _arguments(self, arguments_json: str, shape: _Shape) -> Any:
+        if not shape.arguments_as_text:
+            try:
+                return self._control.protect_value(json.loads(arguments_json or "{}"), allow_markup=False)
+            except ValueError:
+                pass
+        return self._control.protect(arguments_json, allow_markup=False)
+
+    def _run(
+        self, template: jinja2.Template, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> str:
+        limits = self._limits
+        deadline = time.monotonic() + limits.max_render_s
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in template.generate(messages=messages, **variables):
+                pieces.append(piece)
+                size += len(piece)
+                if size > limits.max_rendered_bytes:
+                    raise MillraceError(
+                        Reason.TEMPLATE_FAILED,
+                        f"the chat template writes more than {limits.max_rendered_bytes} bytes; "
+                        "shorten the conversation",
+                        field="messages",
+                    )
+                if time.monotonic() > deadline:
+                    raise MillraceError(
+                        Reason.TEMPLATE_FAILED,
+                        f"the chat template takes longer than {limits.max_render_s:g} s; "
+                        "shorten the conversation",
+                        field="messages",
+                    )
+        except MillraceError:
+            raise
+        except Exception as error:
+            text = str(error).replace(self._control.mark, "") or type(error).__name__
+            raise MillraceError(
+                Reason.TEMPLATE_FAILED,
+                f"the model's chat template refuses this conversation: {text}",
+                field="messages",
+            ) from error
+        return "".join(pieces)
+
+    def _run_continuing(
+        self, template: jinja2.Template, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> str:
+        # A tag after the last message shows where it ends in the output; white space after the tag shows
+        # whether the template trims messages.
+        tag = self._control.mark * 2 + " "
+        if not messages:
+            raise MillraceError(
+                Reason.INVALID_ARGUMENT, "there is no final message to continue", field="messages"
+            )
+        messages[-1]["content"] = (messages[-1]["content"] or "") + tag
+        rendered = self._run(template, messages, variables)
+        found = rendered.rfind(tag.strip())
+        if found < 0:
+            raise MillraceError(
+                Reason.TEMPLATE_FAILED,
+                "the model's chat template does not write the final message as it is, so it cannot be "
+                "continued; unset continue_final_message",
+                field="conversation.continue_final_message",
+            )
+        kept = rendered[:found]
+        return kept if rendered[found:].startswith(tag) else kept.rstrip()
+
+
+def _tool_value(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    return {"type": "function", "function": function}

@@ -1,0 +1,122 @@
+"""The vocabulary as bytes: what exact incremental detokenization needs.
+
+Byte-level tokenizers write each byte as one printable character; SentencePiece-style ones write a space as ▁
+and bytes outside their alphabet as <0xNN>. Both are undone here, once, so that joining token bytes gives the
+model's text whatever the cut.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from services.errors import ConfigError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class DecoderKind(StrEnum):
+    """How token bytes join to text."""
+
+    BYTE_LEVEL = "byte_level"
+    # The same, and one leading space of the whole text is dropped.
+    SENTENCEPIECE = "sentencepiece"
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of every token by id; ids without a token are empty."""
+
+    fingerprint: str
+    decoder: DecoderKind
+    tokens: list[bytes]
+    special_ids: tuple[int, ...]
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text of the ids without control tokens; invalid UTF-8 becomes U+FFFD."""
+        special = frozenset(self.special_ids)
+        joined = b"".join(self.tokens[token_id] for token_id in token_ids if token_id not in special)
+        if self.decoder is DecoderKind.SENTENCEPIECE and joined.startswith(b" "):
+            joined = joined[1:]
+        return joined.decode("utf-8", errors="replace")
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the rest are shifted."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    shifted = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + index): byte for index, byte in enumerate(shifted)})
+    return table
+
+
+def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerprint: str) -> Vocabulary:
+    """From the parsed tokenizer.json and the tokenizer's own token → id table.
+
+    Raises ConfigError for a decoder whose bytes cannot be told (WordPiece and the like).
+    """
+    steps = _decoder_steps(description.get("decoder"))
+    kinds = {step["type"] for step in steps}
+    added = {token["content"]: token for token in description.get("added_tokens", ())}
+    special = {ids[content] for content, token in added.items() if token["special"] and content in ids}
+    tokens = [b""] * (max(ids.values(), default=-1) + 1)
+    if "ByteLevel" in kinds:
+        table = byte_of_character()
+        kind = DecoderKind.BYTE_LEVEL
+        for text, token_id in ids.items():
+            tokens[token_id] = text.encode() if text in added else _byte_level_bytes(text, table)
+    elif _spells_spaces(steps):
+        byte_fallback = "ByteFallback" in kinds
+        for text, token_id in ids.items():
+            tokens[token_id] = text.encode() if text in added else _piece_bytes(text, byte_fallback)
+        kind = DecoderKind.SENTENCEPIECE if _drops_leading_space(steps) else DecoderKind.BYTE_LEVEL
+    else:
+        raise ConfigError(
+            f"tokenizer.json: decoder {sorted(kinds) or 'missing'} is not supported; "
+            "byte-level and SentencePiece-style tokenizers are"
+        )
+    return Vocabulary(
+        fingerprint=fingerprint, decoder=kind, tokens=tokens, special_ids=tuple(sorted(special))
+    )
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for each in decoder["decoders"] for step in _decoder_steps(each)]
+    return [decoder]
+
+
+def _spells_spaces(steps: list[dict[str, Any]]) -> bool:
+    return any(
+        step["type"] == "Metaspace"
+        or (step["type"] == "Replace" and step["pattern"] == {"String": "▁"} and step["content"] == " ")
+        for step in steps
+    )
+
+
+def _drops_leading_space(steps: list[dict[str, Any]]) -> bool:
+    for step in steps:
+        if step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0:
+            return True
+        if step["type"] == "Metaspace":
+            return bool(step.get("prepend_scheme", "always") != "never")
+    return False
+
+
+def _byte_level_bytes(text: str, table: dict[str, int]) -> bytes:
+    # A token with a character outside the alphabet is a raw addition to the vocabulary and stands for itself.
+    try:
+        return bytes([table[character] for character in text])
+    except KeyError:
+        return text.encode()
+
+
+def _piece_bytes(text: str, byte_fallback: bool) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(text) if byte_fallback else None
+    if match:
+        return bytes((int(match.group(1), 16),))
+    return text.replace("▁", " ").encode()
