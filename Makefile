@@ -71,6 +71,7 @@ format: dev ## Rewrite the sources in the project's style
 .PHONY: proto
 proto: dev ## Generate the stubs from proto/
 	$(BIN)/python proto/generate.py
+	$(BIN)/python -m tests.contract.golden_messages
 
 .PHONY: proto-check
 proto-check: dev ## Check the stubs for drift and lint the protos

