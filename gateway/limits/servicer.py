@@ -1,0 +1,77 @@
+"""Envoy's rate limit service: requests per minute, counted before the request reaches a face."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from envoy_api.config.core.v3 import base_pb2
+from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
+
+from gateway.auth.servicer import is_grpc, refusal_headers
+from gateway.limits.requests import RequestLimiter
+from gateway.openai_error import error_body
+from observability import names
+from observability.metrics import Metrics
+from observability.tracing import Telemetry
+from services.errors import MillraceError, Reason
+
+# Keys of the descriptor that Envoy is configured to send.
+TENANT_ENTRY = "tenant"
+KEY_ENTRY = "key"
+CONTENT_TYPE_ENTRY = "content_type"
+DOMAIN = "millrace"
+
+_OK = rls_pb2.RateLimitResponse.OK
+_OVER = rls_pb2.RateLimitResponse.OVER_LIMIT
+_MINUTE = rls_pb2.RateLimitResponse.RateLimit.MINUTE
+
+
+class RateLimitServicer(rls_pb2_grpc.RateLimitServiceServicer):
+    """Counts a request per call. Over the limit, the answer holds the body and headers that clients get.
+
+    When requests cannot be counted and the policy is to refuse, the call fails and Envoy answers 503.
+    """
+
+    def __init__(self, limiter: RequestLimiter, telemetry: Telemetry, metrics: Metrics) -> None:
+        self._limiter = limiter
+        self._telemetry = telemetry
+        self._metrics = metrics
+
+    async def ShouldRateLimit(
+        self, request: rls_pb2.RateLimitRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> rls_pb2.RateLimitResponse:
+        """Decides about one request by the tenant and key in its descriptor."""
+        entries = {entry.key: entry.value for item in request.descriptors for entry in item.entries}
+        tenant, key_id = entries.get(TENANT_ENTRY, ""), entries.get(KEY_ENTRY, "")
+        with self._telemetry.span(
+            names.GATEWAY_RATE_LIMIT, attributes={names.TENANT: tenant, names.KEY_ID: key_id}
+        ) as span:
+            try:
+                headers = await self._limiter.admit(tenant, key_id)
+            except MillraceError as error:
+                span.set_attribute(names.OUTCOME, error.reason.value)
+                self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
+                if error.reason is not Reason.REQUEST_RATE_EXCEEDED:
+                    raise
+                return _over(error, is_grpc=is_grpc(entries.get(CONTENT_TYPE_ENTRY, "")))
+            return rls_pb2.RateLimitResponse(overall_code=_OK, response_headers_to_add=_headers(headers))
+
+
+def _over(error: MillraceError, *, is_grpc: bool) -> rls_pb2.RateLimitResponse:
+    limit = rls_pb2.RateLimitResponse.RateLimit(
+        requests_per_unit=int(error.metadata["limit"]), unit=_MINUTE, name=error.metadata["scope"]
+    )
+    headers = refusal_headers(error, is_grpc=is_grpc)
+    headers["x-ratelimit-limit-requests"] = error.metadata["limit"]
+    headers["x-ratelimit-remaining-requests"] = "0"
+    return rls_pb2.RateLimitResponse(
+        overall_code=_OVER,
+        statuses=[rls_pb2.RateLimitResponse.DescriptorStatus(code=_OVER, current_limit=limit)],
+        response_headers_to_add=_headers(headers),
+        raw_body=error.message.encode() if is_grpc else error_body(error),
+    )
+
+
+def _headers(headers: dict[str, str]) -> list[base_pb2.HeaderValue]:
+    return [base_pb2.HeaderValue(key=key, value=value) for key, value in headers.items()]
