@@ -12,7 +12,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def error_body(error: MillraceError) -> bytes:
-    """JSON of `{"error": {message, type, param, code}}`; `metadata` is added when there are numbers to tell."""
+    """JSON of `{"error": {message, type, param, code}}`; numbers for programs are added as `metadata`."""
     detail: dict[str, object] = {
         "message": error.message,
         "type": error.mapping.openai_type,

@@ -102,8 +102,8 @@ class KeyDirectory:
         if tier and tier not in {own, *config.allowed_tiers}:
             raise MillraceError(
                 Reason.TIER_NOT_ALLOWED,
-                f"the token's claim {self._claims.tier_claim!r} asks for tier {tier!r}, which tenant {tenant} "
-                f"may not use; add it to tenants.{tenant}.allowed_tiers",
+                f"the token's claim {self._claims.tier_claim!r} asks for tier {tier!r}, which tenant "
+                f"{tenant} may not use; add it to tenants.{tenant}.allowed_tiers",
             )
         return self._principal(tenant, config, f"jwt:{claims.get('sub', '')}", tier or own, ())
 

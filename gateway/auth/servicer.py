@@ -65,7 +65,7 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
         started_s = time.perf_counter()
         headers = request.attributes.request.http.headers
         attributes = {names.REQUEST_ID: headers.get("x-request-id", "")}
-        span = self._telemetry.start(names.GATEWAY_AUTHORIZE, attributes=attributes)
+        span = self._telemetry.start(names.GATEWAY_AUTHORIZE, attributes={**attributes})
         try:
             principal = self._authenticate(headers)
         except MillraceError as error:
