@@ -1,7 +1,7 @@
 """One message of every kind that crosses a process border, filled with values that exercise presence.
 
-`python -m tests.contract.golden_messages` adds what is new to the files beside this one; `make proto` does so.
-It takes nothing away: a field or a byte that disappears or changes breaks deployed clients.
+`python -m tests.contract.golden_messages`, which `make proto` runs, adds what is new to the files beside this
+one. It takes nothing away: a field or a byte that disappears or changes breaks deployed clients.
 """
 
 from __future__ import annotations

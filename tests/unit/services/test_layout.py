@@ -1,0 +1,143 @@
+"""Which processes a command line and a configuration lead to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.config import read_tables
+from services.errors import ConfigError
+from services.supervisor import checkpoint
+from services.supervisor.config import Options
+from services.supervisor.layout import Layout, plan_layout
+from services.supervisor.ports import can_bind, free_ports
+from services.supervisor.report import usage_examples
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def plan(tmp_path: Path, model: Path, config: str = "", **options: object) -> Layout:
+    file = tmp_path / "millrace.toml"
+    file.write_text(config)
+    chosen = {"model": str(model), "port": 0, **options}
+    return plan_layout(Options(config=file, **chosen), tmp_path, {})  # type: ignore[arg-type]
+
+
+def test_every_process_once_with_its_own_addresses(tmp_path: Path, model: Path) -> None:
+    layout = plan(tmp_path, model, engines=2, gateways=2)
+    names = [spec.name for spec in layout.processes]
+    assert names == [
+        *("collector", "tokenizer", "engine-0", "engine-1", "gateway-0", "gateway-1", "envoy"),
+    ]
+    addresses = [address for each in layout.addresses.values() for address in each.values()]
+    assert len(set(addresses)) == len(addresses)
+    engines = {layout.addresses[f"engine-{index}"]["grpc"] for index in range(2)}
+    for gateway in layout.gateways:
+        assert set(json.loads(gateway.environment["MILLRACE_GATEWAY__ENGINES"])) == engines
+
+
+def test_environment_is_configuration_that_services_accept(tmp_path: Path, model: Path) -> None:
+    layout = plan(tmp_path, model, dtype="bfloat16", simulated=True)
+    for spec in layout.processes:
+        tables = read_tables(layout.config, {**layout.environment, **spec.environment})
+        assert tables["model"]["path"] == str(model)
+        assert tables["model"]["name"] == "tiny"
+    engine = read_tables(layout.config, {**layout.environment, **layout.engines[0].environment})["engine"]
+    assert engine["simulated"] is True
+    assert engine["dtype"] == "bfloat16"
+    assert engine["listen"] == layout.addresses["engine-0"]["grpc"]
+
+
+def test_numbers_of_processes_come_from_the_file_unless_given(tmp_path: Path, model: Path) -> None:
+    config = "[supervisor]\nengines = 3\ngateways = 2\n"
+    assert len(plan(tmp_path, model, config).engines) == 3
+    assert len(plan(tmp_path, model, config, engines=1).engines) == 1
+    assert len(plan(tmp_path, model, config).gateways) == 2
+
+
+def test_configured_values_are_left_alone(tmp_path: Path, model: Path) -> None:
+    config = """
+    [security]
+    context_secret = "a secret of the operator"
+    [observability]
+    otlp_endpoint = "collector:4317"
+    [engine]
+    num_threads = 7
+    [keys]
+    store = "keys.db"
+    """
+    layout = plan(tmp_path, model, config)
+    assert layout.collector is None
+    assert layout.trace_store == ""
+    tables = read_tables(layout.config, {**layout.environment, **layout.engines[0].environment})
+    assert tables["security"]["context_secret"] == "a secret of the operator"
+    assert tables["observability"]["otlp_endpoint"] == "collector:4317"
+    assert tables["engine"]["num_threads"] == 7
+    assert tables["keys"]["store"] == "keys.db"
+
+
+def test_secrets_differ_between_stacks(tmp_path: Path, model: Path) -> None:
+    variable = "MILLRACE_SECURITY__CONTEXT_SECRET"
+    first, second = plan(tmp_path, model), plan(tmp_path, model)
+    assert first.environment[variable] != second.environment[variable]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_development_key_on_loopback(tmp_path: Path, model: Path, host: str) -> None:
+    if not can_bind(host, 0):
+        pytest.skip(f"{host} does not exist on this machine")
+    layout = plan(tmp_path, model, host=host)
+    assert layout.api_key == "mr-dev-local"
+    digest = hashlib.sha256(b"mr-dev-local").hexdigest()
+    assert json.loads(layout.environment["MILLRACE_KEYS__DEVELOPMENT_HASH"]) == f"sha256:{digest}"
+
+
+def test_no_development_key_for_the_world(tmp_path: Path, model: Path) -> None:
+    layout = plan(tmp_path, model, host="0.0.0.0")
+    assert layout.api_key == ""
+    assert "MILLRACE_KEYS__DEVELOPMENT_HASH" not in layout.environment
+    assert "mr-dev-local" not in usage_examples(layout.edge, layout.api_key, layout.model_name)
+
+
+def test_development_key_can_be_chosen(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    options = Options(config=tmp_path / "empty.toml", model=str(model), port=0)
+    assert plan_layout(options, tmp_path, {"MILLRACE_DEV_KEY": "mine"}).api_key == "mine"
+
+
+def test_port_in_use_names_the_option(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}.*Choose another one with --port"):
+            plan(tmp_path, model, port=port)
+
+
+def test_unknown_key_is_named(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="engins"):
+        plan(tmp_path, model, "[supervisor]\nengins = 2\n")
+
+
+def test_free_ports_are_different_and_free() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(can_bind("127.0.0.1", port) for port in ports)
+
+
+def test_missing_model_says_what_was_tried() -> None:
+    with pytest.raises(ConfigError, match=r"no such directory \(tried .*nowhere.*hub id"):
+        checkpoint.resolve("nowhere")
+
+
+def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        checkpoint.resolve(str(tmp_path))

@@ -1,0 +1,160 @@
+"""One child process: ready line, failure, end of its group, death together with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.supervisor import process as process_module
+from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec, describe_code
+
+LIMIT_S = 30.0
+
+
+def child(tmp_path: Path, program: str, **spec: float) -> ChildProcess:
+    argv = (sys.executable, "-c", textwrap.dedent(program))
+    return ChildProcess(ProcessSpec(name="part", argv=argv, **spec), tmp_path / "part.log", {"PART": "1"})
+
+
+async def test_ready_line_gives_the_addresses(tmp_path: Path) -> None:
+    part = child(
+        tmp_path,
+        """
+        import os, sys, time
+        print("noise", flush=True)
+        print("a complaint", file=sys.stderr, flush=True)
+        print(f"ready part grpc=127.0.0.1:1 http=127.0.0.1:{os.environ['PART']}", flush=True)
+        time.sleep(600)
+        """,
+    )
+    await part.start()
+    try:
+        addresses = await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+        assert addresses == {"grpc": "127.0.0.1:1", "http": "127.0.0.1:1"}
+        assert part.running
+        assert {"noise", "a complaint"} <= set(part.log_tail().splitlines())
+    finally:
+        part.kill()
+    assert await part.wait() == -signal.SIGKILL
+
+
+async def test_end_before_ready_is_told_with_its_status(tmp_path: Path) -> None:
+    part = child(tmp_path, "import sys; print('why it failed', file=sys.stderr); sys.exit(3)")
+    await part.start()
+    with pytest.raises(ProcessEnded, match="part ended with exit status 3") as raised:
+        await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    assert raised.value.code == 3
+    assert part.log_tail() == "why it failed"
+
+
+async def test_stop_lets_a_process_finish(tmp_path: Path) -> None:
+    part = child(
+        tmp_path,
+        """
+        import signal, sys, time
+        def finish(*_):
+            print("finished", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, finish)
+        print("ready part", flush=True)
+        time.sleep(600)
+        """,
+    )
+    await part.start()
+    await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    await part.stop()
+    assert await part.wait() == 0
+    assert "finished" in part.log_tail()
+
+
+async def test_stop_kills_what_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "KILL_MARGIN_S", 0.1)
+    part = child(
+        tmp_path,
+        """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready part", flush=True)
+        time.sleep(600)
+        """,
+        drain_limit_s=0.1,
+    )
+    await part.start()
+    await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    await part.stop()
+    assert await part.wait() == -signal.SIGKILL
+
+
+async def test_grandchildren_end_with_the_group(tmp_path: Path) -> None:
+    part = child(
+        tmp_path,
+        """
+        import subprocess, sys, time
+        inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(f"ready part inner={inner.pid}", flush=True)
+        time.sleep(600)
+        """,
+        drain_limit_s=5.0,
+    )
+    await part.start()
+    inner = psutil.Process(int((await asyncio.wait_for(part.wait_ready_line(), LIMIT_S))["inner"]))
+    await part.stop()
+    await asyncio.to_thread(_wait_gone, inner)
+
+
+async def test_can_be_started_again(tmp_path: Path) -> None:
+    part = child(tmp_path, "print('ready part', flush=True)")
+    for _ in range(2):
+        await part.start()
+        await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+        assert await part.wait() == 0
+    assert part.log_tail().splitlines() == ["ready part"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help exists on Linux only")
+def test_child_dies_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from services.supervisor.process import ChildProcess, ProcessSpec
+        async def main():
+            argv = (sys.executable, "-c", "print('ready part', flush=True); import time; time.sleep(600)")
+            part = ChildProcess(ProcessSpec(name="part", argv=argv), Path({str(tmp_path / "log")!r}), {{}})
+            await part.start()
+            await part.wait_ready_line()
+            print(part.pid, flush=True)
+            await part.wait()
+        asyncio.run(main())
+    """
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert supervisor.stdout is not None
+        orphan = psutil.Process(int(supervisor.stdout.readline()))
+        os.kill(supervisor.pid, signal.SIGKILL)
+        _wait_gone(orphan)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def test_statuses_in_words() -> None:
+    assert describe_code(2) == "exit status 2"
+    assert describe_code(-9) == "signal SIGKILL"
+
+
+def _wait_gone(process: psutil.Process) -> None:
+    ends_s = time.monotonic() + LIMIT_S
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends_s, f"{process} still runs"
+        time.sleep(0.02)
