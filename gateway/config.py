@@ -230,6 +230,8 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen: str = "127.0.0.1:8080"
     # Envoy's admin interface; keep it on loopback.
     admin: str = "127.0.0.1:9901"
+    # Shows /ready and /metrics (Prometheus) of the admin interface and nothing else; "" is off.
+    metrics_listen: str = ""
     # Path of the JSON access log; "" writes none.
     access_log: str = "/dev/stdout"
     # Gateway processes to balance over; those of [gateway] when empty.

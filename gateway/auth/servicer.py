@@ -15,6 +15,7 @@ from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
 from envoy_api.type.v3 import http_status_pb2
 from google.rpc import code_pb2, status_pb2
 from millrace.common.v1 import context_pb2
+from opentelemetry.util.types import AttributeValue
 
 from gateway.auth.convert import write_tier
 from gateway.auth.directory import KeyDirectory, Principal
@@ -64,8 +65,8 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
         """Authenticates one request by its headers."""
         started_s = time.perf_counter()
         headers = request.attributes.request.http.headers
-        attributes = {names.REQUEST_ID: headers.get("x-request-id", "")}
-        span = self._telemetry.start(names.GATEWAY_AUTHORIZE, attributes={**attributes})
+        attributes: dict[str, AttributeValue] = {names.REQUEST_ID: headers.get("x-request-id", "")}
+        span = self._telemetry.start(names.GATEWAY_AUTHORIZE, attributes=attributes)
         try:
             principal = self._authenticate(headers)
         except MillraceError as error:

@@ -1,0 +1,151 @@
+"""Where Envoy sends requests: the gateway's two faces, the trace collector, and a JWT issuer's keys."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.config import EnvoyConfig
+from gateway.settings import split_address
+
+GATEWAY_GRPC = "gateway_grpc"
+GATEWAY_HTTP = "gateway_http"
+TRACES = "traces"
+JWKS = "jwks"
+ADMIN = "admin"
+
+_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_CHECK_INTERVAL = "1s"
+
+
+def typed(name: str, **fields: Any) -> dict[str, Any]:
+    """A typed_config of an Envoy message."""
+    return {"@type": f"type.googleapis.com/{name}", **fields}
+
+
+def address(host_port: str, key: str = "address") -> dict[str, Any]:
+    """Envoy's form of host:port."""
+    host, port = split_address(key, host_port)
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def gateway_grpc(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
+    """gRPC face, authorization and rate limit services."""
+    return _gateway(GATEWAY_GRPC, endpoints, config, {"grpc_health_check": {}}, http2=True)
+
+
+def gateway_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
+    """HTTP face."""
+    return _gateway(GATEWAY_HTTP, endpoints, config, {"http_health_check": {"path": "/health"}}, http2=False)
+
+
+def traces(endpoint: str, config: EnvoyConfig) -> dict[str, Any]:
+    """OTLP collector; spans are dropped while it is away."""
+    return _cluster(TRACES, [_host_port(endpoint, 4317)], config, http2=True)
+
+
+def jwks(url: str, config: EnvoyConfig) -> dict[str, Any]:
+    """Server of an issuer's keys."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    cluster = _cluster(JWKS, [_host_port(url, 443 if secure else 80)], config, http2=False)
+    if secure:
+        cluster["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": typed(
+                "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                sni=parts.hostname,
+                common_tls_context={
+                    "validation_context": {
+                        "trusted_ca": {"filename": "/etc/ssl/certs/ca-certificates.crt"},
+                        "match_typed_subject_alt_names": [
+                            {"san_type": "DNS", "matcher": {"exact": parts.hostname}}
+                        ],
+                    }
+                },
+            ),
+        }
+    return cluster
+
+
+def admin(config: EnvoyConfig) -> dict[str, Any]:
+    """Envoy's own admin interface, of which the metrics listener shows two pages."""
+    return _cluster(ADMIN, [config.admin], config, http2=False)
+
+
+def _gateway(
+    name: str, endpoints: Sequence[str], config: EnvoyConfig, check: dict[str, Any], *, http2: bool
+) -> dict[str, Any]:
+    return {
+        **_cluster(name, endpoints, config, http2=http2),
+        "lb_policy": "LEAST_REQUEST",
+        # A gateway that is not healthy gets nothing, even when none is: the client is told at once.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "health_checks": [
+            {
+                "timeout": _CHECK_INTERVAL,
+                "interval": _CHECK_INTERVAL,
+                "no_traffic_interval": _CHECK_INTERVAL,
+                "unhealthy_interval": "0.25s",
+                "no_traffic_healthy_interval": _CHECK_INTERVAL,
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                **check,
+            }
+        ],
+        "circuit_breakers": {
+            "thresholds": [
+                {
+                    "max_connections": config.max_connections,
+                    "max_requests": config.max_requests,
+                    "max_pending_requests": config.max_requests,
+                    "track_remaining": True,
+                }
+            ]
+        },
+    }
+
+
+def _cluster(name: str, endpoints: Sequence[str], config: EnvoyConfig, *, http2: bool) -> dict[str, Any]:
+    # A name may stand for several processes (a headless service): every address of it is an endpoint.
+    static = all(_is_ip(endpoint) for endpoint in endpoints)
+    protocol: dict[str, Any] = {"http_protocol_options": {}}
+    if http2:
+        # A dead peer is noticed by pings, not by the next request that waits for it.
+        keepalive = {"interval": "10s", "timeout": "5s"}
+        protocol = {"http2_protocol_options": {"connection_keepalive": keepalive}}
+    return {
+        "name": name,
+        **({"type": "STATIC"} if static else {"cluster_type": _every_address()}),
+        "connect_timeout": f"{config.connect_timeout_s:g}s",
+        "typed_extension_protocol_options": {
+            _HTTP_OPTIONS: typed(_HTTP_OPTIONS, explicit_http_config=protocol)
+        },
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [
+                {"lb_endpoints": [{"endpoint": {"address": address(endpoint)}} for endpoint in endpoints]}
+            ],
+        },
+    }
+
+
+def _every_address() -> dict[str, Any]:
+    """Discovery by DNS in which each address of a name is an endpoint."""
+    message = "envoy.extensions.clusters.dns.v3.DnsCluster"
+    return {"name": "envoy.cluster.dns", "typed_config": typed(message, dns_refresh_rate="2s")}
+
+
+def _is_ip(host_port: str) -> bool:
+    try:
+        ipaddress.ip_address(host_port.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _host_port(endpoint: str, default_port: int) -> str:
+    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    return f"{parts.hostname}:{parts.port or default_port}"

@@ -1,0 +1,150 @@
+"""HTTP filters in the order in which a request meets them: identity, rate, route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.auth.servicer import CLAIMS_HEADER, KEY_HEADER, TENANT_HEADER
+from gateway.config import EnvoyConfig, JwtConfig
+from gateway.envoy import clusters
+from gateway.envoy.clusters import typed
+from gateway.limits.servicer import CONTENT_TYPE_ENTRY, DOMAIN, KEY_ENTRY, TENANT_ENTRY
+from services.context import CONTEXT_HEADER
+
+_FILTERS = "envoy.extensions.filters.http"
+_AUTHZ = "envoy.filters.http.ext_authz"
+_JWT = "envoy.filters.http.jwt_authn"
+_PROVIDER = "issuer"
+
+# Headers that only the edge may set.
+IDENTITY_HEADERS = (CONTEXT_HEADER, TENANT_HEADER, KEY_HEADER, CLAIMS_HEADER)
+
+# Rate limit descriptor: a request without identity (a public path) has none and is not counted.
+RATE_LIMITS: list[dict[str, Any]] = [
+    {
+        "actions": [
+            {"request_headers": {"header_name": TENANT_HEADER, "descriptor_key": TENANT_ENTRY}},
+            {"request_headers": {"header_name": KEY_HEADER, "descriptor_key": KEY_ENTRY}},
+            {
+                "request_headers": {
+                    "header_name": "content-type",
+                    "descriptor_key": CONTENT_TYPE_ENTRY,
+                    "skip_if_absent": True,
+                }
+            },
+        ]
+    }
+]
+
+# Per-route configuration of paths that need no key.
+PUBLIC_ROUTE: dict[str, Any] = {
+    _AUTHZ: typed(f"{_FILTERS}.ext_authz.v3.ExtAuthzPerRoute", disabled=True),
+}
+
+
+def http_filters(config: EnvoyConfig, jwt: JwtConfig) -> list[dict[str, Any]]:
+    """The filter chain."""
+    timeout = f"{config.authorization_timeout_ms / 1000:g}s"
+    filters = [_jwt_authn(jwt)] if jwt.issuer else []
+    return [*filters, _ext_authz(timeout), _ratelimit(timeout), _router()]
+
+
+def _ext_authz(timeout: str) -> dict[str, Any]:
+    return {
+        "name": _AUTHZ,
+        "typed_config": typed(
+            f"{_FILTERS}.ext_authz.v3.ExtAuthz",
+            transport_api_version="V3",
+            grpc_service=_gateway_service(timeout),
+            failure_mode_allow=False,
+            status_on_error={"code": "ServiceUnavailable"},
+            # The gateway sees the headers that it decides by, and no others.
+            allowed_headers={
+                "patterns": [
+                    {"exact": name}
+                    for name in (
+                        "authorization",
+                        CLAIMS_HEADER,
+                        "content-type",
+                        "x-request-id",
+                        "x-client-request-id",
+                        "traceparent",
+                        "tracestate",
+                    )
+                ]
+            },
+        ),
+    }
+
+
+def _ratelimit(timeout: str) -> dict[str, Any]:
+    return {
+        "name": "envoy.filters.http.ratelimit",
+        "typed_config": typed(
+            f"{_FILTERS}.ratelimit.v3.RateLimit",
+            domain=DOMAIN,
+            timeout=timeout,
+            failure_mode_deny=True,
+            status_on_error={"code": "ServiceUnavailable"},
+            rate_limited_as_resource_exhausted=True,
+            disable_x_envoy_ratelimited_header=True,
+            rate_limit_service={
+                "transport_api_version": "V3",
+                "grpc_service": _gateway_service(timeout),
+            },
+        ),
+    }
+
+
+def _jwt_authn(jwt: JwtConfig) -> dict[str, Any]:
+    if jwt.jwks_file:
+        keys: dict[str, Any] = {"local_jwks": {"filename": jwt.jwks_file}}
+    else:
+        keys = {
+            "remote_jwks": {
+                "http_uri": {"uri": jwt.jwks_url, "cluster": clusters.JWKS, "timeout": "5s"},
+                "cache_duration": f"{jwt.jwks_cache_s}s",
+                "async_fetch": {"fast_listener": True},
+            }
+        }
+    provider = {
+        "issuer": jwt.issuer,
+        "audiences": list(jwt.audiences),
+        # Claims replace the token: nothing behind the edge sees a credential.
+        "forward": False,
+        "forward_payload_header": CLAIMS_HEADER,
+        "pad_forward_payload_header": True,
+        **keys,
+    }
+    return {
+        "name": _JWT,
+        "typed_config": typed(
+            f"{_FILTERS}.jwt_authn.v3.JwtAuthentication",
+            providers={_PROVIDER: provider},
+            rules=[
+                {
+                    "match": {"prefix": "/"},
+                    # What is no valid token may still be an API key: external authorization decides.
+                    "requires": {
+                        "requires_any": {
+                            "requirements": [
+                                {"provider_name": _PROVIDER},
+                                {"allow_missing_or_failed": {}},
+                            ]
+                        }
+                    },
+                }
+            ],
+        ),
+    }
+
+
+def _router() -> dict[str, Any]:
+    return {
+        "name": "envoy.filters.http.router",
+        "typed_config": typed(f"{_FILTERS}.router.v3.Router", suppress_envoy_headers=True),
+    }
+
+
+def _gateway_service(timeout: str) -> dict[str, Any]:
+    return {"envoy_grpc": {"cluster_name": clusters.GATEWAY_GRPC}, "timeout": timeout}

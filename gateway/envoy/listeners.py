@@ -1,0 +1,237 @@
+"""The one port that clients know, for HTTP/1.1, HTTP/2 and gRPC; and the one that Prometheus reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.config import EnvoyConfig, JwtConfig
+from gateway.envoy import clusters
+from gateway.envoy.clusters import address, typed
+from gateway.envoy.filters import IDENTITY_HEADERS, PUBLIC_ROUTE, RATE_LIMITS, http_filters
+from gateway.envoy.replies import body_too_large, local_reply_config
+from observability import names
+
+_HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+_MAX_CONTENT_LENGTH = 2**63 - 1
+_CLIENT_REQUEST_ID = "x-client-request-id"
+
+# Pages and calls that need no key.
+_PUBLIC_PATHS = ("/health", "/openapi.json")
+_PUBLIC_PREFIXES = ("/grpc.health.v1.Health/",)
+
+_ACCESS_LOG_FIELDS = {
+    "time": "%START_TIME%",
+    "request_id": "%REQ(X-REQUEST-ID)%",
+    "client_request_id": f"%REQ({_CLIENT_REQUEST_ID.upper()})%",
+    "trace_id": "%TRACE_ID%",
+    "tenant": "%REQ(X-MILLRACE-TENANT)%",
+    "key_id": "%REQ(X-MILLRACE-KEY)%",
+    "method": "%REQ(:METHOD)%",
+    "path": "%REQ(:PATH)%",
+    "protocol": "%PROTOCOL%",
+    "status": "%RESPONSE_CODE%",
+    "grpc_status": "%GRPC_STATUS%",
+    "flags": "%RESPONSE_FLAGS%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "bytes_received": "%BYTES_RECEIVED%",
+    "bytes_sent": "%BYTES_SENT%",
+    "duration_ms": "%DURATION%",
+    "first_byte_ms": "%RESPONSE_DURATION%",
+    "gateway": "%UPSTREAM_HOST%",
+    "client": "%DOWNSTREAM_REMOTE_ADDRESS%",
+}
+
+
+def public_listener(
+    config: EnvoyConfig, jwt: JwtConfig, *, max_body_bytes: int, traced: bool
+) -> dict[str, Any]:
+    """Listener for clients. A stream lasts as long as tokens come; nothing is buffered."""
+    manager: dict[str, Any] = {
+        "stat_prefix": "ingress",
+        "codec_type": "AUTO",
+        # The client's address is the peer's, unless proxies in front are declared.
+        "use_remote_address": True,
+        "xff_num_trusted_hops": config.trusted_hops,
+        "generate_request_id": True,
+        "always_set_request_id_in_response": True,
+        "early_header_mutation_extensions": [_header_mutation()],
+        "normalize_path": True,
+        "merge_slashes": True,
+        "common_http_protocol_options": {
+            "idle_timeout": f"{config.idle_timeout_s:g}s",
+        },
+        "http2_protocol_options": {
+            "max_concurrent_streams": config.max_concurrent_streams,
+            "initial_stream_window_size": 1024 * 1024,
+            "initial_connection_window_size": 4 * 1024 * 1024,
+            "connection_keepalive": {"interval": "30s", "timeout": "10s"},
+        },
+        "request_headers_timeout": f"{config.request_headers_timeout_s:g}s",
+        "stream_idle_timeout": f"{config.stream_idle_timeout_s:g}s",
+        "drain_timeout": f"{config.drain_time_s}s",
+        "delayed_close_timeout": "1s",
+        "server_header_transformation": "PASS_THROUGH",
+        "local_reply_config": local_reply_config(),
+        "http_filters": http_filters(config, jwt),
+        "route_config": _routes(max_body_bytes),
+    }
+    if config.access_log:
+        manager["access_log"] = [_access_log(config.access_log)]
+    if traced:
+        manager["tracing"] = _tracing(config)
+    return {
+        "name": "public",
+        "address": address(config.listen, "envoy.listen"),
+        "per_connection_buffer_limit_bytes": 1024 * 1024,
+        "filter_chains": [{"filters": [_manager(manager)]}],
+    }
+
+
+def metrics_listener(config: EnvoyConfig) -> dict[str, Any]:
+    """Listener that shows two pages of the admin interface and hides the rest of it."""
+    routes = [
+        {"match": {"path": "/ready"}, "route": {"cluster": clusters.ADMIN}},
+        {
+            "match": {"path": "/metrics"},
+            "route": {"cluster": clusters.ADMIN, "prefix_rewrite": "/stats/prometheus"},
+        },
+    ]
+    manager = {
+        "stat_prefix": "metrics",
+        "route_config": {"virtual_hosts": [{"name": "metrics", "domains": ["*"], "routes": routes}]},
+        "http_filters": http_filters_without_identity(),
+    }
+    return {
+        "name": "metrics",
+        "address": address(config.metrics_listen, "envoy.metrics_listen"),
+        "filter_chains": [{"filters": [_manager(manager)]}],
+    }
+
+
+def http_filters_without_identity() -> list[dict[str, Any]]:
+    """The router alone."""
+    return [
+        {
+            "name": "envoy.filters.http.router",
+            "typed_config": typed("envoy.extensions.filters.http.router.v3.Router"),
+        }
+    ]
+
+
+def _manager(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "envoy.filters.network.http_connection_manager", "typed_config": typed(_HCM, **fields)}
+
+
+def _header_mutation() -> dict[str, Any]:
+    """Runs before everything else: the client's request id moves aside, identity headers are dropped."""
+    client_id = {"header": {"key": _CLIENT_REQUEST_ID, "value": "%REQ(X-REQUEST-ID)%"}}
+    removed = [*IDENTITY_HEADERS, "x-request-id"]
+    return {
+        "name": "envoy.http.early_header_mutation.header_mutation",
+        "typed_config": typed(
+            "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
+            mutations=[
+                {"append": {**client_id, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}},
+                *({"remove": name} for name in removed),
+            ],
+        ),
+    }
+
+
+def _routes(max_body_bytes: int) -> dict[str, Any]:
+    is_grpc: dict[str, Any] = {"grpc": {}}
+    too_large = {
+        "match": {
+            "prefix": "/",
+            "headers": [
+                {
+                    "name": "content-length",
+                    "range_match": {"start": max_body_bytes + 1, "end": _MAX_CONTENT_LENGTH},
+                }
+            ],
+        },
+        "direct_response": body_too_large(max_body_bytes),
+        "response_headers_to_add": [
+            {
+                "header": {"key": "content-type", "value": "application/json"},
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            }
+        ],
+        "typed_per_filter_config": PUBLIC_ROUTE,
+    }
+    public = [
+        _route({"path": path}, clusters.GATEWAY_HTTP, typed_per_filter_config=PUBLIC_ROUTE)
+        for path in _PUBLIC_PATHS
+    ]
+    public += [
+        _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC, typed_per_filter_config=PUBLIC_ROUTE)
+        for prefix in _PUBLIC_PREFIXES
+    ]
+    return {
+        "name": "public",
+        "virtual_hosts": [
+            {
+                "name": "public",
+                "domains": ["*"],
+                "rate_limits": RATE_LIMITS,
+                "routes": [
+                    too_large,
+                    *public,
+                    _route({"prefix": "/", **is_grpc}, clusters.GATEWAY_GRPC),
+                    _route({"prefix": "/"}, clusters.GATEWAY_HTTP),
+                ],
+            }
+        ],
+    }
+
+
+def _route(match: dict[str, Any], cluster: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "match": match,
+        # No limit on the length of an answer; the idle time-out bounds silence.
+        "route": {
+            "cluster": cluster,
+            "timeout": "0s",
+            "max_stream_duration": {"grpc_timeout_header_max": "0s"},
+        },
+        "decorator": {"operation": str(names.ENVOY_INGRESS), "propagate": False},
+        **fields,
+    }
+
+
+def _access_log(path: str) -> dict[str, Any]:
+    log_format = {"json_format": _ACCESS_LOG_FIELDS}
+    if path == "/dev/stdout":
+        message = "envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+        return {
+            "name": "envoy.access_loggers.stdout",
+            "typed_config": typed(message, log_format=log_format),
+        }
+    message = "envoy.extensions.access_loggers.file.v3.FileAccessLog"
+    return {
+        "name": "envoy.access_loggers.file",
+        "typed_config": typed(message, path=path, log_format=log_format),
+    }
+
+
+def _tracing(config: EnvoyConfig) -> dict[str, Any]:
+    tags = {
+        names.REQUEST_ID: "x-request-id",
+        names.CLIENT_REQUEST_ID: _CLIENT_REQUEST_ID,
+        names.TENANT: IDENTITY_HEADERS[1],
+        names.KEY_ID: IDENTITY_HEADERS[2],
+    }
+    return {
+        "provider": {
+            "name": "envoy.tracers.opentelemetry",
+            "typed_config": typed(
+                "envoy.config.trace.v3.OpenTelemetryConfig",
+                grpc_service={"envoy_grpc": {"cluster_name": clusters.TRACES}, "timeout": "3s"},
+                service_name=names.ENVOY,
+            ),
+        },
+        "random_sampling": {"value": config.trace_sampling_percent},
+        "custom_tags": [
+            {"tag": str(tag), "request_header": {"name": header}} for tag, header in tags.items()
+        ],
+    }
