@@ -219,6 +219,7 @@ class _Planner:
         gateways = [self._addresses[f"gateway-{index}"] for index in range(self._num_gateways)]
         self._set("envoy.listen", edge)
         self._set("envoy.admin", admin)
+        self._default("envoy.access_log", str(self._state / "logs" / "access.log"))
         self._set("envoy.gateway_grpc", [addresses["grpc"] for addresses in gateways])
         self._set("envoy.gateway_http", [addresses["http"] for addresses in gateways])
         self._set("gateway.limits.expected_gateways", self._num_gateways)

@@ -17,6 +17,9 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 # A process that was told to end, and does not, is killed this long after its drain limit.
 KILL_MARGIN_S = 5.0
+# Time for the last lines of a process that has ended.
+_LAST_OUTPUT_S = 0.2
+_CHUNK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,29 +87,42 @@ class ChildProcess:
     async def start(self) -> None:
         """Starts the process; its error output goes to the log."""
         self.started_s = time.monotonic()
-        with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self.spec.argv,
-                env={**os.environ, **self._environment},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
         self._ready = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(self._read_output(self._process, self._ready))
+        # Not asyncio's own pipe: with that one, the end of a process is not told while a grandchild holds it.
+        output, input_of_child = os.pipe()
+        try:
+            with self.log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.spec.argv,
+                    env={**os.environ, **self._environment},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=input_of_child,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(),
+                )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(input_of_child)
+        self._reader = asyncio.create_task(self._read_output(output, self._ready))
 
-    async def _read_output(
-        self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, str]]
-    ) -> None:
-        assert process.stdout is not None
-        with self.log_path.open("ab", buffering=0) as log:
-            async for line in process.stdout:
-                log.write(line)
-                words = line.decode(errors="replace").split()
-                if words[:1] == ["ready"] and not ready.done():
-                    ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
+    async def _read_output(self, output: int, ready: asyncio.Future[dict[str, str]]) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)
+        )
+        try:
+            with self.log_path.open("ab", buffering=0) as log:
+                pending = b""
+                while data := await reader.read(_CHUNK_BYTES):
+                    log.write(data)
+                    if not ready.done():
+                        *lines, pending = (pending + data).split(b"\n")
+                        _look_for_ready(lines, ready)
+        finally:
+            transport.close()
 
     async def wait_ready_line(self) -> dict[str, str]:
         """The addresses of the `ready` line; raises ProcessEnded when the process ends before it."""
@@ -129,8 +145,8 @@ class ChildProcess:
         assert self._process is not None
         code = await self._process.wait()
         if self._reader is not None:
-            # A grandchild may hold the pipe open for longer.
-            await asyncio.wait({self._reader}, timeout=1.0)
+            # What it wrote last is on its way; a grandchild may hold the pipe open for longer.
+            await asyncio.wait({self._reader}, timeout=_LAST_OUTPUT_S)
         return code
 
     async def stop(self) -> None:
@@ -161,6 +177,13 @@ class ChildProcess:
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-lines:])
+
+
+def _look_for_ready(lines: list[bytes], ready: asyncio.Future[dict[str, str]]) -> None:
+    for line in lines:
+        words = line.decode(errors="replace").split()
+        if words[:1] == ["ready"] and not ready.done():
+            ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -1,0 +1,224 @@
+"""The command line against a real gRPC server whose answers are known."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import typer
+from grpc_status import rpc_status
+from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
+from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.cli.app import app
+from services.cli.chat import ChatSettings, Conversation, talk
+from services.cli.inference import InferenceClient, response_format, sampling_options
+from services.cli.target import Target
+from services.errors import ConfigError, MillraceError, Reason
+from services.status import to_status
+
+HERE = Path(__file__).resolve().parent
+SURFACE = HERE / "cli_surface.txt"
+
+
+class Inference(inference_pb2_grpc.InferenceServiceServicer):
+    """Echoes the last message in pieces and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer good":
+            error = MillraceError(Reason.INVALID_CREDENTIALS, "the API key is not known; create one")
+            context.abort_with_status(rpc_status.to_status(to_status(error)))
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="tiny", max_model_len=4096)])
+
+    def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> Iterator[inference_pb2.ChatResponse]:
+        self.requests.append(request)
+        text = request.conversation.messages[-1].content
+        if text == "refuse":
+            error = MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, "too long; the limit is 4096")
+            context.abort_with_status(rpc_status.to_status(to_status(error)))
+        for piece in ("You said: ", text):
+            yield inference_pb2.ChatResponse(choices=[inference_pb2.ChatChoice(content=piece)])
+        yield inference_pb2.ChatResponse(usage=output_pb2.Usage(prompt_tokens=3, completion_tokens=2))
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        for piece in (" and", " so on"):
+            yield inference_pb2.GenerateResponse(choices=[inference_pb2.GenerateChoice(text=piece)])
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Inference]]:
+    servicer = Inference()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", servicer
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def run(server: tuple[str, Inference], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MILLRACE_URL", server[0])
+    monkeypatch.setenv("MILLRACE_API_KEY", "good")
+    runner = CliRunner()
+    return lambda *arguments, **options: runner.invoke(app, arguments, **options)
+
+
+def test_surface_is_frozen() -> None:
+    """Scripts depend on it. After a deliberate change write the printed text to cli_surface.txt."""
+    surface = "\n".join(_surface(typer.main.get_command(app), "millrace")) + "\n"
+    assert surface == SURFACE.read_text(encoding="utf-8"), surface
+
+
+def _surface(command: Any, path: str) -> Iterator[str]:
+    if path == "millrace bench":
+        # Freezes its own options.
+        yield path
+        return
+    nested = getattr(command, "commands", None)
+    if nested is not None:
+        for name in sorted(nested):
+            yield from _surface(nested[name], f"{path} {name}")
+        return
+    options = [
+        "|".join(sorted([*parameter.opts, *parameter.secondary_opts]))
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+    ]
+    arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+    yield " ".join([path, *arguments, *sorted(option for option in options if option != "--help")])
+
+
+def test_chat_with_one_question(run: Any) -> None:
+    result = run("chat", "hello")
+    assert (result.exit_code, result.stdout) == (0, "You said: hello\n")
+
+
+def test_chat_from_standard_input(run: Any) -> None:
+    assert run("chat", input="piped").stdout == "You said: piped\n"
+
+
+def test_chat_options_reach_the_request(run: Any, server: tuple[str, Inference], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    options = ("--system", "Be brief.", "--temperature", "0", "--max-tokens", "5", "--seed", "0")
+    result = run("chat", "hi", *options, "--stop", "END", "--tier", "batch", "--schema", str(schema))
+    assert result.exit_code == 0, result.output
+    request = server[1].requests[-1]
+    assert [message.role for message in request.conversation.messages] == [
+        chat_pb2.ROLE_SYSTEM,
+        chat_pb2.ROLE_USER,
+    ]
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert not request.sampling.HasField("top_p")
+    assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["END"])
+    assert request.service_tier == "batch"
+    assert request.response_format.json_schema.schema_json == '{"type": "object"}'
+
+
+def test_generate_streams_the_continuation(run: Any, server: tuple[str, Inference]) -> None:
+    assert run("generate", "Once", "--regex", "[a-z ]+").stdout == " and so on\n"
+    assert server[1].requests[-1].text == "Once"
+    assert server[1].requests[-1].response_format.regex == "[a-z ]+"
+
+
+def test_models(run: Any) -> None:
+    assert run("models").stdout == "tiny  4096 tokens\n"
+
+
+def test_refusal_is_one_clear_line(run: Any) -> None:
+    result = run("chat", "refuse")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "millrace: too long; the limit is 4096"
+
+
+def test_bad_key_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_API_KEY", "bad")
+    result = run("models")
+    assert result.exit_code == 1
+    assert "the API key is not known" in result.stderr
+
+
+def test_server_that_is_not_there_is_named(run: Any) -> None:
+    result = run("models", "--url", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.stderr
+
+
+def test_contradicting_constraints_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--schema and --regex"):
+        response_format("{}", "a")
+
+
+def test_two_options_of_up_must_be_in_range() -> None:
+    result = CliRunner().invoke(app, ["up", "--engines", "0"])
+    assert result.exit_code == 2
+    assert "--engines" in result.stderr
+
+
+@pytest.fixture
+def conversation(server: tuple[str, Inference]) -> Iterator[tuple[Conversation, io.StringIO]]:
+    settings = ChatSettings(
+        model="tiny",
+        system="Be brief.",
+        sampling=sampling_pb2.SamplingOptions(),
+        response_format=chat_pb2.ResponseFormat(),
+        service_tier="",
+    )
+    out = io.StringIO()
+    with InferenceClient(Target(server[0], "good", "tiny")) as client:
+        yield Conversation(client, settings, Console(file=out), Console(file=io.StringIO())), out
+
+
+def test_conversation_keeps_its_history(
+    conversation: tuple[Conversation, io.StringIO], server: tuple[str, Inference]
+) -> None:
+    lines = iter(["one", "", "two", "/nonsense", "refuse", "/reset", "three", "/quit", "never read"])
+    notes = Console(file=io.StringIO())
+    talk(conversation[0], lambda _: next(lines), notes)
+    assert conversation[1].getvalue() == "You said: one\nYou said: two\nYou said: three\n"
+    texts = [[m.content for m in request.conversation.messages] for request in server[1].requests]
+    assert texts[0] == ["Be brief.", "one"]
+    assert texts[1] == ["Be brief.", "one", "You said: one", "two"]
+    # A refused question is forgotten, and so is everything after /reset but the system message.
+    assert texts[3] == ["Be brief.", "three"]
+    assert isinstance(notes.file, io.StringIO)
+    assert "unknown command /nonsense" in notes.file.getvalue()
+    assert "too long" in notes.file.getvalue()
+
+
+def test_conversation_ends_with_its_input(conversation: tuple[Conversation, io.StringIO]) -> None:
+    def read(_: str) -> str:
+        raise EOFError
+
+    talk(conversation[0], read, Console(file=io.StringIO()))
+    assert conversation[1].getvalue() == ""
+
+
+def test_sampling_options_have_presence() -> None:
+    options = sampling_options(max_tokens=None, temperature=0.0, top_p=None, top_k=None, seed=None, stop=())
+    assert options.HasField("temperature")
+    assert not options.HasField("max_tokens")
+
+
+def test_doctor_finds_what_is_needed() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for subject in ("python", "processor", "memory", "torch", "envoy", "port"):
+        assert subject in result.stdout
+    assert sys.executable in result.stdout.replace("\n", "")
