@@ -1,0 +1,43 @@
+"""Attention over a paged cache. A back end is chosen once, by name."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
+from engine.kernels.attention.reference import ReferenceAttention
+from engine.kernels.attention.tiled import TiledAttention
+from engine.kernels.paged_cache import LayerCache
+
+
+class AttentionBackend(Protocol):
+    """Computes attention of one step; `plan` once per step, `run` once per layer."""
+
+    name: str
+
+    def plan(self, batch: RaggedBatch, device: torch.device) -> Any:
+        """What all layers of the step share."""
+
+    def run(
+        self, plan: Any, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, H, D] -> [T, H, E]; the step's own keys and values are in the cache already."""
+
+
+BACKENDS: dict[str, type[ReferenceAttention] | type[TiledAttention]] = {
+    "reference": ReferenceAttention,
+    "torch": TiledAttention,
+}
+"""Name in `engine.attention_backend` to back end. "auto" is "torch"."""
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionOptions",
+    "RaggedBatch",
+    "ReferenceAttention",
+    "TiledAttention",
+]

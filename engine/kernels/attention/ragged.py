@@ -1,0 +1,37 @@
+"""What attention must know of a step: who computes which positions, and where the history lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch:
+    """Host-side description of one step. Tokens of all sequences lie one after another on one axis, unpadded
+    here.
+
+    Shape letters: S sequences, C blocks of the longest sequence.
+    """
+
+    query_starts: NDArray[np.int64]  # [S + 1] first token of each sequence on the token axis, and the end
+    context_lens: NDArray[np.int64]  # [S] tokens of history, those of this step included
+    block_tables: NDArray[np.int64]  # [S, C] block ids; unused entries are 0
+    block_size: int
+
+    @property
+    def query_lens(self) -> NDArray[np.int64]:
+        """[S] tokens that each sequence computes."""
+        return np.diff(self.query_starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What differs between layers, besides their weights."""
+
+    scale: float
+    # Tokens that are looked back on, the query's own included; None is all.
+    window: int | None = None
+    soft_cap: float | None = None

@@ -1,0 +1,134 @@
+"""One layer's keys and values, in blocks. Who owns which block is the scheduler's business.
+
+Heads come before places inside a block ([N, K, P, D]), so that fetching one head's history is a gather of
+contiguous pieces. One block more than the plan's is allocated: rows that pad a batch write there.
+
+Shape letters: N blocks, K kv heads, P block size, D key dim, E value dim, T tokens, B gathered rows, C
+gathered blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INT8_LIMIT = 127.0
+
+
+class LayerCache(Protocol):
+    """What attention and the model see of one layer's storage."""
+
+    block_size: int
+
+    def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
+        """Stores keys [T, K, D] and values [T, K, E] at slots [T] (block * P + place). None: the key holds
+        the value.
+        """
+
+    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """blocks [B, C] -> keys [B, K, C*P, D] and values [B, K, C*P, E] in float32."""
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor whose first axis is blocks, for copies and offload."""
+
+
+class PlainCache:
+    """Keys and values in one floating-point type. With value_dim 0 the value is the first part of the key."""
+
+    def __init__(self, keys: Tensor, values: Tensor | None, shared_value_dim: int = 0) -> None:
+        self.keys = keys  # [N, K, P, D]
+        self.values = values  # [N, K, P, E]
+        self.shared_value_dim = shared_value_dim
+        self.block_size = keys.shape[2]
+
+    def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
+        block, place = slots // self.block_size, slots % self.block_size
+        self.keys[block, :, place] = keys.to(self.keys.dtype)
+        if self.values is not None and values is not None:
+            self.values[block, :, place] = values.to(self.values.dtype)
+
+    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        keys = _gather(self.keys, blocks).float()
+        if self.values is None:
+            return keys, keys[..., : self.shared_value_dim]
+        return keys, _gather(self.values, blocks).float()
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys] if self.values is None else [self.keys, self.values]
+
+
+class QuantizedCache:
+    """Keys and values as int8, one float32 scale per token and head (the largest magnitude maps to 127)."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor | None, scales: Tensor, shared_value_dim: int = 0
+    ) -> None:
+        self.keys = keys  # [N, K, P, D] int8
+        self.values = values  # [N, K, P, E] int8
+        self.scales = scales  # [N, K, P, 2] float32: of the key, of the value
+        self.shared_value_dim = shared_value_dim
+        self.block_size = keys.shape[2]
+
+    def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
+        block, place = slots // self.block_size, slots % self.block_size
+        self.keys[block, :, place], key_scale = _quantize(keys)
+        value_scale = key_scale
+        if self.values is not None and values is not None:
+            self.values[block, :, place], value_scale = _quantize(values)
+        self.scales[block, :, place] = torch.stack((key_scale, value_scale), dim=-1)
+
+    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        scales = _gather(self.scales, blocks)
+        keys = _gather(self.keys, blocks).float() * scales[..., :1]
+        if self.values is None:
+            return keys, keys[..., : self.shared_value_dim]
+        return keys, _gather(self.values, blocks).float() * scales[..., 1:]
+
+    def tensors(self) -> list[Tensor]:
+        parts = [self.keys, self.scales]
+        return parts if self.values is None else [*parts, self.values]
+
+
+def allocate_layer(
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    shared_value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerCache:
+    """Storage for num_blocks blocks and the one that padding writes to. On CPU, untouched memory costs
+    nothing yet.
+    """
+    shape = (num_blocks + 1, num_heads, block_size)
+    keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
+    values = torch.zeros(*shape, value_dim, dtype=dtype, device=device) if value_dim else None
+    if dtype == torch.int8:
+        scales = torch.zeros(*shape, 2, dtype=torch.float32, device=device)
+        return QuantizedCache(keys, values, scales, shared_value_dim)
+    return PlainCache(keys, values, shared_value_dim)
+
+
+def _gather(store: Tensor, blocks: Tensor) -> Tensor:
+    """store [N, K, P, D], blocks [B, C] -> [B, K, C*P, D], one contiguous copy."""
+    num_heads, block_size, dim = store.shape[1:]
+    heads = torch.arange(num_heads, device=blocks.device)
+    rows = (blocks[:, None, :] * num_heads + heads[None, :, None]).flatten()
+    gathered = store.flatten(0, 1).index_select(0, rows)
+    return gathered.view(blocks.shape[0], num_heads, blocks.shape[1] * block_size, dim)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K, D] -> int8 [T, K, D] and scales [T, K]. A vector with NaN or infinity keeps a non-finite
+    scale.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / INT8_LIMIT
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
+    levels = torch.nan_to_num(wide / safe[..., None]).round().clamp(-INT8_LIMIT, INT8_LIMIT)
+    return levels.to(torch.int8), scale

@@ -1,0 +1,125 @@
+"""The decoder that all families share: embedding, layers, final norm, head.
+
+Shape letters: T tokens, E hidden size, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention import AttentionBackend
+from engine.kernels.linear import LinearKernel, choose_linear
+from engine.kernels.paged_cache import LayerCache
+from engine.model.forward_batch import ForwardBatch
+from engine.model.layers import Attention, FeedForward, Norm, StepContext
+from engine.model.rope import rope_table
+from engine.model.spec import ModelSpec
+from engine.model.weights import WeightReader
+
+HalfLayer = Callable[..., Tensor]
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each added to the residual stream, with norms where the family has them."""
+
+    def __init__(self, weights: WeightReader, layer: int, spec: ModelSpec) -> None:
+        prefix = f"model.layers.{layer}"
+        self.attention = Attention(weights, f"{prefix}.self_attn", spec, layer)
+        self.feed_forward = FeedForward(weights, f"{prefix}.mlp", spec)
+        before, after = NORM_NAMES[spec.norm_placement]
+        norms = [
+            Norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
+            for name in before + after
+        ]
+        self.before, self.after = norms[:2], norms[2:]
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        x = self._add(0, x, lambda inner: self.attention(inner, cache, step))
+        return self._add(1, x, lambda inner: self.feed_forward(inner, step))
+
+    def _add(self, half: int, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        before, after = self.before[half], self.after[half]
+        change = compute(before(x) if before else x)
+        return x + (after(change) if after else change)
+
+
+# Placement to the names of norms (before attention, before feed-forward), (after attention, after
+# feed-forward).
+NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "pre": (("input_layernorm", "post_attention_layernorm"), ("", "")),
+    "post": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "sandwich": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+
+
+class Decoder:
+    """A loaded model. Not thread-safe; nothing in it changes after loading."""
+
+    def __init__(self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int) -> None:
+        self.spec = spec
+        self.embedding = weights.take(
+            "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
+        )  # [V, E]
+        self.layers = [DecoderLayer(weights, layer, spec) for layer in range(spec.num_layers)]
+        self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
+        self.head = self.embedding  # [V, E]
+        if spec.tied_embeddings:
+            weights.discard("lm_head.weight")
+        else:
+            self.head = weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+        device = weights.device
+        self.ropes = [
+            tuple(part.to(device) for part in rope_table(rope, max_model_len)) for rope in spec.ropes
+        ]
+        self.linear: LinearKernel = choose_linear([*weights.matrices.values(), self.head])
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
+        """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
+        step = StepContext(
+            slots=batch.slots,
+            rotations=[
+                (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions))
+                for cos, sin in self.ropes
+            ],
+            attention=attention,
+            attention_plan=attention.plan(batch.ragged, batch.slots.device),
+            linear=self.linear,
+        )
+        x = self.embedding.index_select(0, batch.token_ids)
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, step)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E], R a multiple of 16 -> [R, V] in float32."""
+        logits = self.linear(self.norm(hidden), self.head, None).float()
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def load_decoder(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Callable[[str, float], None],
+) -> Decoder:
+    """Reads a checkpoint. Raises CheckpointError naming a tensor that is missing, misshapen or unexpected."""
+    with WeightReader(folder, dtype=dtype, device=device, progress=progress) as weights:
+        model = Decoder(weights, spec, max_model_len=max_model_len)
+        weights.finish()
+    return model

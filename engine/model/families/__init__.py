@@ -1,0 +1,31 @@
+"""Model families: each turns a checkpoint's `config.json` into a ModelSpec. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.model.config_reader import ConfigReader
+from engine.model.families import llama, mistral, qwen2, qwen3
+from engine.model.spec import CheckpointError, ModelSpec
+
+FAMILIES: dict[str, Callable[[ConfigReader], ModelSpec]] = {
+    "LlamaForCausalLM": llama.read,
+    "MistralForCausalLM": mistral.read,
+    "Qwen2ForCausalLM": qwen2.read,
+    "Qwen3ForCausalLM": qwen3.read,
+}
+"""Name in `architectures` of config.json to the family that reads it."""
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The model in a checkpoint's folder. Raises CheckpointError naming an architecture that is unknown."""
+    reader = ConfigReader.of(folder)
+    architectures = reader.values.get("architectures") or ["(none)"]
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name](reader)
+    raise CheckpointError(
+        f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
+        f"{', '.join(sorted(FAMILIES))}"
+    )

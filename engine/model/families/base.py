@@ -1,0 +1,85 @@
+"""What all families read in the same way from `config.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.model.config_reader import ConfigReader
+from engine.model.spec import CheckpointError, ModelSpec
+
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> ModelSpec:
+    """The spec of a Llama-like decoder: pre-norm, grouped-query attention, gated feed-forward.
+
+    `overrides` replaces or adds fields that the family decides differently.
+    """
+    num_layers = config.integer("num_hidden_layers")
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", config.integer("hidden_size") // num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.source}: num_attention_heads = {num_heads} is not a multiple of "
+            f"num_key_value_heads = {num_kv_heads}"
+        )
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "max_positions": config.integer("max_position_embeddings"),
+        "dtype": checkpoint_dtype(config),
+        "eos_token_ids": eos_token_ids(config),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "activation": activation(config),
+        "rope_of_layer": (0,) * num_layers,
+        "windows": (None,) * num_layers,
+        "attention_scale": head_dim**-0.5,
+    }
+    if "ropes" not in overrides:
+        fields["ropes"] = (config.rope(head_dim),)
+    return ModelSpec(**(fields | overrides))
+
+
+def activation(config: ConfigReader, key: str = "hidden_act") -> str:
+    """Name of the gate's activation."""
+    name = config.text(key, "silu")
+    if name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{config.source}: {key} = {name!r} is not supported, only {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def checkpoint_dtype(config: ConfigReader) -> str:
+    """`dtype` (newer) or `torch_dtype` (older)."""
+    return config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+
+
+def eos_token_ids(config: ConfigReader) -> tuple[int, ...]:
+    """End-of-sequence ids of `generation_config.json`, or else of `config.json`; maybe several or none."""
+    value = config.values.get("eos_token_id")
+    generation = Path(config.source).with_name("generation_config.json")
+    if generation.is_file():
+        value = json.loads(generation.read_text()).get("eos_token_id", value)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def windows_of(config: ConfigReader, *, default: list[bool], window: int | None) -> tuple[int | None, ...]:
+    """Window of each layer from `layer_types`, or else from `default` (True slides)."""
+    types = config.layer_types(len(default))
+    slides = [name == "sliding_attention" for name in types] if types else default
+    if any(slides) and window is None:
+        raise CheckpointError(f"{config.source}: sliding layers need sliding_window")
+    return tuple(window if slide else None for slide in slides)

@@ -1,0 +1,135 @@
+"""Layers that every family is made of. Each takes its tensors from the checkpoint by name and knows their
+shapes.
+
+Shape letters: T tokens, E hidden size, H query heads, K kv heads, D head dim, I intermediate size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.activation import gate
+from engine.kernels.attention import AttentionBackend, AttentionOptions
+from engine.kernels.linear import LinearKernel
+from engine.kernels.norm import rms_norm
+from engine.kernels.paged_cache import LayerCache
+from engine.kernels.rope import rotate
+from engine.model.spec import ModelSpec
+from engine.model.weights import WeightReader
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What all layers of one forward share."""
+
+    slots: Tensor  # [T]
+    # Angles of this step's tokens for each rotation of the model: cos and sin [T, R/2].
+    rotations: list[tuple[Tensor, Tensor]]
+    attention: AttentionBackend
+    attention_plan: Any
+    linear: LinearKernel
+
+
+class Linear:
+    """x W^T + b. Several tensors of the checkpoint may be stacked into one product."""
+
+    def __init__(
+        self, weights: WeightReader, names: Sequence[str], outputs: Sequence[int], inputs: int, bias: bool
+    ) -> None:
+        parts = [
+            weights.take(f"{name}.weight", (size, inputs)) for name, size in zip(names, outputs, strict=True)
+        ]
+        self.weight = torch.cat(parts) if len(parts) > 1 else parts[0]  # [sum of outputs, inputs]
+        weights.matrices.setdefault(tuple(self.weight.shape), self.weight)
+        self.bias: Tensor | None = None
+        if bias:
+            biases = [
+                weights.take(f"{name}.bias", (size,)) for name, size in zip(names, outputs, strict=True)
+            ]
+            self.bias = torch.cat(biases)
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, inputs] -> [T, sum of outputs]."""
+        return step.linear(x, self.weight, self.bias)
+
+
+class Norm:
+    """Root-mean-square norm with a learned weight, kept in float32."""
+
+    def __init__(self, weights: WeightReader, name: str, size: int, spec: ModelSpec) -> None:
+        weight = weights.take(f"{name}.weight", (size,), dtype=torch.float32)
+        self.weight = weight + 1.0 if spec.norm_offset else weight
+        self.eps = spec.norm_eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    def __init__(self, weights: WeightReader, prefix: str, spec: ModelSpec, layer: int) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+        self.sizes = sizes
+        if spec.fused_projections:
+            self.qkv = Linear(weights, [f"{prefix}.qkv_proj"], [sum(sizes)], spec.hidden_size, spec.qkv_bias)
+        else:
+            names = [f"{prefix}.{part}_proj" for part in "qkv"]
+            self.qkv = Linear(weights, names, sizes, spec.hidden_size, spec.qkv_bias)
+        self.output = Linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], sizes[0], spec.output_bias)
+        self.options = AttentionOptions(
+            scale=spec.attention_scale, window=spec.windows[layer], soft_cap=spec.attention_soft_cap
+        )
+        self.rope = spec.rope_of_layer[layer]
+        self.interleaved = spec.ropes[self.rope].interleaved
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm != "none":
+            whole = spec.qk_norm == "full"
+            self.q_norm = Norm(weights, f"{prefix}.q_norm", sizes[0] if whole else spec.head_dim, spec)
+            self.k_norm = Norm(weights, f"{prefix}.k_norm", sizes[1] if whole else spec.head_dim, spec)
+        self.sinks: Tensor | None = None
+        if spec.attention_sinks:
+            self.sinks = weights.take(f"{prefix}.sinks", (spec.num_heads,), dtype=torch.float32)
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        """x [T, E] -> [T, E]; writes this step's keys and values."""
+        q, k, v = torch.split(self.qkv(x, step), self.sizes, dim=-1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.reshape(-1, self.num_heads, self.head_dim)
+        k = k.reshape(-1, self.num_kv_heads, self.head_dim)
+        v = v.reshape(-1, self.num_kv_heads, self.head_dim)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = step.rotations[self.rope]
+        q = rotate(q, cos, sin, interleaved=self.interleaved)
+        k = rotate(k, cos, sin, interleaved=self.interleaved)
+        cache.write(k, v, step.slots)
+        mixed = step.attention.run(step.attention_plan, q, cache, self.options, self.sinks)
+        return self.output(mixed.flatten(1), step)
+
+
+class FeedForward:
+    """act(gate) * up, then down."""
+
+    def __init__(self, weights: WeightReader, prefix: str, spec: ModelSpec, size: int | None = None) -> None:
+        size = size or spec.intermediate_size
+        if spec.fused_projections:
+            names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
+        else:
+            names, sizes = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [size, size]
+        self.gate_up = Linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias)
+        self.down = Linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias)
+        self.activation = spec.activation
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        return self.down(gate(self.activation, self.gate_up(x, step)), step)

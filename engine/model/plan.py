@@ -1,0 +1,209 @@
+"""The memory plan: where the bytes go, computed from headers before anything is loaded. No torch.
+
+The same function serves start-up, admission and `millrace plan` (`python -m engine.model.plan --config FILE
+[--json]`).
+
+    total = weights + workspace + headroom + KV cache (+ what is left unused)
+
+- weights: every tensor of the checkpoint in the serving type, and the tables of rotary angles.
+- workspace: the largest activations of a step of max_num_batched_tokens tokens, and the logits of
+  max_num_seqs rows.
+- headroom: 5 % of the total, for the allocator and the process itself.
+- KV cache: `engine.cache.kv_cache_bytes`, or what the above leave of `memory_fraction`. On a CPU the default
+  is modest, so that a laptop stays usable: at most a quarter of the free memory, at most
+  CPU_CACHE_LIMIT_BYTES, and at least one sequence of max_model_len.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from engine.config import EngineConfig
+from engine.model.checkpoint import TensorHeader, read_headers, resolve_checkpoint
+from engine.model.families import read_spec
+from engine.model.spec import ModelSpec
+from engine.types import MemoryPlan
+from services.config import ModelConfig
+from services.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+CPU_CACHE_LIMIT_BYTES = 1 << 30
+HEADROOM_FRACTION = 0.05
+# On a CPU, models up to this size are served in float32: no slower there, and equal to the float32 oracle.
+FLOAT32_LIMIT_BYTES = 1 << 30
+# History that one attention step looks at, in tokens; bounds the size of its scores.
+ATTENTION_CHUNK_TOKENS = 256
+
+
+class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan is made for."""
+
+    spec: ModelSpec
+    # "cpu" or "cuda".
+    device: str
+    # Free memory of the device, in bytes.
+    available_bytes: int
+    num_weights: int
+    config: EngineConfig
+
+    @property
+    def dtype(self) -> str:
+        """Element type that the model is served in."""
+        return choose_dtype(self.config, self.spec, self.device, self.num_weights)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type of keys and values."""
+        return self.dtype if self.config.cache.kv_dtype == "auto" else self.config.cache.kv_dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion: the model's own limit, or the lower one configured."""
+        limit, asked = self.spec.max_positions, self.config.max_model_len
+        if asked > limit and "original_max_position_embeddings" not in self.spec.ropes[0].parameters:
+            raise ConfigError(
+                f"engine.max_model_len = {asked} exceeds the {limit} positions of {self.spec.architecture}; "
+                "lower it"
+            )
+        return asked or limit
+
+
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights: int) -> str:
+    """The serving type. "auto" is the checkpoint's on an accelerator; on a CPU float32 for small models, else
+    bfloat16 (also for float16 checkpoints, whose arithmetic CPUs lack).
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    if device != "cpu":
+        return spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
+    if spec.dtype == "float32" or num_weights * DTYPE_BYTES["float32"] <= FLOAT32_LIMIT_BYTES:
+        return "float32"
+    return "bfloat16"
+
+
+def num_weights(spec: ModelSpec, headers: dict[str, TensorHeader]) -> int:
+    """Elements that are loaded."""
+    skipped = {"lm_head.weight"} if spec.tied_embeddings else set()
+    return sum(header.num_elements for name, header in headers.items() if name not in skipped)
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
+    """Bytes that one token's keys and values take, over all layers. int8 adds two float32 scales per head."""
+    elements = spec.cache_heads * (spec.cache_key_dim + spec.cache_value_dim)
+    scales = spec.cache_heads * 8 if kv_dtype == "int8" else 0
+    return spec.num_layers * (elements * DTYPE_BYTES[kv_dtype] + scales)
+
+
+def workspace_bytes(given: PlanInput) -> int:
+    """Largest simultaneous activations of one step."""
+    spec, scheduler = given.spec, given.config.scheduler
+    tokens, width = scheduler.max_num_batched_tokens, DTYPE_BYTES[given.dtype]
+    intermediate = spec.intermediate_size
+    if spec.experts:
+        active = (
+            spec.experts.num_active * spec.experts.intermediate_size + spec.experts.shared_intermediate_size
+        )
+        intermediate = max(intermediate, active)
+    # Residual, its norm and a half layer's output; gate and up, in the serving type and in float32 beside it.
+    dense = tokens * (3 * spec.hidden_size * width + 2 * intermediate * (width + 8))
+    # Queries, scores of one chunk of history with their weights, and the weighted values, all float32.
+    per_query = spec.num_heads * (2 * spec.query_key_dim + 2 * spec.value_dim + 2 * ATTENTION_CHUNK_TOKENS)
+    attention = tokens * per_query * 4
+    rows = max(16, min(scheduler.max_num_seqs * (1 + given.config.speculation.num_draft_tokens), tokens))
+    # Logits, their probabilities, the random noise (float64) and one copy while masks are applied.
+    sampling = rows * spec.vocab_size * (4 + 4 + 8 + 4)
+    return max(dense + attention, sampling) + tokens * spec.hidden_size * 4
+
+
+def make_plan(given: PlanInput) -> MemoryPlan:
+    """The plan. Raises ConfigError with the numbers when not even one sequence of max_model_len fits."""
+    cache, spec = given.config.cache, given.spec
+    if cache.kv_dtype == "fp8":
+        raise ConfigError("engine.cache.kv_dtype = 'fp8' needs an accelerator back end; use int8 or auto")
+    if cache.block_size > ATTENTION_CHUNK_TOKENS or ATTENTION_CHUNK_TOKENS % cache.block_size:
+        raise ConfigError(
+            f"engine.cache.block_size = {cache.block_size}: must be a power of two "
+            f"up to {ATTENTION_CHUNK_TOKENS}"
+        )
+    rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
+    weights = given.num_weights * DTYPE_BYTES[given.dtype] + rope_tables
+    workspace = workspace_bytes(given)
+    headroom = int(given.available_bytes * HEADROOM_FRACTION)
+    per_token = kv_bytes_per_token(spec, given.kv_dtype)
+    per_block = per_token * cache.block_size
+    sequence_blocks = -(-given.max_model_len // cache.block_size)
+    left = int(given.available_bytes * cache.memory_fraction) - weights - workspace - headroom
+    wanted = cache.kv_cache_bytes or left
+    if not cache.kv_cache_bytes and given.device == "cpu":
+        modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
+        wanted = min(left, max(modest, sequence_blocks * per_block))
+    num_blocks = wanted // per_block
+    if num_blocks < sequence_blocks or wanted > left:
+        raise ConfigError(
+            f"memory plan: {human(given.available_bytes)} available, weights {human(weights)}, workspace "
+            f"{human(workspace)}, headroom {human(headroom)}, which leaves {human(max(left, 0))} for the KV "
+            f"cache; {human(max(wanted, 0))} hold {max(num_blocks, 0) * cache.block_size} tokens, but one "
+            f"sequence of engine.max_model_len = {given.max_model_len} needs "
+            f"{human(sequence_blocks * per_block)}; lower engine.max_model_len or "
+            "engine.scheduler.max_num_batched_tokens, or raise engine.cache.kv_cache_bytes or memory_fraction"
+        )
+    return MemoryPlan(
+        total_bytes=given.available_bytes,
+        weights_bytes=weights,
+        workspace_bytes=workspace,
+        headroom_bytes=headroom,
+        kv_cache_bytes=num_blocks * per_block,
+        kv_bytes_per_token=per_token,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        max_model_len=given.max_model_len,
+    )
+
+
+def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
+    """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
+    folder = resolve_checkpoint(model.path)
+    spec = read_spec(folder)
+    return PlanInput(
+        spec=spec,
+        device=device,
+        available_bytes=available_bytes,
+        num_weights=num_weights(spec, read_headers(folder)),
+        config=config,
+    )
+
+
+def available_host_bytes() -> int:
+    """Memory that this process may still take: what the machine has free, within the container's limit."""
+    free = psutil.virtual_memory().available
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            free = min(free, max(int(limit) - int(used), 0))
+    return free
+
+
+def human(num_bytes: int) -> str:
+    """Bytes in binary units: 1536 is "1.5 KiB"."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+if __name__ == "__main__":
+    from engine.model.plan_command import main
+
+    sys.exit(main())

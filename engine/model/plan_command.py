@@ -1,0 +1,90 @@
+"""`python -m engine.model.plan`: prints the memory plan before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import EngineConfig
+from engine.model.device import choose_device
+from engine.model.plan import PlanInput, human, make_plan, plan_input
+from engine.types import MemoryPlan
+from services.config import ModelConfig, load_section, read_tables
+from services.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line on stderr when the configuration cannot work."""
+    parser = argparse.ArgumentParser(prog="python -m engine.model.plan", description=__doc__)
+    parser.add_argument("--config", type=Path, help="configuration file (TOML)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    options = parser.parse_args(arguments)
+    try:
+        tables = read_tables(options.config)
+        config = load_section(tables, "engine", EngineConfig)
+        config.validate()
+        device, available = choose_device(config)
+        model = load_section(tables, "model", ModelConfig)
+        given = plan_input(config, model, device=device, available_bytes=available)
+        plan = make_plan(given)
+    except ConfigError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(
+            json.dumps(
+                _facts(given, model) | msgspec.to_builtins(plan) | {"capacity_tokens": plan.capacity_tokens}
+            )
+        )
+    else:
+        _print_table(given, model, plan)
+    return 0
+
+
+def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
+    return {
+        "model": model.served_name,
+        "architecture": given.spec.architecture,
+        "num_weights": given.num_weights,
+        "device": given.device,
+        "dtype": given.dtype,
+        "kv_dtype": given.kv_dtype,
+    }
+
+
+def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None:
+    table = Table(
+        title=f"Memory plan of {model.served_name} ({given.spec.architecture}, {given.dtype}, {given.device})"
+    )
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    table.add_column("what", overflow="fold")
+    used = plan.weights_bytes + plan.workspace_bytes + plan.headroom_bytes + plan.kv_cache_bytes
+    rows = [
+        ("weights", plan.weights_bytes, f"{given.num_weights / 1e6:.1f} M elements and rotary tables"),
+        (
+            "workspace",
+            plan.workspace_bytes,
+            f"steps of {given.config.scheduler.max_num_batched_tokens} tokens",
+        ),
+        ("headroom", plan.headroom_bytes, "allocator, process"),
+        (
+            "KV cache",
+            plan.kv_cache_bytes,
+            f"{plan.num_blocks} blocks of {plan.block_size} = {plan.capacity_tokens} tokens of "
+            f"{human(plan.kv_bytes_per_token)} ({given.kv_dtype}); "
+            f"{plan.capacity_tokens / plan.max_model_len:.1f} sequences of {plan.max_model_len} tokens",
+        ),
+        ("unused", plan.total_bytes - used, "left to the machine"),
+    ]
+    for name, size, what in rows:
+        table.add_row(name, human(size), what)
+    table.add_section()
+    table.add_row("available", human(plan.total_bytes), f"free memory of {given.device}")
+    Console().print(table)

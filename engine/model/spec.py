@@ -1,0 +1,141 @@
+"""What a model is, in plain data: everything that builds, plans and runs it reads this and never
+`config.json`.
+
+A family (`engine/model/families`) turns a checkpoint's `config.json` into a ModelSpec. No torch here, so that
+a memory plan can be printed before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from services.errors import ConfigError
+
+
+class CheckpointError(ConfigError):
+    """The checkpoint cannot be served; the message names the file and the key or tensor at fault."""
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding of one kind of layer. `parameters` holds the numbers of the scaling rule."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    # Dimensions of a head that are rotated: all of them, or the first part.
+    rotary_dim: int
+    # Context length that the checkpoint declares, in tokens.
+    max_positions: int
+    # Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
+    interleaved: bool = False
+    parameters: dict[str, float | bool | list[float] | None] = {}
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent holds keys and values."""
+
+    # 0 projects queries directly.
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A sparse feed-forward layer: a router picks `num_active` of `num_experts` for each token."""
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    # Layers whose feed-forward is sparse.
+    layers: tuple[int, ...]
+    # Softmax over all experts and then the best; over the best alone; or DeepSeek-V3's sigmoid.
+    scoring: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
+    # Whether the weights of the chosen experts are scaled to sum to one.
+    normalized: bool = True
+    scaling: float = 1.0
+    # Experts form groups; only the best groups are eligible. 0 is ungrouped.
+    num_groups: int = 0
+    num_active_groups: int = 0
+    # How a group is judged: by its best expert, or by the sum of its two best.
+    group_score: Literal["best", "two_best"] = "best"
+    # A learned bias takes part in the choice, not in the weights.
+    correction_bias: bool = False
+    # Width of the feed-forward that every token passes; 0 is none.
+    shared_intermediate_size: int = 0
+    # Names of tensors: "separate" (gate_proj, up_proj, down_proj), "mixtral" (w1, w3, w2) or "gpt_oss".
+    layout: Literal["separate", "mixtral", "gpt_oss"] = "separate"
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    # Longest context that the checkpoint declares, in tokens.
+    max_positions: int
+    # Element type of the checkpoint, for example "bfloat16".
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    tied_embeddings: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    # Which linear layers have biases.
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    # One rotation per kind of layer; `rope_of_layer` says which.
+    ropes: tuple[RopeSpec, ...]
+    rope_of_layer: tuple[int, ...]
+    # Tokens that a layer's attention looks back on, itself included; None is all.
+    windows: tuple[int | None, ...]
+    # Attention scores are multiplied by this before the softmax.
+    attention_scale: float
+    attention_soft_cap: float | None = None
+    # A learned score per head that takes part in the softmax and attends to nothing.
+    attention_sinks: bool = False
+    logit_soft_cap: float | None = None
+    # Norms of queries and keys: per head, or over all heads together.
+    qk_norm: Literal["none", "head", "full"] = "none"
+    # "pre": before each half layer; "post": after it; "sandwich": both.
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    # Norm weights are stored as their distance from one.
+    norm_offset: bool = False
+    embedding_scale: float = 1.0
+    # Whether q, k, v and gate, up are stored as one tensor each.
+    fused_projections: bool = False
+    latent: LatentSpec | None = None
+    experts: ExpertSpec | None = None
+
+    @property
+    def query_key_dim(self) -> int:
+        """Size of a head's query as attention sees it."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        """KV heads that are stored for each token."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def cache_key_dim(self) -> int:
+        """Elements of a stored key (with latent attention: of key and value together)."""
+        return self.query_key_dim
+
+    @property
+    def cache_value_dim(self) -> int:
+        """Elements of a stored value; 0 when the value is part of the key."""
+        return 0 if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's attention output."""
+        return self.latent.kv_rank if self.latent else self.head_dim

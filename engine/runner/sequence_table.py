@@ -1,0 +1,155 @@
+"""The runner's own state of every live sequence: tokens, block tables, grammar, as arrays by slot.
+
+The core's plans name sequences by id and never repeat their tokens; the table appends what was sampled.
+Arrays grow by doubling, in slots and in columns.
+
+Shape letters: N slots, L token columns, C block columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
+from engine.sampling.table import SamplingTable, problem_with
+from engine.types import NewSequence, SamplingParams
+
+
+@dataclass(kw_only=True)
+class SequenceState:
+    """What is kept per sequence besides its rows in the arrays."""
+
+    slot: int
+    num_prompt: int
+    sampling: SamplingParams
+    matcher: Matcher | None = None
+    # Why the sequence cannot go on; it takes no further part in forwards.
+    failure: str = ""
+
+
+class SequenceTable:
+    """All live sequences. Slots of released sequences serve new ones."""
+
+    def __init__(self, *, vocab_size: int, device: torch.device, grammar: GrammarEngine) -> None:
+        self.vocab_size = vocab_size
+        self.grammar = grammar
+        self.sampling = SamplingTable(vocab_size, device)
+        self.states: dict[int, SequenceState] = {}
+        self.tokens = np.zeros((0, 256), np.int64)  # [N, L]
+        self.blocks = np.zeros((0, 16), np.int64)  # [N, C]
+        self.num_tokens = np.zeros(0, np.int64)  # [N]
+        self.num_blocks = np.zeros(0, np.int64)  # [N]
+        self._free: list[int] = []
+
+    def add(self, new: NewSequence) -> None:
+        """Takes in a sequence. One that cannot run is kept with its `failure`."""
+        ids = np.asarray(new.token_ids, np.int64)
+        slot = self._take_slot(len(ids), len(new.block_ids))
+        state = SequenceState(slot=slot, num_prompt=new.num_prompt_tokens, sampling=new.sampling)
+        self.states[new.sequence_id] = state
+        self.tokens[slot, : ids.size] = ids
+        self.num_tokens[slot] = ids.size
+        self.num_blocks[slot] = 0
+        self.add_blocks(slot, new.block_ids)
+        state.failure = self._problem(new, ids)
+        params = SamplingParams(max_tokens=1) if state.failure else new.sampling
+        prompt, output = np.split(ids, [new.num_prompt_tokens])
+        self.sampling.put(slot, params, new.choice_index, prompt, output)
+        if new.grammar is not None and not state.failure:
+            try:
+                state.matcher = self.grammar.matcher(new.grammar, output.tolist())
+            except GrammarError as error:
+                state.failure = str(error)
+
+    def release(self, sequence_id: int) -> None:
+        """Forgets a sequence; one that is unknown is ignored."""
+        state = self.states.pop(sequence_id, None)
+        if state is not None:
+            self.sampling.drop(state.slot)
+            self._free.append(state.slot)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """The child starts as a copy of the parent: tokens, grammar, counts and block table.
+
+        When the plan also brings the child as a new sequence, that one's own block table and options stay.
+        """
+        parent, child = self.states[parent_id], self.states.get(child_id)
+        if child is None:
+            count, blocks = int(self.num_tokens[parent.slot]), int(self.num_blocks[parent.slot])
+            self.add(
+                NewSequence(
+                    sequence_id=child_id,
+                    token_ids=tuple(self.tokens[parent.slot, :count].tolist()),
+                    num_prompt_tokens=parent.num_prompt,
+                    sampling=parent.sampling,
+                    choice_index=int(self.sampling.options["choice"][parent.slot]),
+                    grammar=None,
+                    adapter="",
+                    block_ids=tuple(self.blocks[parent.slot, :blocks].tolist()),
+                )
+            )
+            child = self.states[child_id]
+            child.failure = child.failure or parent.failure
+        if parent.matcher is not None:
+            child.matcher = parent.matcher.copy()
+
+    def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
+        """Appends to a block table."""
+        if not block_ids:
+            return
+        start = int(self.num_blocks[slot])
+        end = start + len(block_ids)
+        if end > self.blocks.shape[1]:
+            self.blocks = _widen(self.blocks, end)
+        self.blocks[slot, start:end] = block_ids
+        self.num_blocks[slot] = end
+
+    def append(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Appends sampled tokens."""
+        start = int(self.num_tokens[slot])
+        end = start + len(tokens)
+        self.ensure_columns(end)
+        self.tokens[slot, start:end] = tokens
+        self.num_tokens[slot] = end
+
+    def ensure_columns(self, num_tokens: int) -> None:
+        """Makes room for sequences of num_tokens tokens."""
+        if num_tokens > self.tokens.shape[1]:
+            self.tokens = _widen(self.tokens, num_tokens)
+
+    def _problem(self, new: NewSequence, ids: NDArray[np.int64]) -> str:
+        if ids.size == 0:
+            return "the prompt is empty"
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
+            return f"prompt: token id {bad} is outside the vocabulary of {self.vocab_size} tokens"
+        return problem_with(new.sampling, self.vocab_size)
+
+    def _take_slot(self, num_tokens: int, num_blocks: int) -> int:
+        self.ensure_columns(num_tokens)
+        if num_blocks > self.blocks.shape[1]:
+            self.blocks = _widen(self.blocks, num_blocks)
+        if not self._free:
+            size = self.num_tokens.size
+            grown = max(8, 2 * size)
+            self.tokens = np.concatenate(
+                (self.tokens, np.zeros((grown - size, self.tokens.shape[1]), np.int64))
+            )
+            self.blocks = np.concatenate(
+                (self.blocks, np.zeros((grown - size, self.blocks.shape[1]), np.int64))
+            )
+            self.num_tokens = np.concatenate((self.num_tokens, np.zeros(grown - size, np.int64)))
+            self.num_blocks = np.concatenate((self.num_blocks, np.zeros(grown - size, np.int64)))
+            self.sampling.grow(grown)
+            self._free = list(range(size, grown))[::-1]
+        return self._free.pop()
+
+
+def _widen(table: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
+    wide = np.zeros((table.shape[0], max(columns, 2 * table.shape[1])), np.int64)
+    wide[:, : table.shape[1]] = table
+    return wide

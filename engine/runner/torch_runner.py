@@ -1,0 +1,331 @@
+"""Executes plans on torch, in a thread of its own, so that launching never blocks the core loop.
+
+Plans run strictly one after another; a plan that schedules the token which its predecessor samples finds it
+in the sequence table. What goes wrong with one sequence (non-finite logits, a broken grammar, an id outside
+the vocabulary) is that sequence's `failure`; an exception is a step that failed as a whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.kernels.attention import BACKENDS, AttentionBackend
+from engine.kernels.linear import ROW_MULTIPLE
+from engine.model.checkpoint import resolve_checkpoint
+from engine.model.decoder import Decoder, load_decoder
+from engine.model.device import choose_device
+from engine.model.plan import kv_bytes_per_token, make_plan, plan_input
+from engine.runner.base import Runner
+from engine.runner.inputs import StepInputs, prepare_inputs
+from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
+from engine.runner.prompt_scores import prompt_logprobs
+from engine.runner.sequence_table import SequenceTable
+from engine.runner.verification import LogitRows, confirmed, logit_rows, sampling_rows
+from engine.sampling.grammar import GrammarEngine, GrammarError, GrammarMasks
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import Drawn, sample
+from engine.types import (
+    MemoryPlan,
+    ModelFacts,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+    TokenLogprobs,
+)
+from services.config import ModelConfig
+from services.errors import ConfigError
+
+Progress = Callable[[str, float], None]
+
+
+class PendingTorchStep:
+    """A step in the runner's thread."""
+
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done; raises what made it fail as a whole."""
+        return self._future.result()
+
+
+class TorchRunner:
+    """A model, its cache and the state of its sequences. `launch` from one thread; see Runner."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        attention: AttentionBackend,
+        storage: KvStorage,
+        grammar: GrammarEngine,
+        num_threads: int,
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.storage = storage
+        self.device = model.embedding.device
+        self.grammar = grammar
+        self.table = SequenceTable(vocab_size=model.spec.vocab_size, device=self.device, grammar=grammar)
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
+        )
+
+    def launch(self, plan: SchedulerOutput) -> PendingTorchStep:
+        """Queues a plan."""
+        return PendingTorchStep(self._thread.submit(self._execute, plan))
+
+    def num_states(self) -> int:
+        """Live sequences."""
+        return len(self.table.states)
+
+    def close(self) -> None:
+        """Ends the threads; the memory goes with the object."""
+        self._thread.shutdown()
+        self.grammar.close()
+
+    @torch.inference_mode()
+    def _execute(self, plan: SchedulerOutput) -> StepResult:
+        started = time.monotonic()
+        self._apply(plan)
+        failed = [
+            SequenceResult(sequence.sequence_id, (), failure=self.table.states[sequence.sequence_id].failure)
+            for sequence in plan.scheduled
+            if self.table.states[sequence.sequence_id].failure
+        ]
+        sound = [
+            sequence for sequence in plan.scheduled if not self.table.states[sequence.sequence_id].failure
+        ]
+        if not sound:
+            return StepResult(plan.step_id, tuple(failed), compute_s=time.monotonic() - started)
+        inputs = prepare_inputs(
+            sound,
+            self.table,
+            block_size=self.storage.block_size,
+            spare_slot=self.storage.spare_slot,
+            device=self.device,
+        )
+        pending_masks = self._start_masks(inputs)
+        hidden = self.model.forward(inputs.batch, self.storage.layers, self.attention)
+        forwarded = time.monotonic()
+        rows = logit_rows(inputs, self.table)
+        scores = prompt_logprobs(inputs, hidden, self.model, self.table)
+        results = self._sample(
+            inputs, rows, hidden, pending_masks.result() if pending_masks else None, scores
+        )
+        finished = time.monotonic()
+        return StepResult(
+            plan.step_id,
+            (*failed, *results),
+            compute_s=finished - started,
+            sampling_s=finished - forwarded,
+        )
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        """Everything that a plan says before its forward, in the order that base.py defines."""
+        for sequence_id in plan.released:
+            self.table.release(sequence_id)
+        for new in plan.new_sequences:
+            self.table.add(new)
+        for parent, child in plan.forks:
+            self.table.fork(parent, child)
+        self.storage.offload(plan.offloads)
+        self.storage.restore(plan.restores)
+        self.storage.copy_blocks(plan.block_copies)
+        for sequence in plan.scheduled:
+            self.table.add_blocks(self.table.states[sequence.sequence_id].slot, sequence.new_block_ids)
+
+    def _start_masks(self, inputs: StepInputs) -> Future[GrammarMasks] | None:
+        wanted = [
+            (state.matcher, sequence.draft_token_ids)
+            for sequence, state in zip(inputs.scheduled, inputs.states, strict=True)
+            if sequence.samples and state.matcher is not None
+        ]
+        return self.grammar.fill(wanted) if wanted else None
+
+    def _sample(
+        self,
+        inputs: StepInputs,
+        rows: LogitRows,
+        hidden: Tensor,
+        masks: GrammarMasks | None,
+        scores: dict[int, tuple[TokenLogprobs, ...]],
+    ) -> list[SequenceResult]:
+        """Draws, moves grammars along, appends tokens, reports."""
+        results = [
+            SequenceResult(inputs.scheduled[index].sequence_id, (), prompt_logprobs=found)
+            for index, found in scores.items()
+            if not inputs.scheduled[index].samples
+        ]
+        if not rows.members:
+            return results
+        logits = self._logits(hidden, rows.tokens)
+        drawn = sample(logits, self.table.sampling, sampling_rows(inputs, rows, masks))
+        problems = iter(masks.problems if masks else ())
+        num_masked = len(masks.problems) if masks else 1
+        outcomes = [
+            self._conclude(
+                inputs,
+                member,
+                slice(start, end),
+                drawn,
+                next(problems) if inputs.states[member].matcher is not None else "",
+                masks.seconds / num_masked if masks else 0.0,
+            )
+            for member, start, end in zip(rows.members, rows.starts, rows.starts[1:], strict=False)
+        ]
+        reports = self._logprobs(logits, rows, outcomes)
+        for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
+            results.append(_with(outcome, report, scores.get(member, ())))
+        self._append(inputs, rows, outcomes)
+        return results
+
+    def _logits(self, hidden: Tensor, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        """Logits [R, V] of the rows `tokens`."""
+        padded = np.pad(tokens, (0, -tokens.size % ROW_MULTIPLE))
+        chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
+        return self.model.logits(chosen)[: tokens.size]
+
+    def _conclude(
+        self, inputs: StepInputs, member: int, rows: slice, drawn: Drawn, problem: str, grammar_s: float
+    ) -> SequenceResult:
+        """What one member's draws mean: its tokens, or why it cannot go on."""
+        state, sequence = inputs.states[member], inputs.scheduled[member]
+        tokens = confirmed(sequence.draft_token_ids, drawn.tokens[rows].tolist())
+        used = slice(rows.start, rows.start + len(tokens))
+        if not problem and not drawn.finite[used].all():
+            problem = "the model's logits are not finite"
+        elif not problem and not drawn.allowed[used].all():
+            problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
+        if not problem and state.matcher is not None:
+            try:
+                state.matcher.accept(tokens)
+            except GrammarError as error:
+                problem = str(error)
+        if problem:
+            state.failure = problem
+            return SequenceResult(sequence.sequence_id, (), failure=problem)
+        return SequenceResult(
+            sequence.sequence_id,
+            tokens,
+            grammar_finished=state.matcher is not None and state.matcher.finished,
+            num_drafted=len(sequence.draft_token_ids),
+            num_accepted=len(tokens) - 1,
+            grammar_s=grammar_s if state.matcher is not None else 0.0,
+        )
+
+    def _logprobs(
+        self, logits: Tensor, rows: LogitRows, outcomes: list[SequenceResult]
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of each outcome's tokens, where they were asked for."""
+        wanted = self.table.sampling.logprobs
+        picked = [
+            (index, start + place, token, wanted[int(rows.slots[start])])
+            for index, (start, outcome) in enumerate(zip(rows.starts, outcomes, strict=False))
+            if int(rows.slots[start]) in wanted
+            for place, token in enumerate(outcome.token_ids)
+        ]
+        reports: list[tuple[TokenLogprobs, ...]] = [()] * len(outcomes)
+        if picked:
+            index = torch.tensor([row for _, row, _, _ in picked], device=logits.device)
+            found = token_logprobs(
+                logits[index], [token for *_, token, _ in picked], [count for *_, count in picked]
+            )
+            for (outcome, *_), entry in zip(picked, found, strict=True):
+                reports[outcome] = (*reports[outcome], entry)
+        return reports
+
+    def _append(self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]) -> None:
+        """Makes the new tokens part of their sequences."""
+        slots: list[int] = []
+        tokens: list[int] = []
+        for member, outcome in zip(rows.members, outcomes, strict=True):
+            slot = int(inputs.slots[member])
+            self.table.append(slot, outcome.token_ids)
+            slots.extend([slot] * len(outcome.token_ids))
+            tokens.extend(outcome.token_ids)
+        self.table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))
+
+
+def build(
+    config: EngineConfig, model: ModelConfig, progress: Progress
+) -> tuple[Runner, MemoryPlan, ModelFacts]:
+    """Plans the memory, loads the checkpoint and allocates the cache.
+
+    `progress` gets a phase and its done part (0 to 1). Raises ConfigError (CheckpointError) with one clear
+    line.
+    """
+    device_name, available = choose_device(config)
+    given = plan_input(config, model, device=device_name, available_bytes=available)
+    plan = make_plan(given)
+    spec = given.spec
+    attention_name = "torch" if config.attention_backend == "auto" else config.attention_backend
+    if attention_name not in BACKENDS:
+        raise ConfigError(
+            f"engine.attention_backend = {attention_name!r}: must be auto or one of "
+            f"{', '.join(sorted(BACKENDS))}"
+        )
+    _set_threads(config.num_threads)
+    device = torch.device(device_name)
+    folder = resolve_checkpoint(model.path)
+    decoder = load_decoder(
+        folder,
+        spec,
+        dtype=TORCH_DTYPES[given.dtype],
+        device=device,
+        max_model_len=plan.max_model_len,
+        progress=progress,
+    )
+    progress("allocate KV cache", 0.0)
+    host_blocks = config.cache.host_bytes // (kv_bytes_per_token(spec, given.kv_dtype) * plan.block_size)
+    storage = KvStorage(spec, plan, kv_dtype=given.kv_dtype, device=device, host_blocks=host_blocks)
+    progress("allocate KV cache", 1.0)
+    runner = TorchRunner(
+        model=decoder,
+        attention=BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
+        storage=storage,
+        grammar=GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids),
+        num_threads=config.num_threads,
+    )
+    facts = ModelFacts(
+        max_model_len=plan.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=given.dtype,
+        attention_backend=attention_name,
+        device=str(device),
+        num_layers=spec.num_layers,
+    )
+    return runner, plan, facts
+
+
+def _set_threads(num_threads: int) -> None:
+    """Threads of a forward; 0 keeps torch's choice, one per core."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
+def _with(
+    outcome: SequenceResult, logprobs: tuple[TokenLogprobs, ...], prompt: tuple[TokenLogprobs, ...]
+) -> SequenceResult:
+    """The outcome with its reports."""
+    if not logprobs and not prompt:
+        return outcome
+    return SequenceResult(
+        outcome.sequence_id,
+        outcome.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt,
+        grammar_finished=outcome.grammar_finished,
+        failure=outcome.failure,
+        num_drafted=outcome.num_drafted,
+        num_accepted=outcome.num_accepted,
+        grammar_s=outcome.grammar_s,
+    )

@@ -1,0 +1,90 @@
+"""Which rows of logits a step needs, and which drafts their draws confirm.
+
+A sequence that samples with d drafts needs d + 1 rows: after its last known token and after each draft. Row i
+draws with the noise of its own output position, exactly as a step without drafts would. Drafts are accepted
+as long as the draw equals them, and the first draw that differs is emitted in place of its draft. So the
+output, seeded or greedy, is the same token for token as without speculation; for drafts that are fixed before
+the draw this is rejection sampling (Leviathan et al., arXiv 2211.17192), since a draft x is accepted with
+probability p(x) and replaced by a draw from p without x.
+
+Shape letters: R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.runner.inputs import StepInputs
+from engine.runner.sequence_table import SequenceTable
+from engine.sampling.grammar import GrammarMasks
+from engine.sampling.sampler import SamplingRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitRows:
+    """Rows of a step, grouped by sequence."""
+
+    # Index of each sampling sequence in the step.
+    members: list[int]
+    # First row of each member, and the end.
+    starts: list[int]
+    tokens: NDArray[np.int64]  # [R] index on the token axis
+    slots: NDArray[np.int64]  # [R]
+    positions: NDArray[np.int64]  # [R] output tokens before the draw
+
+
+def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
+    """The rows whose logits are wanted."""
+    members = [index for index, sequence in enumerate(inputs.scheduled) if sequence.samples]
+    tokens: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    starts = [0]
+    for index in members:
+        num_drafts = len(inputs.scheduled[index].draft_token_ids)
+        end, slot, state = int(inputs.query_starts[index + 1]), int(inputs.slots[index]), inputs.states[index]
+        first_output = int(table.num_tokens[slot]) - state.num_prompt
+        tokens.extend(range(end - num_drafts - 1, end))
+        slots.extend([slot] * (num_drafts + 1))
+        positions.extend(range(first_output, first_output + num_drafts + 1))
+        starts.append(len(tokens))
+    return LogitRows(
+        members=members,
+        starts=starts,
+        tokens=np.array(tokens, np.int64),
+        slots=np.array(slots, np.int64),
+        positions=np.array(positions, np.int64),
+    )
+
+
+def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | None) -> SamplingRows:
+    """What the sampler must respect in each row. Grammar rows are in the order in which masks were asked."""
+    draft_rows: list[int] = []
+    draft_tokens: list[int] = []
+    grammar_rows: list[int] = []
+    for member, start in zip(rows.members, rows.starts, strict=False):
+        drafts = inputs.scheduled[member].draft_token_ids
+        for row in range(1, len(drafts) + 1):
+            draft_rows.extend([start + row] * row)
+            draft_tokens.extend(drafts[:row])
+        if inputs.states[member].matcher is not None:
+            grammar_rows.extend(range(start, start + len(drafts) + 1))
+    return SamplingRows(
+        slots=rows.slots,
+        positions=rows.positions,
+        draft_rows=np.array(draft_rows, np.int64),
+        draft_tokens=np.array(draft_tokens, np.int64),
+        grammar_rows=np.array(grammar_rows, np.int64),
+        grammar_masks=None if masks is None else masks.masks,
+    )
+
+
+def confirmed(drafts: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
+    """The tokens that a member emits: drafts that the draws confirm, then the next draw."""
+    accepted = 0
+    while accepted < len(drafts) and drawn[accepted] == drafts[accepted]:
+        accepted += 1
+    return tuple(drawn[: accepted + 1])

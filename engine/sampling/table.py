@@ -1,0 +1,166 @@
+"""Sampling options of all live sequences, as arrays by slot, so that a step picks its rows with one index.
+
+Rows as wide as the vocabulary (biases, token counts) exist only for the sequences that need them.
+
+Shape letters: N slots, W wide rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.types import SamplingParams
+
+OPTIONS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("choice", np.int64),
+        ("min_tokens", np.int64),
+        ("bias_row", np.int64),
+        ("count_row", np.int64),
+    ]
+)
+NO_ROW = -1
+
+
+class _WideRows:
+    """A pool of rows [W, V] that grows by doubling."""
+
+    def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = torch.zeros(0, vocab_size, dtype=dtype, device=device)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """Index of a row of zeros."""
+        if not self._free:
+            size = self.rows.shape[0]
+            more = torch.zeros(
+                max(4, size), self.rows.shape[1], dtype=self.rows.dtype, device=self.rows.device
+            )
+            self.rows = torch.cat((self.rows, more))
+            self._free = list(range(size, self.rows.shape[0]))[::-1]
+        index = self._free.pop()
+        self.rows[index] = 0
+        return index
+
+    def give_back(self, index: int) -> None:
+        """The row may serve another sequence."""
+        self._free.append(index)
+
+
+class SamplingTable:
+    """Options by slot. `counts` holds prompt and output occurrences of each token for penalties."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.options = np.zeros(0, OPTIONS)  # [N]
+        self.biases = _WideRows(vocab_size, torch.float32, device)
+        # Occurrences in the output, and whether a token is in prompt or output.
+        self.output_counts = _WideRows(vocab_size, torch.int32, device)
+        self.seen = _WideRows(vocab_size, torch.bool, device)
+        self.stop_ids: dict[int, tuple[int, ...]] = {}
+        self.logprobs: dict[int, int] = {}
+
+    def grow(self, num_slots: int) -> None:
+        """Makes room for slots 0..num_slots-1."""
+        grown = np.zeros(num_slots, OPTIONS)
+        grown[: self.options.size] = self.options
+        self.options = grown
+
+    def put(
+        self,
+        slot: int,
+        params: SamplingParams,
+        choice: int,
+        prompt: NDArray[np.int64],
+        output: NDArray[np.int64],
+    ) -> None:
+        """Takes in a sequence. Token ids are within the vocabulary (see `problem_with`)."""
+        self.options[slot] = (
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            params.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            choice,
+            params.min_tokens,
+            self._put_bias(params),
+            self._put_counts(params, prompt, output),
+        )
+        if params.min_tokens > 0 and params.stop_token_ids:
+            self.stop_ids[slot] = params.stop_token_ids
+        if params.logprobs is not None:
+            self.logprobs[slot] = params.logprobs
+
+    def drop(self, slot: int) -> None:
+        """Forgets a sequence."""
+        row = self.options[slot]
+        if row["bias_row"] != NO_ROW:
+            self.biases.give_back(int(row["bias_row"]))
+        if row["count_row"] != NO_ROW:
+            self.output_counts.give_back(int(row["count_row"]))
+            self.seen.give_back(int(row["count_row"]))
+        self.stop_ids.pop(slot, None)
+        self.logprobs.pop(slot, None)
+
+    def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Counts one new output token per entry; a slot may occur several times."""
+        rows = self.options["count_row"][slots]
+        counted = rows != NO_ROW
+        if counted.any():
+            device = self.seen.rows.device
+            index = (torch.from_numpy(rows[counted]).to(device), torch.from_numpy(tokens[counted]).to(device))
+            ones = torch.ones(len(index[0]), dtype=torch.int32, device=device)
+            self.output_counts.rows.index_put_(index, ones, accumulate=True)
+            self.seen.rows[index] = True
+
+    def _put_bias(self, params: SamplingParams) -> int:
+        if not params.logit_bias and not params.allowed_token_ids:
+            return NO_ROW
+        row = self.biases.take()
+        biases = self.biases.rows[row]
+        if params.allowed_token_ids:
+            biases.fill_(float("-inf"))
+            biases[torch.tensor(params.allowed_token_ids, device=biases.device)] = 0.0
+        for token, bias in params.logit_bias.items():
+            biases[token] += bias
+        return row
+
+    def _put_counts(
+        self, params: SamplingParams, prompt: NDArray[np.int64], output: NDArray[np.int64]
+    ) -> int:
+        if not (params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0):
+            return NO_ROW
+        row, seen_row = self.output_counts.take(), self.seen.take()
+        assert row == seen_row, "both pools hand out the same rows"
+        device = self.seen.rows.device
+        counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+        self.output_counts.rows[row] = torch.from_numpy(counts).to(device)
+        self.seen.rows[row, torch.from_numpy(np.concatenate((prompt, output))).to(device)] = True
+        return row
+
+
+def problem_with(params: SamplingParams, vocab_size: int) -> str:
+    """Why these options cannot be used with this vocabulary; empty when they can."""
+    ids = {
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for field, tokens in ids.items():
+        bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            return f"{field}: token id {bad} is outside the vocabulary of {vocab_size} tokens"
+    return ""
