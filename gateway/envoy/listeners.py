@@ -8,7 +8,7 @@ from gateway.config import EnvoyConfig, JwtConfig
 from gateway.envoy import clusters
 from gateway.envoy.clusters import address, typed
 from gateway.envoy.filters import IDENTITY_HEADERS, PUBLIC_ROUTE, RATE_LIMITS, http_filters
-from gateway.envoy.replies import body_too_large, local_reply_config
+from gateway.envoy.replies import local_reply_config
 from observability import names
 
 _HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
@@ -71,7 +71,7 @@ def public_listener(
         "drain_timeout": f"{config.drain_time_s}s",
         "delayed_close_timeout": "1s",
         "server_header_transformation": "PASS_THROUGH",
-        "local_reply_config": local_reply_config(),
+        "local_reply_config": local_reply_config(max_body_bytes),
         "http_filters": http_filters(config, jwt),
         "route_config": _routes(max_body_bytes),
     }
@@ -150,13 +150,8 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
                 }
             ],
         },
-        "direct_response": body_too_large(max_body_bytes),
-        "response_headers_to_add": [
-            {
-                "header": {"key": "content-type", "value": "application/json"},
-                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
-            }
-        ],
+        # The body is that of the local replies.
+        "direct_response": {"status": 413},
         "typed_per_filter_config": PUBLIC_ROUTE,
     }
     public = [

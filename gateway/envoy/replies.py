@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from services.errors import MillraceError, Reason
 
-_JSON = "application/json"
-_RUNTIME = "millrace.local_reply"
+_NO_GATEWAY = "no gateway process answers; retry shortly"
+_IS_GRPC: dict[str, Any] = {
+    "header_filter": {
+        "header": {"name": "content-type", "string_match": {"prefix": "application/grpc"}},
+    }
+}
 
 # What Envoy says by its response flags (%RESPONSE_FLAGS% in its documentation), as the suite says it.
 # Not here: UAEX and RL, whose bodies the gateway wrote itself.
@@ -19,7 +21,7 @@ _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
         Reason.ROUTE_NOT_FOUND,
         "there is no such path; the paths of this API are listed at /openapi.json",
     ),
-    (("UH", "UF", "UC", "LR", "UR"), Reason.ENGINE_UNAVAILABLE, "no gateway process answers; retry shortly"),
+    (("UH", "UF", "UC", "LR", "UR"), Reason.ENGINE_UNAVAILABLE, _NO_GATEWAY),
     (
         ("UO", "OM"),
         Reason.QUEUE_LIMIT_EXCEEDED,
@@ -32,64 +34,61 @@ _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
         "requests cannot be counted now, and are refused meanwhile; retry",
     ),
 )
+# The authorization service failed; a denial by it has another status and the gateway's own body.
+_UNAUTHORIZED_BY_FAILURE = ("UAEX", 503)
 _BY_STATUS: tuple[tuple[int, Reason, str], ...] = (
     (408, Reason.DEADLINE_EXCEEDED, "the request was not sent in time"),
-    (413, Reason.REQUEST_TOO_LARGE, "the request body is larger than the edge accepts"),
     (431, Reason.REQUEST_TOO_LARGE, "the request's headers are larger than the edge accepts"),
     (400, Reason.MALFORMED_BODY, "the request is not valid HTTP"),
 )
 
 
-def local_reply_config() -> dict[str, Any]:
+def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
     """Mappers for the HTTP connection manager. gRPC clients get the text as their status message."""
-    mappers = [
-        _mapper({"response_flag_filter": {"flags": list(flags)}}, reason, message, set_status=True)
-        for flags, reason, message in _BY_FLAG
+    too_large = f"the request body is larger than {max_body_bytes} bytes (gateway.max_body_bytes); send less"
+    flag, status = _UNAUTHORIZED_BY_FAILURE
+    cases: list[tuple[dict[str, Any], Reason, str]] = [
+        (_all_of(_has_flag(flag), _has_status(status)), Reason.ENGINE_UNAVAILABLE, _NO_GATEWAY),
+        *((_has_flag(*flags), reason, message) for flags, reason, message in _BY_FLAG),
+        (_has_status(413), Reason.REQUEST_TOO_LARGE, too_large),
+        *((_has_status(status), reason, message) for status, reason, message in _BY_STATUS),
     ]
-    mappers += [
-        _mapper(_status_filter(status), reason, message, set_status=False)
-        for status, reason, message in _BY_STATUS
-    ]
+    mappers = []
+    for when, reason, message in cases:
+        mappers.append(_grpc_mapper(when, message))
+        mappers.append(_http_mapper(when, MillraceError(reason, message)))
     return {"mappers": mappers}
 
 
-def body_too_large(limit_bytes: int) -> dict[str, Any]:
-    """Direct response for a request whose declared length is beyond the limit."""
-    error = MillraceError(
-        Reason.REQUEST_TOO_LARGE,
-        f"the request body is larger than {limit_bytes} bytes (gateway.max_body_bytes); send less",
-    )
-    return {"status": 413, "body": {"inline_string": msgspec.json.encode(_body(error)).decode()}}
+def _grpc_mapper(when: dict[str, Any], message: str) -> dict[str, Any]:
+    return {
+        "filter": _all_of(when, _IS_GRPC),
+        "body_format_override": {"text_format_source": {"inline_string": message}},
+    }
 
 
-def _mapper(when: dict[str, Any], reason: Reason, message: str, *, set_status: bool) -> dict[str, Any]:
-    error = MillraceError(reason, message)
-    mapper: dict[str, Any] = {
+def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
+    body = {
+        "message": error.message,
+        "type": error.mapping.openai_type,
+        "param": None,
+        "code": error.reason.value,
+    }
+    return {
         "filter": when,
-        "body_format_override": {"json_format": _body(error), "content_type": _JSON},
-    }
-    if set_status:
-        mapper["status_code"] = error.mapping.http_status
-    return mapper
-
-
-def _body(error: MillraceError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.mapping.openai_type,
-            "param": None,
-            "code": error.reason.value,
-        }
+        "status_code": error.mapping.http_status,
+        "body_format_override": {"json_format": {"error": body}, "content_type": "application/json"},
     }
 
 
-def _status_filter(status: int) -> dict[str, Any]:
-    return {
-        "status_code_filter": {
-            "comparison": {
-                "op": "EQ",
-                "value": {"default_value": status, "runtime_key": f"{_RUNTIME}.{status}"},
-            }
-        }
-    }
+def _all_of(*filters: dict[str, Any]) -> dict[str, Any]:
+    return {"and_filter": {"filters": list(filters)}}
+
+
+def _has_flag(*flags: str) -> dict[str, Any]:
+    return {"response_flag_filter": {"flags": list(flags)}}
+
+
+def _has_status(status: int) -> dict[str, Any]:
+    value = {"default_value": status, "runtime_key": f"millrace.local_reply.{status}"}
+    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}

@@ -1,0 +1,227 @@
+"""What a client and a gateway see of each other through the real Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from services.errors import Reason
+from services.status import from_status
+
+from .edge import GOOD_KEY, MAX_BODY_BYTES, REQUESTS_PER_MINUTE, REVOKED_KEY, SLOW_KEY, Edge, verified
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+BEARER = {"authorization": f"Bearer {GOOD_KEY}"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def edge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Edge]:
+    edge = Edge(Path(tmp_path_factory.mktemp("edge")))
+    await edge.start()
+    yield edge
+    await edge.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(edge: Edge) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+    async with grpc.aio.insecure_channel(edge.address) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+async def test_good_key_becomes_a_signed_context(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", headers=BEARER, content=b"{}")
+    headers = response.json()["headers"]
+    identity, context = verified(headers["x-millrace-context"])
+    assert (identity.tenant, identity.key_id, identity.tier) == ("acme", "good", "standard")
+    assert identity.allowed_models == ("m",)
+    assert identity.request_id == response.headers["x-request-id"] == headers["x-request-id"]
+    assert (context.priority, context.weight, context.ttft_target_ms) == (3, 2.0, 900)
+    assert not context.HasField("queue_limit_ms")
+    assert "authorization" not in headers
+
+
+async def test_client_cannot_set_identity_headers(client: httpx.AsyncClient) -> None:
+    forged = {
+        "x-millrace-context": "forged",
+        "x-millrace-tenant": "other",
+        "x-millrace-key": "other",
+        "x-millrace-jwt-claims": "eyJ0ZW5hbnQiOiJsaW1pdGVkIn0",
+    }
+    response = await client.get("/anything", headers={**BEARER, **forged})
+    headers = response.json()["headers"]
+    assert headers["x-millrace-tenant"] == "acme"
+    assert headers["x-millrace-key"] == "good"
+    assert "x-millrace-jwt-claims" not in headers
+    assert verified(headers["x-millrace-context"])[0].tenant == "acme"
+
+
+async def test_public_page_needs_no_key_and_gets_no_context(client: httpx.AsyncClient) -> None:
+    response = await client.get("/health", headers={"x-millrace-context": "forged"})
+    assert (response.status_code, response.text) == (200, "no context")
+
+
+async def test_client_request_id_is_kept_beside_our_own(client: httpx.AsyncClient) -> None:
+    response = await client.get("/x", headers={**BEARER, "x-request-id": "mine"})
+    headers = response.json()["headers"]
+    assert headers["x-client-request-id"] == "mine"
+    assert headers["x-request-id"] == response.headers["x-request-id"] != "mine"
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({}, Reason.MISSING_CREDENTIALS),
+        ({"authorization": "Bearer mr-wrong"}, Reason.INVALID_CREDENTIALS),
+        ({"authorization": f"Bearer {REVOKED_KEY}"}, Reason.INVALID_CREDENTIALS),
+        ({"authorization": "Basic bXItZ29vZA=="}, Reason.INVALID_CREDENTIALS),
+    ],
+)
+async def test_bad_credentials_get_the_openai_body(
+    client: httpx.AsyncClient, headers: dict[str, str], reason: Reason
+) -> None:
+    response = await client.get("/v1/models", headers=headers)
+    assert response.status_code == 401
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("authentication_error", reason.value, None)
+    assert "mr-" not in error["message"] or "begin with 'mr-'" in error["message"]
+
+
+async def test_bad_credentials_are_a_rich_status_in_grpc(
+    stub: inference_pb2_grpc.InferenceServiceStub,
+) -> None:
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=(("authorization", "Bearer mr-wrong"),))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "`millrace keys create`" in (caught.value.details() or "")
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    assert from_status(status).reason is Reason.INVALID_CREDENTIALS
+
+
+async def test_grpc_stream_passes_message_by_message(
+    edge: Edge, stub: inference_pb2_grpc.InferenceServiceStub
+) -> None:
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(BEARER.items()))
+    for item in ("one", "two", "three"):
+        # The next item is made only after the previous one has arrived.
+        edge.faces.items.put_nowait(item)
+        assert (await call.read()).model == item
+    edge.faces.items.put_nowait(None)
+    assert await call.read() is grpc.aio.EOF
+    assert verified(edge.faces.metadata["x-millrace-context"])[0].tenant == "acme"
+    assert "authorization" not in edge.faces.metadata
+
+
+async def test_server_sent_events_are_not_buffered(edge: Edge, client: httpx.AsyncClient) -> None:
+    async with client.stream("GET", "/events", headers=BEARER) as response:
+        lines = response.aiter_lines()
+        for item in ("one", "two", "three"):
+            edge.faces.items.put_nowait(item)
+            assert await anext(lines) == f"data: {item}"
+            assert await anext(lines) == ""
+        edge.faces.items.put_nowait(None)
+        assert [line async for line in lines] == []
+
+
+async def test_requests_per_minute(
+    client: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceServiceStub
+) -> None:
+    bearer = {"authorization": f"Bearer {SLOW_KEY}"}
+    for sent in range(1, REQUESTS_PER_MINUTE + 1):
+        response = await client.get("/v1/models", headers=bearer)
+        assert response.status_code == 200
+        assert response.headers["x-ratelimit-limit-requests"] == str(REQUESTS_PER_MINUTE)
+        assert response.headers["x-ratelimit-remaining-requests"] == str(REQUESTS_PER_MINUTE - sent)
+    response = await client.get("/v1/models", headers=bearer)
+    assert response.status_code == 429
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("REQUEST_RATE_EXCEEDED", "rate_limit_error")
+    assert 1 <= int(response.headers["retry-after"]) <= 61
+    assert response.headers["x-ratelimit-remaining-requests"] == "0"
+
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(bearer.items()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    refusal = from_status(status)
+    assert refusal.reason is Reason.REQUEST_RATE_EXCEEDED
+    assert refusal.retry_after_s is not None
+
+
+async def test_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", headers=BEARER, content=b"x" * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert error["code"] == "REQUEST_TOO_LARGE"
+    assert str(MAX_BODY_BYTES) in error["message"]
+    response = await client.post("/v1/completions", headers=BEARER, content=b"x" * MAX_BODY_BYTES)
+    assert response.json()["num_bytes"] == MAX_BODY_BYTES
+
+
+async def test_http2_without_tls_on_the_same_port(edge: Edge) -> None:
+    reader, writer = await asyncio.open_connection(*edge.address.split(":"))
+    # Connection preface and an empty SETTINGS frame (RFC 9113, sections 3.4 and 6.5).
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+    header = await reader.readexactly(9)
+    assert header[3] == 4
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_grpc_health_needs_no_key(edge: Edge) -> None:
+    async with grpc.aio.insecure_channel(edge.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> None:
+    edge = Edge(tmp_path)
+    await edge.start()
+    try:
+        await edge.grpc.stop(0)
+        async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
+            response = await client.get("/v1/models", headers=BEARER)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+        async with grpc.aio.insecure_channel(edge.address) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Chat(
+                inference_pb2.ChatRequest(), metadata=tuple(BEARER.items())
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "no gateway process answers; retry shortly"
+    finally:
+        await edge.stop()
+
+
+async def test_malformed_http_is_an_openai_error(edge: Edge) -> None:
+    reader, writer = await asyncio.open_connection(*edge.address.split(":"))
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"code":"MALFORMED_BODY"' in answer
+    writer.close()
+    await writer.wait_closed()
