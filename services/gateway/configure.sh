@@ -12,5 +12,5 @@ if [ ! -s "$secrets/context_secret" ]; then
     mv "$secrets/context_secret.new" "$secrets/context_secret"
 fi
 # Envoy runs as another user; its configuration holds no secret.
-(umask 022 && python -m gateway.envoy --config "$config" >"$edge/envoy.yaml.new")
+(umask 022 && python -m gateway.envoy --config "$config" --profile compose >"$edge/envoy.yaml.new")
 mv "$edge/envoy.yaml.new" "$edge/envoy.yaml"
