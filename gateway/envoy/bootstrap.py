@@ -29,6 +29,9 @@ PROFILES: Mapping[Profile, Mapping[str, Any]] = {
     },
 }
 
+# Spans leave Envoy as soon as those of the services do (default 5 s): a trace is whole when it is asked for.
+_RUNTIME = {"tracing.opentelemetry.flush_interval_ms": 200}
+
 # Share of the heap limit from which memory is given back, and from which requests are refused.
 _SHRINK_AT = 0.92
 _REFUSE_AT = 0.97
@@ -64,6 +67,7 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
         "admin": {"address": address(config.admin, "envoy.admin")},
         "static_resources": {"listeners": listeners, "clusters": upstreams},
         "overload_manager": _overload_manager(settings),
+        "layered_runtime": {"layers": [{"name": "static", "static_layer": _RUNTIME}]},
     }
 
 
