@@ -1,0 +1,85 @@
+"""Puts the edge together: keys, tiers, limits, ledger and the two services that Envoy asks."""
+
+from __future__ import annotations
+
+from envoy_api.service.auth.v3 import external_auth_pb2_grpc
+from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
+
+from gateway.auth.directory import KeyDirectory
+from gateway.auth.servicer import AuthorizationServicer
+from gateway.config import LimitsConfig
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.prices import Prices
+from gateway.limits.redis_store import RedisLimitStore
+from gateway.limits.requests import RequestLimiter
+from gateway.limits.resilient import ResilientLimitStore
+from gateway.limits.servicer import RateLimitServicer
+from gateway.limits.store import LimitStore
+from gateway.settings import Settings
+from gateway.tiers import Tiers
+from observability import names
+from observability.metrics import Metrics
+from observability.tracing import Telemetry
+from services.server import GrpcServer
+
+
+class Edge:
+    """Everything about who may ask for how much. Started before the faces, closed after them."""
+
+    def __init__(self, settings: Settings, telemetry: Telemetry, metrics: Metrics) -> None:
+        self.tiers = Tiers(settings)
+        self.directory = KeyDirectory(settings)
+        self.prices = Prices(settings.gateway.prices)
+        self._store = limit_store(settings.gateway.limits, metrics)
+        self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
+        self._authorization = AuthorizationServicer(
+            self.directory, self.tiers, settings.security.secret(), telemetry, metrics
+        )
+        self._ratelimit = RateLimitServicer(RequestLimiter(self._store, self.directory), telemetry, metrics)
+
+    def register(self, server: GrpcServer) -> None:
+        """Adds the services that Envoy asks."""
+        server.add(
+            external_auth_pb2_grpc.add_AuthorizationServicer_to_server,
+            self._authorization,
+            "envoy.service.auth.v3.Authorization",
+        )
+        server.add(
+            rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
+            self._ratelimit,
+            "envoy.service.ratelimit.v3.RateLimitService",
+        )
+
+    async def start(self) -> None:
+        """Begins background work; needs the running loop that the servers use."""
+        if isinstance(self._store, ResilientLimitStore):
+            self._store.start()
+        self.limiter.start()
+
+    async def close(self) -> None:
+        """Settles what is in flight and releases connections."""
+        await self.limiter.close()
+        await self._store.close()
+
+    def health(self) -> dict[str, str]:
+        """Details for the health page."""
+        lost = isinstance(self._store, ResilientLimitStore) and not self._store.is_up
+        return {"limit_store": "lost" if lost else "up"}
+
+
+def limit_store(config: LimitsConfig, metrics: Metrics) -> LimitStore:
+    """The store that the configuration names."""
+    local = MemoryLimitStore(lease_ttl_s=config.lease_ttl_s)
+    if not config.store:
+        return local
+    shared = RedisLimitStore(
+        config.store, lease_ttl_s=config.lease_ttl_s, timeout_s=config.store_timeout_ms / 1000
+    )
+    return ResilientLimitStore(
+        shared,
+        local,
+        policy=config.on_store_loss,
+        num_gateways=config.expected_gateways,
+        on_change=lambda is_up: metrics.set(names.LIMIT_STORE_UP, float(is_up)),
+    )

@@ -1,0 +1,95 @@
+-- Charges windows, leases and meters together, or nothing. Time is the server's: gateways need no common clock.
+--
+-- KEYS: one per window, then per lease, then per meter.
+-- ARGV: bucket length in ms, number of buckets, lease lifetime in ms, meter lifetime in s,
+--       number of windows, of leases, of meters;
+--       per window: limit, amount; per lease: limit, id; per meter: limit, base, unit cost, units.
+-- Returns {1, bucket, window sums..., granted units..., meter sums...}
+--      or {0, kind (1 window, 2 lease, 3 meter), index from 0, used, ms to wait or -1}.
+local bucket_ms, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
+local lease_ttl_ms, meter_ttl_s = tonumber(ARGV[3]), tonumber(ARGV[4])
+local num_windows, num_leases, num_meters = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local time = redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local bucket = math.floor(now_ms / bucket_ms)
+local next_key, next_arg = 0, 7
+
+local function key()
+  next_key = next_key + 1
+  return KEYS[next_key]
+end
+
+local function number()
+  next_arg = next_arg + 1
+  return tonumber(ARGV[next_arg])
+end
+
+local function wait_ms(window, used, limit, amount)
+  if amount > limit then
+    return -1
+  end
+  local excess = used + amount - limit
+  for charged = bucket - num_buckets + 1, bucket do
+    excess = excess - tonumber(redis.call('HGET', window, charged) or 0)
+    if excess <= 0 then
+      return math.max(1, (charged + num_buckets) * bucket_ms - now_ms)
+    end
+  end
+  return -1
+end
+
+local windows, leases, meters = {}, {}, {}
+for index = 1, num_windows do
+  local window = { key = key(), limit = number(), amount = number() }
+  window.used = prune(window.key, bucket, num_buckets)
+  if window.used + window.amount > window.limit then
+    return { 0, 1, index - 1, window.used, wait_ms(window.key, window.used, window.limit, window.amount) }
+  end
+  windows[index] = window
+end
+for index = 1, num_leases do
+  local lease = { key = key(), limit = number() }
+  next_arg = next_arg + 1
+  lease.id = ARGV[next_arg]
+  redis.call('ZREMRANGEBYSCORE', lease.key, '-inf', now_ms)
+  local held = redis.call('ZCARD', lease.key)
+  if held >= lease.limit then
+    return { 0, 2, index - 1, held, -1 }
+  end
+  leases[index] = lease
+end
+for index = 1, num_meters do
+  local meter = { key = key(), limit = number(), base = number(), unit_cost = number(), units = number() }
+  meter.used = tonumber(redis.call('GET', meter.key) or 0)
+  local least = meter.base
+  if meter.units > 0 then
+    least = least + meter.unit_cost
+  end
+  if meter.used + least > meter.limit or meter.used >= meter.limit then
+    return { 0, 3, index - 1, meter.used, -1 }
+  end
+  if meter.unit_cost > 0 then
+    meter.units = math.min(meter.units, math.floor((meter.limit - meter.used - meter.base) / meter.unit_cost))
+  end
+  meters[index] = meter
+end
+
+local answer = { 1, bucket }
+for _, window in ipairs(windows) do
+  redis.call('HSETNX', window.key, 'o', bucket)
+  redis.call('HINCRBY', window.key, bucket, window.amount)
+  answer[#answer + 1] = redis.call('HINCRBY', window.key, 't', window.amount)
+  redis.call('PEXPIRE', window.key, (num_buckets + 1) * bucket_ms)
+end
+for _, lease in ipairs(leases) do
+  redis.call('ZADD', lease.key, now_ms + lease_ttl_ms, lease.id)
+  redis.call('PEXPIRE', lease.key, lease_ttl_ms)
+end
+for _, meter in ipairs(meters) do
+  answer[#answer + 1] = meter.units
+end
+for _, meter in ipairs(meters) do
+  answer[#answer + 1] = redis.call('INCRBY', meter.key, meter.base + meter.units * meter.unit_cost)
+  redis.call('EXPIRE', meter.key, meter_ttl_s)
+end
+return answer

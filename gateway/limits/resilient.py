@@ -1,0 +1,182 @@
+"""What happens when the shared store is lost, as configured, and how it is found again.
+
+"closed": charges raise StoreLostError, which callers turn into 503. "local_share": this process counts alone,
+each limit divided by the number of gateways. At the moment of the loss, what the shared windows held is not
+known here: for one window length a limit can be passed by up to itself once more. Meters go on from the sums
+last seen, and what was used meanwhile is added to the shared ones when the store is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.store import (
+    Demand,
+    Granted,
+    LeaseReturn,
+    LimitStore,
+    MeterChange,
+    Refused,
+    Settlement,
+    StoreLostError,
+)
+
+_log = logging.getLogger(__name__)
+_PROBE_INTERVAL_S = 1.0
+
+Policy = Literal["closed", "local_share"]
+
+
+class SharedStore(LimitStore, Protocol):
+    """A store that can be lost."""
+
+    async def ping(self) -> None:
+        """Raises StoreLostError unless the store answers."""
+        ...
+
+
+class ResilientLimitStore:
+    """LimitStore over a shared one that may go away. `start` watches it; `is_up` says how it is."""
+
+    def __init__(
+        self,
+        shared: SharedStore,
+        local: MemoryLimitStore,
+        *,
+        policy: Policy,
+        num_gateways: int,
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._shared = shared
+        self._local = local
+        self._policy = policy
+        self._num_gateways = num_gateways
+        self._on_change = on_change
+        self._watch: asyncio.Task[None] | None = None
+        self._meters_seen: dict[str, int] = {}
+        # What was charged to meters while the shared store was away.
+        self._owed: dict[str, int] = {}
+        # Leases and windows charged locally are returned locally, whatever the shared store does meanwhile.
+        self._local_leases: set[tuple[str, str]] = set()
+        self.is_up = True
+
+    def start(self) -> None:
+        """Begins to watch the shared store."""
+        self._on_change(True)
+        self._watch = asyncio.create_task(self._probe(), name="limit-store-probe")
+
+    async def acquire(self, demand: Demand) -> Granted | Refused:
+        if self.is_up:
+            try:
+                outcome = await self._shared.acquire(demand)
+            except StoreLostError as error:
+                self._lost(error)
+            else:
+                if isinstance(outcome, Granted):
+                    sums = zip(demand.meters, outcome.meter_sums, strict=True)
+                    self._meters_seen.update((meter.key, used) for meter, used in sums)
+                return outcome
+        if self._policy == "closed":
+            raise StoreLostError("the shared store is away")
+        return await self._acquire_locally(demand)
+
+    async def settle(self, settlement: Settlement) -> None:
+        held_here = tuple(le for le in settlement.leases if (le.key, le.lease_id) in self._local_leases)
+        if held_here:
+            self._local_leases.difference_update((lease.key, lease.lease_id) for lease in held_here)
+            await self._local.settle(Settlement(leases=held_here))
+            remaining = tuple(lease for lease in settlement.leases if lease not in held_here)
+            settlement = replace(settlement, leases=remaining)
+        if self.is_up:
+            try:
+                await self._shared.settle(settlement)
+            except StoreLostError as error:
+                self._lost(error)
+            else:
+                return
+        for meter in settlement.meters:
+            self._owe(meter)
+        await self._local.settle(replace(settlement, leases=()))
+
+    async def renew(self, leases: tuple[LeaseReturn, ...]) -> None:
+        here = tuple(lease for lease in leases if (lease.key, lease.lease_id) in self._local_leases)
+        await self._local.renew(here)
+        there = tuple(lease for lease in leases if (lease.key, lease.lease_id) not in self._local_leases)
+        if self.is_up and there:
+            try:
+                await self._shared.renew(there)
+            except StoreLostError as error:
+                self._lost(error)
+
+    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
+        if self.is_up:
+            try:
+                return await self._shared.read_meters(keys)
+            except StoreLostError as error:
+                self._lost(error)
+        return tuple(self._meters_seen.get(key, 0) + self._owed.get(key, 0) for key in keys)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await self._shared.close()
+
+    async def _acquire_locally(self, demand: Demand) -> Granted | Refused:
+        for meter in demand.meters:
+            self._local.raise_meter(meter.key, self._share(self._meters_seen.get(meter.key, 0)))
+        shared_out = Demand(
+            windows=tuple(replace(window, limit=self._share(window.limit)) for window in demand.windows),
+            leases=tuple(replace(lease, limit=self._share(lease.limit)) for lease in demand.leases),
+            meters=tuple(replace(meter, limit=self._share(meter.limit)) for meter in demand.meters),
+        )
+        outcome = await self._local.acquire(shared_out)
+        if isinstance(outcome, Granted):
+            self._local_leases.update((lease.key, lease.lease_id) for lease in demand.leases)
+            for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
+                self._owe(MeterChange(meter.key, meter.base + units * meter.unit_cost))
+        return outcome
+
+    def _share(self, limit: int) -> int:
+        # Rounded up: a limit below the number of gateways still lets one request through each.
+        return -(-limit // self._num_gateways)
+
+    def _owe(self, change: MeterChange) -> None:
+        self._owed[change.key] = self._owed.get(change.key, 0) + change.delta
+
+    def _lost(self, error: StoreLostError) -> None:
+        if self.is_up:
+            self.is_up = False
+            self._on_change(False)
+            _log.error("limit store lost, policy %s applies: %s", self._policy, error)
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+            try:
+                await self._shared.ping()
+                if not self.is_up:
+                    await self._pay()
+                    self.is_up = True
+                    self._on_change(True)
+                    _log.warning("limit store found again")
+            except StoreLostError as error:
+                self._lost(error)
+
+    async def _pay(self) -> None:
+        owed, self._owed = self._owed, {}
+        changes = tuple(MeterChange(key, delta) for key, delta in owed.items() if delta)
+        try:
+            if changes:
+                await self._shared.settle(Settlement(meters=changes))
+        except StoreLostError:
+            for change in changes:
+                self._owe(change)
+            raise
