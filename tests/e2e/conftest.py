@@ -1,0 +1,41 @@
+"""One stack for the whole session, and books that must balance after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from millrace.inference.v1 import inference_pb2_grpc
+
+from tests.e2e.stack import Stack, has_bundled_weights, running_stack
+
+
+@pytest.fixture(scope="session")
+def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(shared_stack: Stack) -> Iterator[Stack]:
+    """The running stack; afterwards nothing may be left of the test in any engine."""
+    yield shared_stack
+    shared_stack.assert_nothing_leaked()
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with stack.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def stub(stack: Stack) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
+    with stack.channel() as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+needs_weights = pytest.mark.skipif(
+    not has_bundled_weights(), reason="the bundled model's weights are not here; tokens are simulated"
+)

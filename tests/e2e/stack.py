@@ -1,0 +1,269 @@
+"""Starts the real stack the way a user does, and looks into it from outside."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import psutil
+from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from observability.store import SpanReader, StoredSpan, StoreError
+from services.supervisor.config import BUNDLED_MODEL
+from services.supervisor.state import RunState, read_state
+
+START_LIMIT_S = 180.0
+# Longest time that anything which must happen may take; it does not slow a test that passes.
+LIMIT_S = 60.0
+
+LIMITED_KEY = "mr-limited"
+CONCURRENT_KEY = "mr-concurrent"
+RESTRICTED_KEY = "mr-restricted"
+
+
+def _hash(key: str) -> str:
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+CONFIG = f"""
+[gateway]
+default_tier = "standard"
+
+[tiers.interactive]
+priority = 20
+[tiers.standard]
+priority = 10
+[tiers.batch]
+priority = 0
+
+[tenants.development]
+tier = "standard"
+allowed_tiers = ["interactive", "batch"]
+
+[tenants.limited]
+requests_per_minute = 2
+[tenants.concurrent]
+max_concurrent_streams = 1
+[tenants.restricted]
+allowed_models = ["another-model"]
+
+[[keys.entries]]
+id = "limited-1"
+tenant = "limited"
+hash = "{_hash(LIMITED_KEY)}"
+[[keys.entries]]
+id = "concurrent-1"
+tenant = "concurrent"
+hash = "{_hash(CONCURRENT_KEY)}"
+[[keys.entries]]
+id = "restricted-1"
+tenant = "restricted"
+hash = "{_hash(RESTRICTED_KEY)}"
+"""
+
+
+def has_bundled_weights() -> bool:
+    """Whether the model in this repository can be served; otherwise engines are simulated."""
+    return any(BUNDLED_MODEL.glob("*.safetensors"))
+
+
+@dataclass
+class Stack:
+    """A stack in its own process, with its own state directory."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+    output: Path
+
+    @property
+    def state(self) -> RunState:
+        """What runs now."""
+        state = read_state(self.directory)
+        assert state is not None, self.transcript()
+        return state
+
+    @property
+    def address(self) -> str:
+        return self.state.address
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.state.address}"
+
+    @property
+    def model(self) -> str:
+        return self.state.model
+
+    def addresses(self, kind: str, purpose: str) -> list[str]:
+        """Addresses of all processes of one kind, for example ("engine", "grpc")."""
+        return [each.addresses[purpose] for each in self.state.processes if each.name.startswith(kind)]
+
+    def pid(self, name: str) -> int:
+        """Process id of one process."""
+        return next(each.pid for each in self.state.processes if each.name == name)
+
+    def all_processes(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        supervisor = psutil.Process(self.process.pid)
+        return [supervisor, *supervisor.children(recursive=True)]
+
+    def openai(self, key: str | None = None) -> openai.OpenAI:
+        """The SDK, without its own retries."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key or self.state.api_key, max_retries=0, timeout=LIMIT_S
+        )
+
+    def channel(self) -> grpc.Channel:
+        """A blocking gRPC channel to the edge."""
+        return grpc.insecure_channel(self.address)
+
+    def metadata(self, key: str | None = None) -> tuple[tuple[str, str], ...]:
+        """Credentials for gRPC."""
+        return (("authorization", f"Bearer {key or self.state.api_key}"),)
+
+    def transcript(self) -> str:
+        """What the supervisor and its processes wrote, for messages of failed assertions."""
+        logs = sorted((self.directory / "logs").glob("*.log"))
+        tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs]
+        return "\n".join([self.output.read_text(errors="replace"), *tails])
+
+    # --- the engines' books ---
+
+    def invariants(self) -> list[engine_pb2.CheckInvariantsResponse]:
+        """What every engine says about its own bookkeeping."""
+        answers = []
+        for address in self.addresses("engine", "grpc"):
+            with grpc.insecure_channel(address) as channel:
+                stub = engine_pb2_grpc.EngineServiceStub(channel)
+                answers.append(stub.CheckInvariants(engine_pb2.CheckInvariantsRequest(), timeout=LIMIT_S))
+        return answers
+
+    def assert_nothing_leaked(self) -> None:
+        """Every engine's invariants hold, and no request, state or block is held, once all have ended."""
+
+        def settled() -> bool:
+            return all(
+                each.num_requests == 0
+                and each.num_runner_states == 0
+                and each.num_unreferenced_blocks == each.num_total_blocks
+                for each in self.invariants()
+            )
+
+        assert eventually(settled), self.invariants()
+        for each in self.invariants():
+            assert each.ok, each.violation
+
+    # --- traces ---
+
+    def trace(self, request_id: str, names: Sequence[str] = ()) -> list[StoredSpan]:
+        """Spans of a request, once those with `names` have arrived."""
+        found: list[StoredSpan] = []
+
+        def arrived() -> bool:
+            reader = SpanReader(Path(self.state.trace_store))
+            try:
+                found[:] = reader.find(request_id)
+            except StoreError:
+                return False
+            finally:
+                reader.close()
+            return set(names) <= {span.name for span in found}
+
+        assert eventually(arrived), (set(names) - {span.name for span in found}, self.transcript())
+        return found
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
+    """Whether `condition()` becomes true within the limit."""
+    ends_s = time.monotonic() + limit_s
+    while time.monotonic() < ends_s:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@contextmanager
+def running_stack(
+    directory: Path, *arguments: str, config: str = CONFIG, environment: dict[str, str] | None = None
+) -> Iterator[Stack]:
+    """`millrace up` until it is healthy; stopped, and checked to be gone, at the end."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "millrace.toml").write_text(config)
+    stack = start_stack(directory, *arguments, environment=environment)
+    processes: list[psutil.Process] = []
+    try:
+        healthy = eventually(
+            lambda: read_state(directory) is not None or stack.process.poll() is not None, START_LIMIT_S
+        )
+        assert healthy, stack.transcript()
+        assert stack.process.poll() is None, stack.transcript()
+        processes = stack.all_processes()
+        yield stack
+    finally:
+        if stack.process.poll() is None:
+            stack.process.send_signal(signal.SIGTERM)
+        try:
+            stack.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            stack.process.kill()
+            stack.process.wait()
+            raise
+    assert_gone(processes)
+
+
+def start_stack(directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> Stack:
+    """Starts `millrace up` on a free port and returns at once."""
+    engines = () if has_bundled_weights() or "--simulated" in arguments else ("--simulated",)
+    command = [
+        *(sys.executable, "-m", "services.cli", "up", "--port", "0"),
+        *("--config", str(directory / "millrace.toml"), "--model", str(BUNDLED_MODEL)),
+        *engines,
+        *arguments,
+    ]
+    output = directory / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "MILLRACE_STATE_DIR": str(directory), **(environment or {})},
+            start_new_session=True,
+        )
+    return Stack(process, directory, output)
+
+
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    """No orphan is left of these processes."""
+
+    def alive() -> list[psutil.Process]:
+        return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+    def ended() -> bool:
+        try:
+            return not alive()
+        except psutil.NoSuchProcess:
+            return False
+
+    assert eventually(ended, 20.0), alive()
+
+
+def raw(stack: Stack, path: str, body: bytes, key: str | None = None) -> httpx.Response:
+    """A POST of arbitrary bytes."""
+    headers = {
+        "authorization": f"Bearer {key or stack.state.api_key}",
+        "content-type": "application/json",
+    }
+    return httpx.post(f"{stack.url}{path}", content=body, headers=headers, timeout=LIMIT_S, trust_env=False)
