@@ -73,6 +73,10 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     last_token_id: int = 1000
     max_model_len: int = 32_768
     num_blocks: int = 4096
+    # For drills: every step that computes a prompt with this token fails. -1 is no token.
+    poison_token_id: int = -1
+    # For drills: the runner breaks for good when it meets a prompt with this token.
+    break_token_id: int = -1
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "scheduler.aging_interval": scheduler.aging_interval,
             "scheduler.max_waiting": scheduler.max_waiting,
             "scheduler.fairness_band_tokens": scheduler.fairness_band_tokens,
+            "scheduler.max_preemptions": scheduler.max_preemptions,
             "cache.block_size": cache.block_size,
             "simulation.num_blocks": self.simulation.num_blocks,
             "simulation.max_model_len": self.simulation.max_model_len,
@@ -140,6 +145,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for key, fraction in fractions.items():
             if not 0 < fraction <= 1:
                 raise ConfigError(f"engine.{key} = {fraction}: must be above 0 and at most 1")
+        simulation = self.simulation
+        if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
+            raise ConfigError(
+                f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
+                f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
+            )
         if not 0 <= scheduler.watermark < 0.5:
             raise ConfigError(f"engine.scheduler.watermark = {scheduler.watermark}: must be in [0, 0.5)")
         if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:

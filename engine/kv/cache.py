@@ -61,6 +61,11 @@ class KvCache:
         return self._pool.num_available
 
     @property
+    def has_host_tier(self) -> bool:
+        """Whether evicted content may be kept in host memory."""
+        return self._host.num_blocks > 0
+
+    @property
     def num_host_cached(self) -> int:
         """Blocks whose content is in host memory."""
         return len(self._host)

@@ -1,1 +1,1 @@
-"""What executes a step. Free of torch at its root: the core imports a runner by name, when it is asked for."""
+"""What executes a step. Free of torch at its root: the core imports a runner by name, when asked."""

@@ -23,7 +23,7 @@ from services.config import ModelConfig
 Progress = Callable[[str, float], None]
 
 
-class RunnerBroken(Exception):  # noqa: N818 - a state of the device, not a mistake in a call
+class RunnerBroken(Exception):
     """The device or its state is lost for good. No later step can succeed, so nothing is retried."""
 
 

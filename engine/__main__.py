@@ -1,0 +1,114 @@
+"""`python -m engine [--config FILE]`: one engine, front process and core process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from millrace.engine.v1 import engine_pb2_grpc
+
+from engine.config import EngineConfig
+from engine.service.engine_process import CoreDied, EngineProcess
+from engine.service.servicer import FULL_NAME, EngineServicer
+from observability import logging as json_logging
+from observability.config import ObservabilityConfig
+from observability.tracing import Telemetry, setup
+from services.config import ModelConfig, SecurityConfig, load_section, read_tables
+from services.errors import ConfigError
+from services.server import GrpcServer, wait_for_signal
+
+_log = logging.getLogger(__name__)
+
+# The gRPC server's own grace after everything has drained, in seconds.
+_STOP_GRACE_S = 1.0
+# How long health stays visibly NOT_SERVING before a process whose core is gone ends, in seconds.
+_LOST_LINGER_S = 1.0
+_EXIT_CONFIG = 2
+_EXIT_LOST = 70
+
+
+async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
+    """Runs one engine until SIGTERM, SIGINT or the loss of its core; returns the exit code."""
+    config = load_section(tables, "engine", EngineConfig)
+    config.validate()
+    model = load_section(tables, "model", ModelConfig)
+    security = load_section(tables, "security", SecurityConfig)
+    engine = EngineProcess(config, model, telemetry)
+    server = GrpcServer(config.listen)
+    servicer = EngineServicer(engine, security.secret(), security.max_context_age_s)
+    server.add(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, FULL_NAME)
+    await server.start()
+    # A signal ends start-up as well: loading may take minutes.
+    signalled = asyncio.create_task(wait_for_signal())
+    starting = asyncio.create_task(engine.start())
+    await asyncio.wait({signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await engine.stop()
+        await server.stop(0)
+        return 0
+    try:
+        await starting
+    except BaseException:
+        signalled.cancel()
+        await engine.stop()
+        await server.stop(0)
+        raise
+    host = config.listen.rpartition(":")[0]
+    await server.set_serving(True)
+    print(f"ready engine grpc={host}:{server.port}", flush=True)
+    return await _until_end(engine, server, signalled, config)
+
+
+async def _until_end(
+    engine: EngineProcess, server: GrpcServer, signalled: asyncio.Task[Any], config: EngineConfig
+) -> int:
+    lost = asyncio.create_task(engine.lost.wait())
+    await asyncio.wait({signalled, lost}, return_when=asyncio.FIRST_COMPLETED)
+    await server.set_serving(False)
+    if not lost.done():
+        lost_while_draining = asyncio.create_task(engine.drain(config.drain_limit_s))
+        await asyncio.wait({lost, lost_while_draining}, return_when=asyncio.FIRST_COMPLETED)
+        lost_while_draining.cancel()
+    code = 0
+    if engine.lost.is_set():
+        _log.error("the core process is lost; the engine ends")
+        await engine.flush()
+        if not signalled.done():
+            await asyncio.wait({signalled}, timeout=_LOST_LINGER_S)
+        code = _EXIT_LOST
+    lost.cancel()
+    signalled.cancel()
+    await server.stop(_STOP_GRACE_S)
+    await engine.stop()
+    return code
+
+
+def main() -> int:
+    """Exit code 0 after a drain, 2 for a configuration error, 70 when the core was lost."""
+    parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
+    parser.add_argument("--config", type=Path, default=None, help="configuration file (TOML)")
+    arguments = parser.parse_args()
+    try:
+        tables = read_tables(arguments.config)
+        observing = load_section(tables, "observability", ObservabilityConfig)
+        json_logging.configure("engine", observing.log_level)
+        telemetry = setup("engine", observing)
+        try:
+            return asyncio.run(serve(tables, telemetry))
+        finally:
+            telemetry.shutdown()
+    except ConfigError as error:
+        print(f"python -m engine: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except CoreDied as error:
+        print(f"python -m engine: {error}", file=sys.stderr)
+        return _EXIT_LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

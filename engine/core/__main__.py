@@ -1,0 +1,111 @@
+"""The core process: loads the model, then steps until the front goes away. Started by the front only.
+
+`python -m engine.core --fd N` with N the inherited end of a socket pair. It has an interpreter of its own, so
+that gRPC, protobuf and tracing never take the GIL from a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
+import signal
+import socket
+import sys
+
+from engine.config import EngineConfig
+from engine.core import messages
+from engine.core.frames import CoreSocket, PeerGone
+from engine.core.loop import EngineLoop
+from engine.runner.base import Builder
+from engine.scheduler import Scheduler
+from engine.types import MemoryPlan, ModelFacts
+from observability import logging as json_logging
+from services.config import ModelConfig
+from services.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+# Modules with a `build`; imported only when asked for, because torch is heavy.
+RUNNERS = {"torch": "engine.runner.torch_runner", "simulated": "engine.runner.simulated"}
+
+# Exit codes beyond 0: 2 is a configuration error, as for every main; 70 is a runner that broke.
+_EXIT_CONFIG = 2
+_EXIT_BROKEN = 70
+
+
+def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
+    if config.speculation.method != "off":
+        # Drafts of a step are known only after its tokens are.
+        return False
+    choice = config.scheduler.overlap
+    return facts.device.startswith("cuda") if choice == "auto" else choice == "on"
+
+
+def make_scheduler(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Scheduler:
+    """The scheduler over the memory that the runner allocated."""
+    bytes_per_block = memory.kv_bytes_per_token * memory.block_size
+    return Scheduler(
+        config.scheduler,
+        config.cache,
+        memory,
+        model=model.path,
+        num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
+    )
+
+
+def _serve(connection: CoreSocket) -> int:
+    (start,) = _first_messages(connection)
+    config, model = start.config, start.model
+    name = "simulated" if config.simulated else "torch"
+    builder: Builder = importlib.import_module(RUNNERS[name]).build
+    try:
+        runner, memory, facts = builder(
+            config, model, lambda stage, fraction: connection.send(messages.Progress(stage, fraction))
+        )
+    except ConfigError as error:
+        connection.send(messages.Refused(str(error)))
+        return _EXIT_CONFIG
+    scheduler = make_scheduler(config, model, memory)
+    loop = EngineLoop(scheduler, runner, connection, overlap=_overlaps(config, facts))
+    # What start-up left behind lives as long as the process; collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    connection.send(messages.Ready(memory, facts))
+    try:
+        loop.run()
+    finally:
+        runner.close()
+    return _EXIT_BROKEN if loop.broken else 0
+
+
+def _first_messages(connection: CoreSocket) -> list[messages.Start]:
+    while True:
+        received = connection.receive(60.0)
+        if received:
+            return [message for message in received if isinstance(message, messages.Start)]
+
+
+def main() -> int:
+    """Runs until the front closes the socket or asks to stop."""
+    parser = argparse.ArgumentParser(prog="python -m engine.core", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front process")
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args()
+    # A terminal's Ctrl-C reaches the whole group; the front decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    json_logging.configure("engine-core", arguments.log_level)
+    connection = socket.socket(fileno=arguments.fd)
+    try:
+        return _serve(CoreSocket(connection))
+    except PeerGone:
+        _log.info("the front is gone; the core ends")
+        return 0
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

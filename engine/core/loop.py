@@ -1,0 +1,203 @@
+"""The engine's heartbeat: commands in, one step, events out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.core import messages
+from engine.runner.base import PendingStep, Runner, RunnerBroken
+from engine.scheduler import Scheduler
+from engine.scheduler.isolation import Verdict
+from engine.types import RequestFailure, SchedulerOutput, StepResult
+
+_log = logging.getLogger(__name__)
+
+# Load is reported at least this often, in seconds.
+_IDLE_REPORT_S = 1.0
+# Pause before looking again when there is work that no plan can take up yet, in seconds.
+_STALLED_S = 0.01
+
+
+class Mailbox(Protocol):
+    """Where commands come from and reports go."""
+
+    def receive(self, timeout_s: float) -> list[messages.Command]:
+        """Commands that have arrived, waiting up to `timeout_s` for the first."""
+        ...
+
+    def send(self, message: messages.Report) -> None:
+        """Passes a report on."""
+        ...
+
+
+class _Launched:
+    """A step on its way, or one whose launch already failed."""
+
+    def __init__(self, plan: SchedulerOutput, pending: PendingStep | None, cause: str) -> None:
+        self.plan = plan
+        self._pending = pending
+        self._cause = cause
+
+    def wait(self) -> StepResult:
+        if self._pending is None:
+            return StepResult(self.plan.step_id, (), failure=self._cause)
+        try:
+            return self._pending.wait()
+        except RunnerBroken:
+            raise
+        except Exception as error:
+            _log.exception("step %d failed", self.plan.step_id)
+            return StepResult(self.plan.step_id, (), failure=f"{type(error).__name__}: {error}")
+
+
+class EngineLoop:
+    """Drives scheduler and runner. With `overlap`, step n + 1 is planned and launched while step n runs; the
+    tokens are the same, because a plan never depends on which token was sampled, only on how many.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        *,
+        overlap: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._mailbox = mailbox
+        self._overlap = overlap
+        self._clock = clock
+        self._launched: _Launched | None = None
+        self._checks: list[int] = []
+        self._last_step_id = 0
+        self._stalled = False
+        self.stopped = False
+        self.broken = False
+
+    def run(self) -> None:
+        """Steps until told to stop, or until the runner breaks."""
+        while not self.stopped:
+            self.step()
+
+    def step(self) -> None:
+        """One turn: take commands, plan, launch, take a result in, publish."""
+        self._take_commands(self._patience_s())
+        if self.stopped:
+            return
+        try:
+            plan = self._scheduler.schedule(self._clock())
+            previous, self._launched = self._launched, self._launch(plan)
+            self._stalled = previous is None and self._launched is None
+            if previous is not None:
+                self._collect(previous)
+            if self._launched is not None and not self._may_overlap():
+                self._collect(self._launched)
+                self._launched = None
+        except RunnerBroken as error:
+            self._give_up(str(error))
+        self._publish()
+        self._answer_checks()
+
+    def _patience_s(self) -> float:
+        if self._launched is not None or self._checks:
+            return 0.0
+        if self._scheduler.has_work:
+            return _STALLED_S if self._stalled else 0.0
+        deadline = self._scheduler.next_deadline_s()
+        if deadline is None:
+            return _IDLE_REPORT_S
+        return min(_IDLE_REPORT_S, max(0.0, deadline - self._clock()))
+
+    def _may_overlap(self) -> bool:
+        return self._overlap and not self._scheduler.isolating and not self._checks
+
+    def _take_commands(self, timeout_s: float) -> None:
+        for command in self._mailbox.receive(timeout_s):
+            now = self._clock()
+            match command:
+                case messages.Submit(request):
+                    self._scheduler.submit(request, now)
+                case messages.Cancel(request_id, reason):
+                    self._scheduler.cancel(request_id, now, reason)
+                case messages.Fail(request_id, failure):
+                    self._scheduler.fail_request(request_id, failure)
+                case messages.Check(token):
+                    self._checks.append(token)
+                case messages.Stop():
+                    self.stopped = True
+                case messages.Start():
+                    raise AssertionError("started twice")
+
+    def _launch(self, plan: SchedulerOutput) -> _Launched | None:
+        if not plan.scheduled and not plan.released:
+            return None
+        self._last_step_id = plan.step_id
+        try:
+            return _Launched(plan, self._runner.launch(plan), "")
+        except RunnerBroken:
+            raise
+        except Exception as error:
+            _log.exception("launch of step %d failed", plan.step_id)
+            return _Launched(plan, None, f"{type(error).__name__}: {error}")
+
+    def _collect(self, launched: _Launched) -> None:
+        result = launched.wait()
+        if not result.failure:
+            self._scheduler.update(result, self._clock())
+            return
+        _log.warning("step %d failed: %s", result.step_id, result.failure)
+        if self._scheduler.fail(result.step_id, result.failure, self._clock()) is Verdict.BROKEN:
+            raise RunnerBroken(result.failure)
+
+    def _give_up(self, cause: str) -> None:
+        _log.error("the runner is broken: %s", cause)
+        self._launched = None
+        self._scheduler.fail_all(
+            RequestFailure(
+                reason="STEP_FAILED",
+                message=f"the engine's step failed ({cause}) and the engine cannot go on; retry: another "
+                "engine, or this one after its restart, will take the request",
+                metadata={"cause": cause},
+                retry_after_s=5.0,
+            )
+        )
+        self._publish()
+        self._mailbox.send(messages.Broken(cause))
+        self.broken = True
+        self.stopped = True
+
+    def _publish(self) -> None:
+        self._mailbox.send(
+            messages.StepDone(
+                self._last_step_id,
+                self._scheduler.take_events(),
+                self._scheduler.take_kv_events(),
+                self._scheduler.load(self._clock()),
+            )
+        )
+
+    def _answer_checks(self) -> None:
+        if self._launched is not None or not self._checks or self.stopped:
+            return
+        violation = ""
+        try:
+            self._scheduler.check_invariants()
+        except AssertionError as error:
+            violation = str(error) or "an invariant without a name"
+        for token in self._checks:
+            self._mailbox.send(
+                messages.Checked(
+                    token=token,
+                    violation=violation,
+                    num_unreferenced_blocks=self._scheduler.num_unreferenced_blocks,
+                    num_total_blocks=self._scheduler.num_total_blocks,
+                    num_requests=self._scheduler.num_requests,
+                    num_runner_states=self._runner.num_states(),
+                )
+            )
+        self._checks.clear()

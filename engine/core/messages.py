@@ -1,0 +1,103 @@
+"""What front and core process tell each other, as tagged plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.scheduler import SchedulerLoad
+from engine.types import FinishReason, KvEvent, MemoryPlan, ModelFacts, Request, RequestFailure, TokenEvent
+from services.config import ModelConfig
+
+# Front to core.
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """First message: what to load."""
+
+    config: EngineConfig
+    model: ModelConfig
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request, already validated."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Ends a request without an error. Unknown and ended requests are ignored."""
+
+    request_id: int
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+class Fail(msgspec.Struct, frozen=True, tag="fail"):
+    """Ends a request with an error."""
+
+    request_id: int
+    failure: RequestFailure
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Asks for the state of the books between two steps."""
+
+    token: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Asks the core to end."""
+
+
+Command = Start | Submit | Cancel | Fail | Check | Stop
+
+# Core to front.
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A stage of start-up and the part of it that is done."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The runner is loaded and warmed up."""
+
+    memory: MemoryPlan
+    facts: ModelFacts
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Start-up failed for a reason that the operator can mend."""
+
+    message: str
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step"):
+    """Everything that happened in one step, or the load alone when idle."""
+
+    step_id: int
+    events: list[TokenEvent]
+    kv_events: tuple[KvEvent, ...]
+    load: SchedulerLoad
+
+
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """Answer to Check. `violation` is empty when everything adds up."""
+
+    token: int
+    violation: str
+    num_unreferenced_blocks: int
+    num_total_blocks: int
+    num_requests: int
+    num_runner_states: int
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """The runner is lost; every request was ended with STEP_FAILED and the core ends."""
+
+    cause: str
+
+
+Report = Progress | Ready | Refused | StepDone | Checked | Broken

@@ -1,0 +1,205 @@
+"""An engine without weights: deterministic tokens at a configurable speed.
+
+The token at output position i (0 for the first) of choice c is
+
+    first_token_id + (sum of the prompt's ids + 13 * seed + 7 * c + i) mod (last_token_id - first_token_id)
+
+so every output can be checked by hand, and a choice that continues after a preemption, or on another engine,
+yields the same tokens. If `allowed_token_ids` is given, the same number picks from that list instead.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from engine.config import EngineConfig, SimulatedConfig
+from engine.runner.base import Progress, RunnerBroken
+from engine.types import (
+    MemoryPlan,
+    ModelFacts,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+    TokenLogprobs,
+)
+from services.config import ModelConfig
+
+# What is reported for every token, when log-probabilities are asked for.
+_LOGPROB = math.log(0.5)
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What the runner remembers of one sequence."""
+
+    sampling: SamplingParams
+    choice_index: int
+    prompt: tuple[int, ...]
+    prompt_sum: int
+    # Prompt and output, the tokens sampled here included.
+    num_tokens: int
+    is_poisoned: bool
+
+
+class SimulatedStep:
+    """A step whose result is known and whose time has perhaps not come."""
+
+    def __init__(self, result: StepResult | None, done_s: float, cause: str) -> None:
+        self._result = result
+        self._done_s = done_s
+        self._cause = cause
+
+    def wait(self) -> StepResult:
+        """Sleeps until the step would be done; raises when it was made to fail."""
+        delay = self._done_s - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
+        if self._result is None:
+            raise RuntimeError(self._cause)
+        return self._result
+
+
+class SimulatedRunner:
+    """Implements engine.runner.base.Runner. Steps take their time one after another, as on a device."""
+
+    def __init__(self, config: SimulatedConfig) -> None:
+        self._config = config
+        self._span = min(config.last_token_id, config.vocab_size) - config.first_token_id
+        self._states: dict[int, SequenceState] = {}
+        self._free_s = 0.0
+
+    def launch(self, plan: SchedulerOutput) -> SimulatedStep:
+        """Applies the plan; the step is done when its simulated time is over."""
+        for sequence_id in plan.released:
+            self._states.pop(sequence_id, None)
+        for new in plan.new_sequences:
+            self._states[new.sequence_id] = self._new_state(new)
+        for parent, child in plan.forks:
+            state = self._states[parent]
+            self._states[child] = SequenceState(
+                state.sampling,
+                state.choice_index,
+                state.prompt,
+                state.prompt_sum,
+                state.num_tokens,
+                state.is_poisoned,
+            )
+        seconds = self._duration(plan)
+        self._free_s = max(time.monotonic(), self._free_s) + seconds
+        if any(self._states[row.sequence_id].is_poisoned for row in plan.scheduled):
+            return SimulatedStep(None, self._free_s, "a prompt holds simulation.poison_token_id")
+        results = tuple(self._compute(row) for row in plan.scheduled)
+        return SimulatedStep(StepResult(plan.step_id, results, seconds), self._free_s, "")
+
+    def num_states(self) -> int:
+        """Sequences that are remembered."""
+        return len(self._states)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self._states.clear()
+
+    def token(self, state: SequenceState, position: int) -> int:
+        """The token at an output position, by the formula at the top of this module."""
+        number = state.prompt_sum + 13 * state.sampling.seed + 7 * state.choice_index + position
+        allowed = state.sampling.allowed_token_ids
+        return (
+            allowed[number % len(allowed)] if allowed else self._config.first_token_id + number % self._span
+        )
+
+    def _new_state(self, new: NewSequence) -> SequenceState:
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        if self._config.break_token_id in prompt:
+            raise RunnerBroken("a prompt holds simulation.break_token_id")
+        poisoned = self._config.poison_token_id in prompt
+        return SequenceState(
+            new.sampling, new.choice_index, prompt, sum(prompt), len(new.token_ids), poisoned
+        )
+
+    def _duration(self, plan: SchedulerOutput) -> float:
+        if not plan.scheduled:
+            return 0.0
+        per_token = 1 / self._config.tokens_per_s if self._config.tokens_per_s else 0.0
+        return self._config.step_ms / 1000 + plan.num_tokens * per_token
+
+    def _compute(self, row: ScheduledSequence) -> SequenceResult:
+        state = self._states[row.sequence_id]
+        prompt_logprobs = self._prompt_logprobs(row, state)
+        if not row.samples:
+            return SequenceResult(row.sequence_id, (), prompt_logprobs=prompt_logprobs)
+        first = state.num_tokens - len(state.prompt)
+        tokens = [self.token(state, first)]
+        for draft in row.draft_token_ids:
+            if draft != tokens[-1]:
+                break
+            tokens.append(self.token(state, first + len(tokens)))
+        state.num_tokens += len(tokens)
+        count = state.sampling.logprobs
+        logprobs = () if count is None else tuple(_logprob(token, count) for token in tokens)
+        return SequenceResult(
+            row.sequence_id,
+            tuple(tokens),
+            logprobs,
+            prompt_logprobs,
+            num_drafted=len(row.draft_token_ids),
+            num_accepted=len(tokens) - 1,
+        )
+
+    @staticmethod
+    def _prompt_logprobs(row: ScheduledSequence, state: SequenceState) -> tuple[TokenLogprobs, ...]:
+        count = state.sampling.prompt_logprobs
+        if count is None:
+            return ()
+        # The logits of position p are about token p + 1.
+        ids = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
+        return tuple(_logprob(token, count) for token in ids)
+
+
+def _logprob(token_id: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id,
+        _LOGPROB,
+        tuple(token_id + offset for offset in range(count)),
+        tuple(_LOGPROB * (offset + 1) for offset in range(count)),
+    )
+
+
+def _no_progress(stage: str, fraction: float) -> None:
+    """Used when nobody watches."""
+
+
+def build(
+    config: EngineConfig, model: ModelConfig, progress: Progress = _no_progress
+) -> tuple[SimulatedRunner, MemoryPlan, ModelFacts]:
+    """The simulated runner of a configuration; nothing is loaded."""
+    simulation, block_size = config.simulation, config.cache.block_size
+    progress("simulated engine", 1.0)
+    limit = min(simulation.max_model_len, simulation.num_blocks * block_size)
+    limit = min(limit, config.max_model_len or limit)
+    kv_bytes = simulation.num_blocks * block_size
+    memory = MemoryPlan(
+        total_bytes=kv_bytes,
+        weights_bytes=0,
+        workspace_bytes=0,
+        headroom_bytes=0,
+        kv_cache_bytes=kv_bytes,
+        kv_bytes_per_token=1,
+        block_size=block_size,
+        num_blocks=simulation.num_blocks,
+        max_model_len=limit,
+    )
+    facts = ModelFacts(
+        max_model_len=limit,
+        vocab_size=simulation.vocab_size,
+        eos_token_ids=(),
+        dtype="none",
+        attention_backend="simulated",
+        device="none",
+        num_layers=0,
+    )
+    return SimulatedRunner(simulation), memory, facts

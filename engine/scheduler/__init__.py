@@ -1,0 +1,5 @@
+"""Decides what every step computes. No torch, no grpc, no clock: time is an argument."""
+
+from engine.scheduler.scheduler import Scheduler, SchedulerLoad
+
+__all__ = ["Scheduler", "SchedulerLoad"]

@@ -1,0 +1,137 @@
+"""Takes a step's result in: confirms what was computed, appends tokens, ends choices, reports."""
+
+from __future__ import annotations
+
+from engine.scheduler.pace import StepPace
+from engine.scheduler.queue import account_of
+from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.state import Row, SchedulerState, StepInFlight
+from engine.types import FinishReason, RequestFailure, SequenceResult, StepResult, TokenEvent, TokenLogprobs
+
+_NOTHING = SequenceResult(sequence_id=-1, token_ids=())
+
+
+class ResultHandler:
+    """Applies successful step results to the state. Failed steps are the business of isolation."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._last_result_s = 0.0
+        self.pace = StepPace()
+
+    def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
+        """Books every row of the step that still concerns someone."""
+        # Overlapped steps are planned before the device is free for them.
+        started = max(step.planned_s, self._last_result_s)
+        self._last_result_s = now
+        self.pace.observe(step.rows.values(), result.compute_s or now - started)
+        long_share = self._long_share(step)
+        results = {each.sequence_id: each for each in result.results}
+        prefill_end = max(started, now - result.sampling_s)
+        for sequence_id, row in step.rows.items():
+            sequence = row.sequence
+            if sequence.status is Status.FINISHED:
+                continue
+            outcome = results.get(sequence_id, _NOTHING)
+            failure = outcome.failure
+            if not failure and row.samples and not outcome.token_ids:
+                failure = "the runner returned no token"
+            if failure:
+                self._state.fail_group(sequence.group, poisoned(failure))
+                continue
+            sequence.num_steps += 1
+            sequence.grammar_s += outcome.grammar_s
+            if row.is_prefill:
+                sequence.group.prefill_chunks.append((started, prefill_end, row.num_tokens))
+            elif long_share:
+                sequence.blames("long_prefill", (now - started) * long_share)
+            self._apply_row(row, outcome, prefill_end, now)
+
+    @staticmethod
+    def _long_share(step: StepInFlight) -> float:
+        total = sum(row.num_tokens for row in step.rows.values())
+        return sum(row.num_tokens for row in step.rows.values() if row.is_long) / total if total else 0.0
+
+    def _apply_row(self, row: Row, outcome: SequenceResult, prefill_end: float, now: float) -> None:
+        sequence = row.sequence
+        sequence.prompt_logprobs.extend(outcome.prompt_logprobs)
+        if not row.samples:
+            self._confirm(row, 0)
+            return
+        sequence.num_pending -= 1
+        num_rejected = len(row.draft_token_ids) - outcome.num_accepted if row.draft_token_ids else 0
+        sequence.drafted_tokens += len(row.draft_token_ids)
+        sequence.accepted_tokens += outcome.num_accepted
+        token_ids, reason, stop_token_id = self._accept(sequence, outcome)
+        self._confirm(row, num_rejected)
+        request = sequence.group.request
+        self._state.counters.charge(account_of(sequence), request.weight, 0, len(token_ids))
+        sequence.draft_token_ids = outcome.next_draft_token_ids
+        event = TokenEvent(
+            request_id=request.request_id,
+            choice_index=sequence.choice_index,
+            token_ids=token_ids,
+            logprobs=self._logprobs(sequence, outcome, len(token_ids)),
+            prompt_logprobs=self._take_prompt_logprobs(sequence),
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            first_token=sequence.group.take_first_token_timings(prefill_end, now),
+            statistics=None if reason is None else sequence.statistics(now),
+        )
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        if reason is None:
+            self._state.events.append(event)
+        else:
+            self._state.finish(sequence, reason, now, event=event)
+
+    def _accept(
+        self, sequence: Sequence, outcome: SequenceResult
+    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+        """Appends the new tokens up to the end of the choice: (tokens kept, reason to end, stop token)."""
+        sampling = sequence.sampling
+        for count, token_id in enumerate(outcome.token_ids, start=1):
+            sequence.token_ids.append(token_id)
+            kept = outcome.token_ids[:count]
+            if token_id in sampling.stop_token_ids and sequence.num_output_tokens >= sampling.min_tokens:
+                return kept, FinishReason.STOP, token_id
+            if sequence.num_known >= sequence.max_tokens_total:
+                done = outcome.grammar_finished and count == len(outcome.token_ids)
+                return kept, FinishReason.STOP if done else FinishReason.LENGTH, None
+        return outcome.token_ids, FinishReason.STOP if outcome.grammar_finished else None, None
+
+    def _confirm(self, row: Row, num_rejected: int) -> None:
+        """The row's positions hold valid keys and values; full blocks among them become reusable."""
+        sequence = row.sequence
+        if row.epoch != sequence.epoch:
+            return
+        sequence.drafts_in_flight = False
+        sequence.num_computed -= num_rejected
+        sequence.num_confirmed = min(row.start + row.num_tokens - num_rejected, sequence.num_known)
+        if self._state.cache.prefix_caching:
+            sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
+            self._state.cache.register(sequence.table, sequence.hasher, sequence.num_confirmed)
+
+    @staticmethod
+    def _logprobs(sequence: Sequence, outcome: SequenceResult, count: int) -> tuple[TokenLogprobs, ...]:
+        for each in outcome.logprobs[:count]:
+            sequence.sum_logprob += each.logprob
+        return outcome.logprobs[:count] if sequence.group.request.sampling.logprobs is not None else ()
+
+    @staticmethod
+    def _take_prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs, ...]:
+        if not sequence.prompt_logprobs or sequence.first_token_s is not None:
+            return ()
+        taken = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs.clear()
+        return taken
+
+
+def poisoned(cause: str) -> RequestFailure:
+    """The error of a request that cannot be computed, while others can."""
+    return RequestFailure(
+        reason="POISONED_REQUEST",
+        message=f"this request makes the engine's step fail ({cause}); it was isolated and ended; others are "
+        "not affected; do not send it again unchanged",
+        metadata={"cause": cause},
+    )

@@ -1,0 +1,276 @@
+"""The scheduler as the core loop sees it: submit and cancel, schedule a step, take its result in."""
+
+from __future__ import annotations
+
+import heapq
+
+import msgspec
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.kv import KvCache, PrefixHasher
+from engine.scheduler import admission
+from engine.scheduler.group import RequestGroup
+from engine.scheduler.isolation import FailureIsolation, Verdict
+from engine.scheduler.planner import Planner
+from engine.scheduler.queue import account_of
+from engine.scheduler.results import ResultHandler
+from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.state import SchedulerState
+from engine.types import (
+    FinishReason,
+    KvEvent,
+    MemoryPlan,
+    Request,
+    RequestFailure,
+    SchedulerOutput,
+    StepResult,
+    TokenEvent,
+)
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What routers need to know, between two steps."""
+
+    num_running: int
+    num_waiting: int
+    pending_prefill_tokens: int
+    num_free_blocks: int
+    num_total_blocks: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    oldest_wait_s: float
+    num_preemptions: int
+
+
+class Scheduler:
+    """Owns every sequence and block of one engine.
+
+    Call order: any number of submit and cancel, then `schedule`, then `update` (or `fail`) with the result of
+    the oldest plan not yet answered. With overlap, one more plan may be made before the answer. Events
+    collect in between and are taken with `take_events`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        memory: MemoryPlan,
+        *,
+        model: str,
+        num_host_blocks: int = 0,
+    ) -> None:
+        cache = KvCache(
+            num_blocks=memory.num_blocks,
+            block_size=memory.block_size,
+            prefix_caching=cache_config.prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
+        self._state = SchedulerState(config, memory, cache, model)
+        self._planner = Planner(self._state)
+        self._results = ResultHandler(self._state)
+        self._isolation = FailureIsolation(self._state)
+        self._next_sequence_id = 1
+        # (moment, request id, whether it is the queue limit), lazily cleaned.
+        self._deadlines: list[tuple[float, int, bool]] = []
+
+    # Requests.
+
+    def submit(self, request: Request, now: float) -> None:
+        """Accepts the request into the queue, or ends it at once with an event that says why not."""
+        failure = self._refusal(request, now)
+        if failure is not None:
+            self._state.events.append(
+                TokenEvent(
+                    request_id=request.request_id,
+                    choice_index=request.choice_index,
+                    finish_reason=FinishReason.ERROR,
+                    failure=failure,
+                )
+            )
+            return
+        group = RequestGroup(request)
+        for index in range(request.sampling.n):
+            group.sequences.append(self._new_sequence(group, index))
+        first, *others = group.sequences
+        for sequence in others:
+            sequence.status = Status.HELD
+            sequence.fork_parent = first
+        self._state.groups[request.request_id] = group
+        self._state.counters.enter(account_of(first))
+        self._state.waiting.push(first)
+        self._state.pace.waiting(request.priority, now)
+        for moment, is_queue_limit in ((request.deadline_s, False), (request.queue_deadline_s, True)):
+            if moment is not None:
+                heapq.heappush(self._deadlines, (moment, request.request_id, is_queue_limit))
+
+    def cancel(self, request_id: int, now: float, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """Ends what is left of the request; False when it has ended already."""
+        group = self._state.groups.get(request_id)
+        if group is None:
+            return False
+        for sequence in group.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._state.finish(sequence, reason, now)
+        return True
+
+    def fail_request(self, request_id: int, failure: RequestFailure) -> bool:
+        """Ends the request with an error; False when it has ended already."""
+        group = self._state.groups.get(request_id)
+        if group is None:
+            return False
+        self._state.fail_group(group, failure)
+        return True
+
+    def fail_all(self, failure: RequestFailure) -> None:
+        """Ends every request with the same error: nothing can be computed any more."""
+        self._isolation.give_up(failure)
+
+    # Steps.
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plans the next step; one without rows and releases need not be launched."""
+        self._expire(now)
+        return self._planner.plan(now, self._isolation.allowed())
+
+    def update(self, result: StepResult, now: float) -> None:
+        """Takes in the result of the oldest plan not yet answered."""
+        step = self._state.in_flight.popleft()
+        assert step.step_id == result.step_id, f"result of step {result.step_id}, expected {step.step_id}"
+        assert not result.failure, "a failed step goes to fail()"
+        if step.void:
+            return
+        if step.rows:
+            self._isolation.succeeded()
+        self._results.apply(step, result, now)
+
+    def fail(self, step_id: int, cause: str, now: float) -> Verdict:
+        """Takes in that the oldest plan not yet answered failed as a whole."""
+        step = self._state.in_flight.popleft()
+        assert step.step_id == step_id, f"failure of step {step_id}, expected {step.step_id}"
+        if step.void:
+            return Verdict.RETRY
+        return self._isolation.failed(step, cause, now)
+
+    @property
+    def isolating(self) -> bool:
+        """Whether a failure is being isolated, or a void step is in flight; steps must not overlap then."""
+        return self._isolation.active or any(step.void for step in self._state.in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans not yet answered."""
+        return len(self._state.in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._state.groups)
+
+    @property
+    def num_unreferenced_blocks(self) -> int:
+        """Blocks that no sequence holds: free and cached ones."""
+        return self._state.cache.num_available
+
+    @property
+    def num_total_blocks(self) -> int:
+        """All blocks of the device."""
+        return self._state.cache.num_blocks
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan made now could contain anything."""
+        return bool(self._state.groups or self._state.released)
+
+    def request_ids(self) -> tuple[int, ...]:
+        """Requests that have not ended."""
+        return tuple(self._state.groups)
+
+    def next_deadline_s(self) -> float | None:
+        """Moment at which `schedule` must be called though nothing else happens."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def take_events(self) -> list[TokenEvent]:
+        """What happened since the last call, in order."""
+        events, self._state.events = self._state.events, []
+        return events
+
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """Changes of the prefix cache since the last call."""
+        return self._state.cache.take_events()
+
+    def load(self, now: float) -> SchedulerLoad:
+        """The present load."""
+        state, pace = self._state, self._results.pace
+        oldest = state.waiting.oldest()
+        return SchedulerLoad(
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            pending_prefill_tokens=state.waiting.pending_tokens
+            + sum(sequence.remaining_prefill for sequence in state.running),
+            num_free_blocks=state.cache.num_available,
+            num_total_blocks=state.cache.num_blocks,
+            prefill_tokens_per_s=pace.prefill_tokens_per_s,
+            decode_tokens_per_s=pace.decode_tokens_per_s,
+            oldest_wait_s=now - oldest.group.request.arrival_s if oldest else 0.0,
+            num_preemptions=state.num_preemptions,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError with the first thing that does not add up."""
+        self._state.check_invariants()
+
+    # Inside.
+
+    def _new_sequence(self, group: RequestGroup, index: int) -> Sequence:
+        request = group.request
+        sampling = request.sampling
+        if index and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        sequence = Sequence(
+            sequence_id=self._next_sequence_id,
+            group=group,
+            choice_index=request.choice_index + index,
+            sampling=sampling,
+            max_tokens_total=admission.tokens_limit(request, self._state.memory),
+            hasher=PrefixHasher(
+                model=self._state.model,
+                adapter=request.adapter,
+                salt=request.cache_salt,
+                block_size=self._state.cache.block_size,
+            ),
+        )
+        sequence.order = self._next_sequence_id
+        self._next_sequence_id += 1
+        return sequence
+
+    def _refusal(self, request: Request, now: float) -> RequestFailure | None:
+        state, config = self._state, self._state.config
+        failure = admission.refuse_impossible(request, state.memory, config.max_num_seqs)
+        if failure is not None:
+            return failure
+        num_ahead = state.waiting.num_at_or_above(request.priority)
+        displaceable = sum(
+            sequence.priority < request.priority and not sequence.boosted for sequence in state.running
+        )
+        free_slots = config.max_num_seqs - len(state.running) + displaceable
+        wait_s = 0.0
+        if num_ahead >= free_slots:
+            wait_s = state.pace.expected_wait_s(request.priority, num_ahead, now) or 0.0
+        if len(state.waiting) >= config.max_waiting:
+            return admission.queue_full(len(state.waiting), config.max_waiting, wait_s)
+        if config.refuse_early and request.queue_deadline_s is not None:
+            limit_s = request.queue_deadline_s - request.arrival_s
+            if now + wait_s > request.queue_deadline_s:
+                return admission.would_wait_too_long(request, wait_s, limit_s)
+        return None
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id, is_queue_limit = heapq.heappop(self._deadlines)
+            group = self._state.groups.get(request_id)
+            if group is None:
+                continue
+            if not is_queue_limit:
+                self.cancel(request_id, now, FinishReason.DEADLINE)
+            elif group.first_scheduled_s is None:
+                self._state.fail_group(group, admission.waited_too_long(group.request, now))

@@ -1,0 +1,158 @@
+"""One choice of a request while it is decoded. Mutable, owned by the scheduler."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from engine.kv.block_table import BlockTable
+from engine.kv.hashing import PrefixHasher
+from engine.types import ChoiceStatistics, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.scheduler.group import RequestGroup
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    # A further choice that starts when the first one has computed the prompt.
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Token ids and progress of one choice.
+
+    Positions, in order:  computed in confirmed steps <= `num_confirmed` <= `num_computed` (a step in flight
+    included) <= `num_known` = len(token_ids) <= `num_expected` (tokens that steps in flight will sample).
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_id: int,
+        group: RequestGroup,
+        choice_index: int,
+        sampling: SamplingParams,
+        max_tokens_total: int,
+        hasher: PrefixHasher,
+    ) -> None:
+        request = group.request
+        self.sequence_id = sequence_id
+        self.group = group
+        self.choice_index = choice_index
+        # As the runner sees it: may ask for more log-probabilities than the client did.
+        self.sampling = sampling
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        # Prompt plus completion end here: the least of max_tokens, context and tier.
+        self.max_tokens_total = max_tokens_total
+        self.status = Status.WAITING
+        self.table = BlockTable()
+        self.hasher = hasher
+        self.num_computed = 0
+        self.num_confirmed = 0
+        # Tokens that steps in flight will sample.
+        self.num_pending = 0
+        # Goes up whenever the blocks are lost, so that results of older steps can be told apart.
+        self.epoch = 0
+        # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
+        self.prefill_end = len(self.token_ids)
+        self.draft_token_ids: tuple[int, ...] = ()
+        self.drafts_in_flight = False
+        # Keeps its place whatever comes: aged, or preempted as often as is allowed.
+        self.boosted = False
+        self.holds_reservation = False
+        # Parent whose prompt blocks the first admission may share.
+        self.fork_parent: Sequence | None = None
+        self.order = 0
+        self._start_statistics()
+
+    def _start_statistics(self) -> None:
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.grammar_s = 0.0
+        self.first_token_s: float | None = None
+        self.delayed_by_s: dict[str, float] = {}
+        # Cause and start of the present wait.
+        self.waiting_for = ""
+        self.waiting_since_s = self.group.request.arrival_s
+        # Most positions ever computed: what is computed again below it is recomputation.
+        self.high_water = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.sum_logprob = 0.0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known."""
+        return len(self.token_ids)
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens after all steps in flight, drafts not counted."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, on whichever engine."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def priority(self) -> int:
+        """Priority of the tier."""
+        return self.group.request.priority
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order among running sequences: the lowest is served first and displaced last."""
+        return (0 if self.boosted else 1, -self.priority, self.order)
+
+    @property
+    def remaining_prefill(self) -> int:
+        """Tokens to compute before the first (or, after preemption, next) token can be sampled."""
+        return max(0, self.prefill_end - self.num_computed)
+
+    def blames(self, cause: str, seconds: float) -> None:
+        """Adds to the time lost to a named cause; waits that nobody caused are not reported."""
+        if seconds > 0 and cause:
+            self.delayed_by_s[cause] = self.delayed_by_s.get(cause, 0.0) + seconds
+
+    def waits_for(self, cause: str, now: float) -> None:
+        """Books the wait so far under its cause and goes on waiting for another one."""
+        if cause != self.waiting_for:
+            self.blames(self.waiting_for, now - self.waiting_since_s)
+            self.waiting_for, self.waiting_since_s = cause, now
+
+    def stops_waiting(self, now: float) -> None:
+        """Books the wait that ends now."""
+        self.blames(self.waiting_for, now - self.waiting_since_s)
+        self.waiting_since_s = now
+
+    def rewind(self) -> None:
+        """Forgets all progress but the tokens: the blocks are gone."""
+        self.epoch += 1
+        self.num_computed = 0
+        self.num_confirmed = 0
+        self.draft_token_ids = ()
+        self.drafts_in_flight = False
+        if self.first_token_s is None:
+            self.prompt_logprobs.clear()
+
+    def statistics(self, now: float) -> ChoiceStatistics:
+        """What the choice took over its whole life."""
+        return ChoiceStatistics(
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            recomputed_tokens=self.recomputed_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            decode_s=0.0 if self.first_token_s is None else now - self.first_token_s,
+            grammar_s=self.grammar_s,
+            delayed_by_s=dict(self.delayed_by_s),
+        )

@@ -1,0 +1,188 @@
+"""What planning and result handling share: the sequences, where they are, and how they end."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.config import SchedulerConfig
+from engine.kv import KvCache
+from engine.scheduler.admission import CompletionPace
+from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.group import RequestGroup
+from engine.scheduler.queue import WaitingQueue, account_of
+from engine.scheduler.sequence import Sequence, Status
+from engine.types import FinishReason, MemoryPlan, RequestFailure, TokenEvent
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step in flight."""
+
+    sequence: Sequence
+    epoch: int
+    start: int
+    num_tokens: int
+    samples: bool
+    draft_token_ids: tuple[int, ...] = ()
+    is_prefill: bool = False
+    is_long: bool = False
+    # Tokens of the row that were never computed before, for fairness.
+    num_fresh: int = 0
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan that was handed out and whose result has not come back."""
+
+    step_id: int
+    planned_s: float
+    rows: dict[int, Row]
+    # A step before it failed: what it computed rests on nothing.
+    void: bool = False
+
+
+@dataclass
+class SchedulerState:
+    """All that the scheduler knows. Methods keep it whole; each is one move of one sequence or group."""
+
+    config: SchedulerConfig
+    memory: MemoryPlan
+    cache: KvCache
+    model: str
+    counters: VirtualTokenCounters = field(init=False)
+    waiting: WaitingQueue = field(init=False)
+    groups: dict[int, RequestGroup] = field(default_factory=dict)
+    # Sorted by rank.
+    running: list[Sequence] = field(default_factory=list)
+    in_flight: deque[StepInFlight] = field(default_factory=deque)
+    # Sequences whose state the runner must drop with the next plan.
+    released: list[int] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+    pace: CompletionPace = field(default_factory=CompletionPace)
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.counters = VirtualTokenCounters(self.config.output_token_cost)
+        self.waiting = WaitingQueue(self.config, self.counters)
+
+    def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
+        """Blocks promised to sequences that may not be preempted any more."""
+        return sum(
+            self.reserve_of(sequence)
+            for sequence in self.running
+            if sequence.holds_reservation and sequence is not besides
+        )
+
+    def reserve_of(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may still come to need."""
+        return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
+
+    def start_running(self, sequence: Sequence) -> None:
+        """Puts a sequence among the running ones, by rank."""
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=lambda each: each.rank)
+
+    def preempt(self, sequence: Sequence, cause: str, now: float, *, counts: bool = True) -> None:
+        """Takes a running sequence's blocks away; it goes on later, from its tokens."""
+        self.running.remove(sequence)
+        self._drop_runner_state(sequence)
+        sequence.rewind()
+        sequence.status = Status.WAITING
+        sequence.waiting_for, sequence.waiting_since_s = cause, now
+        if counts:
+            sequence.num_preemptions += 1
+            self.num_preemptions += 1
+            if sequence.num_preemptions >= self.config.max_preemptions:
+                sequence.boosted = True
+                sequence.holds_reservation = True
+        self.waiting.push(sequence)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        event: TokenEvent | None = None,
+    ) -> None:
+        """Ends one choice with its terminal event, and the request with its last choice."""
+        self._remove(sequence)
+        group = sequence.group
+        group.num_finished += 1
+        if event is None:
+            event = TokenEvent(
+                request_id=group.request.request_id,
+                choice_index=sequence.choice_index,
+                finish_reason=reason,
+                statistics=sequence.statistics(now),
+            )
+        self.events.append(event)
+        if group.num_finished == len(group.sequences):
+            self._end_group(group)
+
+    def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
+        """Ends the whole request with an error."""
+        for sequence in group.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._remove(sequence)
+        self.events.append(
+            TokenEvent(
+                request_id=group.request.request_id,
+                choice_index=group.request.choice_index,
+                finish_reason=FinishReason.ERROR,
+                failure=failure,
+            )
+        )
+        self._end_group(group)
+
+    def release_held(self, group: RequestGroup, now: float) -> None:
+        """The prompt is computed or will be: further choices may start."""
+        for sequence in group.held:
+            sequence.status = Status.WAITING
+            sequence.waits_for("", now)
+            self.waiting.push(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._drop_runner_state(sequence)
+            sequence.epoch += 1
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.fork_parent = None
+
+    def _drop_runner_state(self, sequence: Sequence) -> None:
+        self.cache.free(sequence.table)
+        self.released.append(sequence.sequence_id)
+
+    def _end_group(self, group: RequestGroup) -> None:
+        del self.groups[group.request.request_id]
+        self.counters.leave(account_of(group.sequences[0]))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError with the first thing that does not add up."""
+        live = [sequence for group in self.groups.values() for sequence in group.sequences]
+        running = [sequence for sequence in live if sequence.status is Status.RUNNING]
+        waiting = [sequence for sequence in live if sequence.status is Status.WAITING]
+        assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
+        assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
+        assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        ranks = [sequence.rank for sequence in self.running]
+        assert ranks == sorted(ranks), "running sequences are out of rank"
+        for sequence in live:
+            where = f"sequence {sequence.sequence_id}"
+            if sequence.status is not Status.RUNNING:
+                assert not sequence.table.block_ids, f"{where} is {sequence.status} and holds blocks"
+                continue
+            assert sequence.num_confirmed <= sequence.num_computed, f"{where}: confirmed beyond computed"
+            if not sequence.drafts_in_flight:
+                assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
+            covered = len(sequence.table) * self.cache.block_size
+            assert sequence.num_computed <= covered, f"{where}: computed beyond its blocks"
+            assert sequence.num_known <= sequence.max_tokens_total, f"{where} is longer than its limit"
+        self.cache.check_invariants(sequence.table for sequence in live)
+        reserved = self.num_reserved_blocks()
+        assert reserved <= self.cache.num_available, f"{reserved} blocks promised, too few are available"

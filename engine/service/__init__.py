@@ -1,0 +1,1 @@
+"""The front process: gRPC towards the gateways, a socket towards the core."""

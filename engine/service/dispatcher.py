@@ -1,0 +1,139 @@
+"""Routes submissions to the core and the core's events back to the gateway that asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.engine.v1 import engine_pb2
+
+from engine.core import messages
+from engine.scheduler import SchedulerLoad
+from engine.service import convert
+from engine.service.spans import RequestTrace
+from engine.service.streams import GatewayStream
+from engine.types import FinishReason, Request, RequestFailure, TokenEvent
+from observability.tracing import Telemetry
+
+# A gateway without news hears of load and cache changes this often, in seconds.
+_QUIET_REPORT_S = 0.5
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that has not ended."""
+
+    request: Request
+    stream: GatewayStream
+    handle: int
+    num_open_choices: int
+    trace: RequestTrace
+
+
+class Dispatcher:
+    """Knows every stream and every request that has not ended. Lives on the event loop."""
+
+    def __init__(
+        self, send: Callable[[messages.Command], None], telemetry: Telemetry, engine_id: str
+    ) -> None:
+        self._send = send
+        self._telemetry = telemetry
+        self._engine_id = engine_id
+        self.streams: set[GatewayStream] = set()
+        self.requests: dict[int, OpenRequest] = {}
+        self.draining = False
+        self.load: SchedulerLoad | None = None
+        # Set while no request is open.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._next_request_id = 1
+        self._last_step_id = 0
+
+    def take_request_id(self) -> int:
+        """A number for a request, unique in this engine."""
+        self._next_request_id += 1
+        return self._next_request_id - 1
+
+    def open(self, stream: GatewayStream) -> None:
+        """A gateway has attached."""
+        self.streams.add(stream)
+
+    def close(self, stream: GatewayStream) -> None:
+        """The stream has ended: its requests are cancelled, its messages dropped. May be called again."""
+        self.streams.discard(stream)
+        stream.end()
+        for request_id in list(stream.requests.values()):
+            self._send(messages.Cancel(request_id))
+        stream.requests.clear()
+
+    def submit(self, stream: GatewayStream, handle: int, request: Request) -> None:
+        """Hands a validated request to the core."""
+        trace = RequestTrace(self._telemetry, request, self._engine_id)
+        self.requests[request.request_id] = OpenRequest(request, stream, handle, request.sampling.n, trace)
+        stream.requests[handle] = request.request_id
+        self.idle.clear()
+        self._send(messages.Submit(request))
+
+    def refuse(self, stream: GatewayStream, handle: int, failure: RequestFailure) -> None:
+        """Answers a submission that never reaches the core."""
+        event = TokenEvent(request_id=0, finish_reason=FinishReason.ERROR, failure=failure)
+        stream.put(self._last_step_id, [convert.to_output(event, handle)], None, time.monotonic())
+
+    def cancel(self, stream: GatewayStream, handle: int, reason: FinishReason) -> None:
+        """Ends a request of this stream; unknown handles belong to requests that have ended."""
+        request_id = stream.requests.get(handle)
+        if request_id is not None:
+            self._send(messages.Cancel(request_id, reason))
+
+    def fail_rest(self, failure: RequestFailure) -> int:
+        """Has the core end every open request with an error; returns how many."""
+        for request_id in self.requests:
+            self._send(messages.Fail(request_id, failure))
+        return len(self.requests)
+
+    def step_done(self, step: messages.StepDone) -> None:
+        """Passes one step's events on: one message per gateway."""
+        now = time.monotonic()
+        self.load = step.load
+        self._last_step_id = step.step_id
+        outputs: dict[GatewayStream, list[engine_pb2.RequestOutput]] = {}
+        for event in step.events:
+            opened = self.requests.get(event.request_id)
+            if opened is not None:
+                self._take_in(opened, event, now)
+                outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
+        load = convert.to_load(step.load, draining=self.draining)
+        kv_events = [convert.to_kv_event(event) for event in step.kv_events]
+        for stream in list(self.streams):
+            stream.kv_events += kv_events
+            news = outputs.get(stream, [])
+            if news or now - stream.last_sent_s > _QUIET_REPORT_S:
+                stream.put(step.step_id, news, load, now)
+
+    def core_lost(self, failure: RequestFailure) -> None:
+        """The core is gone: every open request ends here."""
+        now = time.monotonic()
+        for opened in list(self.requests.values()):
+            event = TokenEvent(
+                request_id=opened.request.request_id,
+                choice_index=opened.request.choice_index,
+                finish_reason=FinishReason.ERROR,
+                failure=failure,
+            )
+            self._take_in(opened, event, now)
+            opened.stream.put(self._last_step_id, [convert.to_output(event, opened.handle)], None, now)
+
+    def _take_in(self, opened: OpenRequest, event: TokenEvent, now: float) -> None:
+        opened.trace.observe(event, now)
+        if event.failure is not None:
+            opened.num_open_choices = 0
+        elif event.finish_reason is not None:
+            opened.num_open_choices -= 1
+        if opened.num_open_choices == 0:
+            opened.trace.end(event, now)
+            del self.requests[opened.request.request_id]
+            opened.stream.requests.pop(opened.handle, None)
+            if not self.requests:
+                self.idle.set()

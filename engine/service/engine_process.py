@@ -1,0 +1,193 @@
+"""The engine as one thing: core process, dispatcher, readiness, drain and loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+
+from millrace.engine.v1 import engine_pb2
+
+from engine.config import EngineConfig
+from engine.core import messages
+from engine.service import convert
+from engine.service.core_client import CoreClient
+from engine.service.dispatcher import Dispatcher
+from engine.types import RequestFailure
+from observability.tracing import Telemetry
+from services.config import ModelConfig
+from services.errors import ConfigError, MillraceError, Reason
+from services.vocabulary import checkpoint_fingerprint
+
+_log = logging.getLogger(__name__)
+
+# How long the last messages may take to leave the process, in seconds.
+_FLUSH_S = 2.0
+
+
+class EngineProcess:
+    """Owns the core client and the dispatcher. `lost` is set when the engine cannot serve any more."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, telemetry: Telemetry) -> None:
+        self.config = config
+        self.model = model
+        self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
+        self.core = CoreClient(messages.Start(config, model), log_level=telemetry.config.log_level)
+        self.core.on_report = self._take_report
+        self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id)
+        self.lost = asyncio.Event()
+        self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
+        self._checks: dict[int, asyncio.Future[messages.Checked]] = {}
+        self._next_check = 1
+        self._broken_cause = ""
+        self._fingerprint = self._find_fingerprint()
+        self._listener: asyncio.Task[None] | None = None
+
+    def _find_fingerprint(self) -> str:
+        """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
+        try:
+            return checkpoint_fingerprint(self.model.path)
+        except FileNotFoundError as error:
+            if self.config.simulated:
+                return ""
+            raise ConfigError(f"model.path: {error}") from error
+
+    async def start(self) -> None:
+        """Starts the core and returns when it is ready; raises ConfigError when it cannot be."""
+        await self.core.start()
+        self._listener = asyncio.create_task(self._listen())
+        await self._ready
+
+    async def stop(self) -> None:
+        """Ends the core."""
+        await self.core.stop()
+        if self._listener is not None:
+            await self._listener
+
+    def info(self, *, accept_fingerprint: str | None = None) -> engine_pb2.EngineInfo:
+        """What is served; raises VOCABULARY_MISMATCH when a gateway decodes with another vocabulary."""
+        ready = self._require_ready()
+        fingerprint = self._fingerprint or accept_fingerprint or ""
+        if accept_fingerprint is not None and accept_fingerprint != fingerprint:
+            raise MillraceError(
+                Reason.VOCABULARY_MISMATCH,
+                f"the gateway decodes with vocabulary {accept_fingerprint or '(none)'}, this engine's is "
+                f"{fingerprint}; point [model] path of all services at the same checkpoint",
+                field="hello.vocabulary_fingerprint",
+                metadata={"gateway": accept_fingerprint, "engine": fingerprint},
+            )
+        return convert.to_info(
+            engine_id=self.engine_id,
+            model=self.model.served_name,
+            fingerprint=fingerprint,
+            memory=ready.memory,
+            facts=ready.facts,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+        )
+
+    def limits(self) -> convert.ModelLimits:
+        """What submissions are checked against."""
+        ready = self._require_ready()
+        return convert.ModelLimits(
+            facts=ready.facts,
+            max_tokens_total=min(ready.memory.max_model_len, ready.memory.capacity_tokens),
+            simulated=self.config.simulated,
+        )
+
+    def refuse_if_draining(self) -> None:
+        """Raises DRAINING when new requests are not taken any more."""
+        if self.dispatcher.draining:
+            raise MillraceError(
+                Reason.DRAINING, "this engine is draining; send the request to another one", retry_after_s=1.0
+            )
+
+    async def check(self) -> messages.Checked:
+        """The state of the core's books between two steps."""
+        self._require_ready()
+        token, self._next_check = self._next_check, self._next_check + 1
+        answer: asyncio.Future[messages.Checked] = asyncio.get_running_loop().create_future()
+        self._checks[token] = answer
+        self.core.send(messages.Check(token))
+        return await answer
+
+    async def drain(self, limit_s: float | None) -> int:
+        """Refuses new requests and waits for the running ones, up to `limit_s` seconds; those left then end
+        with an error. Returns how many ended during the drain.
+        """
+        self.dispatcher.draining = True
+        num_open = len(self.dispatcher.requests)
+        try:
+            await asyncio.wait_for(self.dispatcher.idle.wait(), limit_s)
+        except TimeoutError:
+            self.dispatcher.fail_rest(
+                RequestFailure(
+                    reason=Reason.DRAINING.value,
+                    message=f"the engine stopped and the request did not end within {limit_s:g} s; retry",
+                    retry_after_s=1.0,
+                )
+            )
+            await self.dispatcher.idle.wait()
+        await self.flush()
+        return num_open
+
+    async def flush(self) -> None:
+        """Waits a moment for the gateways to take what is in their outboxes."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + _FLUSH_S
+        while loop.time() < give_up and not all(each.is_flushed for each in self.dispatcher.streams):
+            await asyncio.sleep(0.01)
+
+    def _require_ready(self) -> messages.Ready:
+        if not self._ready.done() or self.lost.is_set():
+            raise MillraceError(
+                Reason.ENGINE_UNAVAILABLE, "the engine is not ready; its health says when", retry_after_s=1.0
+            )
+        return self._ready.result()
+
+    def _take_report(self, report: messages.Report) -> None:
+        match report:
+            case messages.StepDone():
+                self.dispatcher.step_done(report)
+            case messages.Checked():
+                answer = self._checks.pop(report.token, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(report)
+            case messages.Progress(stage, fraction):
+                _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
+            case messages.Ready():
+                self._ready.set_result(report)
+            case messages.Refused(message):
+                self._ready.set_exception(ConfigError(message))
+            case messages.Broken(cause):
+                self._broken_cause = cause
+
+    async def _listen(self) -> None:
+        try:
+            await self.core.listen()
+        finally:
+            self._core_ended()
+
+    def _core_ended(self) -> None:
+        cause = self._broken_cause or self.core.end_cause or "unknown"
+        if not self._ready.done():
+            self._ready.set_exception(CoreDied(f"the core process ended during start-up ({cause})"))
+        error = MillraceError(
+            Reason.ENGINE_LOST,
+            f"the engine's core process ended ({cause}); another engine, or this one after its restart, "
+            "can continue the request",
+            retry_after_s=1.0,
+        )
+        self.dispatcher.core_lost(convert.to_failure(error))
+        for stream in list(self.dispatcher.streams):
+            stream.end(error)
+        for answer in self._checks.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._checks.clear()
+        self.lost.set()
+
+
+class CoreDied(Exception):
+    """The core ended before it was ready, and not because of the configuration."""

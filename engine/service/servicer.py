@@ -1,0 +1,148 @@
+"""millrace.engine.v1.EngineService."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from engine.service import convert
+from engine.service.dispatcher import Dispatcher
+from engine.service.engine_process import EngineProcess
+from engine.service.streams import GatewayStream
+from engine.types import FinishReason
+from services import context as signed_context
+from services.errors import MillraceError, Reason
+from services.interceptors import ServicerContext as Context
+
+FULL_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+
+_FINISH_OF_CANCEL = {
+    engine_pb2.CANCEL_REASON_DEADLINE: FinishReason.DEADLINE,
+    engine_pb2.CANCEL_REASON_STOP_STRING: FinishReason.STOP,
+}
+
+
+def _close(dispatcher: Dispatcher, stream: GatewayStream, _: Any) -> None:
+    dispatcher.close(stream)
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Translates between the wire and the engine process; decides nothing itself."""
+
+    def __init__(self, engine: EngineProcess, secret: bytes, max_context_age_s: float) -> None:
+        self._engine = engine
+        self._secret = secret
+        self._max_context_age_s = max_context_age_s
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
+    ) -> AsyncIterator[engine_pb2.AttachResponse]:
+        """See engine.proto."""
+        hello = await self._read_hello(request_iterator)
+        info = self._engine.info(accept_fingerprint=hello.vocabulary_fingerprint)
+        stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog)
+        dispatcher = self._engine.dispatcher
+        dispatcher.open(stream)
+        # The generator may be abandoned in the middle of a write; this runs in any case.
+        closing: Any = functools.partial(_close, dispatcher, stream)
+        context.add_done_callback(closing)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            yield engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=info))
+            async for message in stream.messages():
+                yield message
+        finally:
+            reader.cancel()
+            dispatcher.close(stream)
+
+    @staticmethod
+    async def _read_hello(requests: AsyncIterator[engine_pb2.AttachRequest]) -> engine_pb2.Hello:
+        async for first in requests:
+            if first.WhichOneof("message") == "hello":
+                return first.hello
+            break
+        raise MillraceError(
+            Reason.INVALID_ARGUMENT, "the first message on Attach must be hello", field="hello"
+        )
+
+    async def _read(self, stream: GatewayStream, requests: AsyncIterator[engine_pb2.AttachRequest]) -> None:
+        """Takes submissions and cancellations until the gateway ends its side."""
+        try:
+            async for message in requests:
+                kind = message.WhichOneof("message")
+                if kind == "submit":
+                    self._submit(stream, message.submit)
+                elif kind == "cancel":
+                    reason = _FINISH_OF_CANCEL.get(message.cancel.reason, FinishReason.CANCELLED)
+                    self._engine.dispatcher.cancel(stream, message.cancel.handle, reason)
+                else:
+                    raise MillraceError(
+                        Reason.INVALID_ARGUMENT, "after hello, only submit and cancel may follow"
+                    )
+            stream.end()
+        except MillraceError as error:
+            stream.end(error)
+        except grpc.aio.AioRpcError:
+            stream.end()
+
+    def _submit(self, stream: GatewayStream, submit: engine_pb2.Submit) -> None:
+        dispatcher = self._engine.dispatcher
+        if submit.handle in stream.requests:
+            raise MillraceError(
+                Reason.INVALID_ARGUMENT,
+                f"handle {submit.handle} is in use on this stream; handles must be unique",
+                field="submit.handle",
+            )
+        now_unix_ms = time.time_ns() // 1_000_000
+        try:
+            self._engine.refuse_if_draining()
+            context = signed_context.verify(
+                submit.context, self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_context_age_s
+            )
+            request = convert.to_request(
+                submit,
+                context,
+                self._engine.limits(),
+                request_id=dispatcher.take_request_id(),
+                now_s=time.monotonic(),
+                now_unix_ms=now_unix_ms,
+            )
+        except MillraceError as error:
+            dispatcher.refuse(stream, submit.handle, convert.to_failure(error))
+            return
+        dispatcher.submit(stream, submit.handle, request)
+
+    async def GetInfo(
+        self, request: engine_pb2.GetInfoRequest, context: Context
+    ) -> engine_pb2.GetInfoResponse:
+        """See engine.proto."""
+        response = engine_pb2.GetInfoResponse(info=self._engine.info())
+        dispatcher = self._engine.dispatcher
+        if dispatcher.load is not None:
+            response.load.CopyFrom(convert.to_load(dispatcher.load, draining=dispatcher.draining))
+        return response
+
+    async def CheckInvariants(
+        self, request: engine_pb2.CheckInvariantsRequest, context: Context
+    ) -> engine_pb2.CheckInvariantsResponse:
+        """See engine.proto."""
+        checked = await self._engine.check()
+        return engine_pb2.CheckInvariantsResponse(
+            ok=not checked.violation,
+            violation=checked.violation,
+            num_unreferenced_blocks=checked.num_unreferenced_blocks,
+            num_total_blocks=checked.num_total_blocks,
+            num_requests=checked.num_requests,
+            num_runner_states=checked.num_runner_states,
+        )
+
+    async def Drain(self, request: engine_pb2.DrainRequest, context: Context) -> engine_pb2.DrainResponse:
+        """See engine.proto."""
+        limit_s = request.limit_s if request.HasField("limit_s") else None
+        return engine_pb2.DrainResponse(num_ended=await self._engine.drain(limit_s))

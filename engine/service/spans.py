@@ -1,0 +1,98 @@
+"""The engine's part of a request's trace, written when it ends from the moments that the core measured."""
+
+from __future__ import annotations
+
+from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, Request, TokenEvent
+from observability import names
+from observability.tracing import RequestIdentity, Telemetry, context_from_traceparent, with_identity
+
+_DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
+
+
+class RequestTrace:
+    """Collects a request's moments. engine.request > queue, prefill chunks, first_decode, decode."""
+
+    def __init__(self, telemetry: Telemetry, request: Request, engine_id: str) -> None:
+        self._telemetry = telemetry
+        self._request = request
+        identity = RequestIdentity(request.external_id, tenant=request.tenant, tier=request.tier)
+        parent = context_from_traceparent(request.traceparent, request.tracestate)
+        self._context = with_identity(identity, parent)
+        self._span = telemetry.start(
+            names.ENGINE_REQUEST,
+            parent=self._context,
+            start_s=request.arrival_s,
+            attributes={
+                names.ENGINE_ID: engine_id,
+                names.PROMPT_TOKENS: len(request.prompt_token_ids),
+                names.MAX_TOKENS: request.sampling.max_tokens,
+                names.NUM_CHOICES: request.sampling.n,
+            },
+        )
+        self._context = telemetry.under(self._span, self._context)
+        self._first: FirstTokenTimings | None = None
+        self.num_output_tokens = 0
+
+    def observe(self, event: TokenEvent, now: float) -> None:
+        """Takes in one event; the first token's timings become spans at once."""
+        self.num_output_tokens += len(event.token_ids)
+        if event.first_token is not None:
+            self._first = event.first_token
+            self._record_first_token(event.first_token)
+        if event.statistics is not None and self._first is not None:
+            self._record_decode(event.choice_index, event.statistics, now)
+
+    def end(self, event: TokenEvent, now: float) -> None:
+        """Ends engine.request with its outcome."""
+        failure = event.failure
+        reason = event.finish_reason or FinishReason.ERROR
+        outcome = failure.reason if failure else reason.name.lower()
+        attributes: dict[str, str | int] = {
+            names.OUTCOME: outcome,
+            names.OUTPUT_TOKENS: self.num_output_tokens,
+        }
+        if self._first is not None:
+            attributes[names.CACHED_TOKENS] = self._first.cached_prompt_tokens
+            attributes[names.NUM_CHUNKS] = len(self._first.prefill_chunks)
+        self._telemetry.end(
+            self._span, end_s=now, attributes=attributes, error=failure.message if failure else ""
+        )
+
+    def _record_first_token(self, first: FirstTokenTimings) -> None:
+        record, parent = self._telemetry.record, self._context
+        record(names.ENGINE_QUEUE, start_s=first.arrival_s, end_s=first.first_scheduled_s, parent=parent)
+        for start_s, end_s, num_tokens in first.prefill_chunks:
+            record(
+                names.ENGINE_PREFILL,
+                start_s=start_s,
+                end_s=end_s,
+                parent=parent,
+                attributes={names.CHUNK_TOKENS: num_tokens},
+            )
+        record(
+            names.ENGINE_FIRST_DECODE, start_s=first.prefill_end_s, end_s=first.first_token_s, parent=parent
+        )
+
+    def _record_decode(self, choice_index: int, statistics: ChoiceStatistics, now: float) -> None:
+        delays = sorted(statistics.delayed_by_s.items(), key=lambda item: -item[1])
+        attributes: dict[str, str | int | float | list[str]] = {
+            names.CHOICE_INDEX: choice_index,
+            names.NUM_STEPS: statistics.num_steps,
+            names.NUM_PREEMPTIONS: statistics.num_preemptions,
+            names.RECOMPUTED_TOKENS: statistics.recomputed_tokens,
+            names.DRAFTED_TOKENS: statistics.drafted_tokens,
+            names.ACCEPTED_TOKENS: statistics.accepted_tokens,
+            names.GRAMMAR_MS: statistics.grammar_s * 1000,
+            names.DELAYED_BY: [cause for cause, _ in delays],
+        }
+        for cause, seconds in delays:
+            key = _DELAY_KEYS.get(cause)
+            if key is not None:
+                attributes[key] = seconds * 1000
+        self._telemetry.record(
+            names.ENGINE_DECODE,
+            start_s=now - statistics.decode_s,
+            end_s=now,
+            parent=self._context,
+            attributes=attributes,
+        )

@@ -1,0 +1,86 @@
+"""Attached gateways: what is on its way to each, and which requests are whose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from millrace.engine.v1 import engine_pb2
+
+from services.errors import MillraceError, Reason
+
+
+class GatewayStream:
+    """One attached gateway. Messages wait in an outbox; one that grows too long ends the stream."""
+
+    def __init__(self, gateway: str, max_backlog: int) -> None:
+        self.gateway = gateway
+        # Handle chosen by the gateway to request id, for requests that have not ended.
+        self.requests: dict[int, int] = {}
+        self.last_sent_s = 0.0
+        self.kv_events: list[engine_pb2.KvEvent] = []
+        self._max_backlog = max_backlog
+        self._outbox: deque[engine_pb2.AttachResponse] = deque()
+        self._wake = asyncio.Event()
+        self._error: MillraceError | None = None
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything may still be put."""
+        return not self._closed
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the transport has taken everything."""
+        return not self._outbox
+
+    def put(
+        self,
+        step_id: int,
+        outputs: Sequence[engine_pb2.RequestOutput],
+        load: engine_pb2.EngineLoad | None,
+        now: float,
+    ) -> None:
+        """Queues one step's message, with the cache events that have gathered."""
+        if self._closed:
+            return
+        message = engine_pb2.StepOutputs(step_id=step_id, outputs=outputs, kv_events=self.kv_events)
+        if load is not None:
+            message.load.CopyFrom(load)
+        self.kv_events = []
+        self.last_sent_s = now
+        self._outbox.append(engine_pb2.AttachResponse(outputs=message))
+        self._wake.set()
+        if len(self._outbox) > self._max_backlog:
+            self._outbox.clear()
+            self.end(
+                MillraceError(
+                    Reason.CANCELLED,
+                    f"gateway {self.gateway!r} is more than {self._max_backlog} messages behind "
+                    "(engine.max_stream_backlog); the stream is ended and its requests are cancelled",
+                )
+            )
+
+    def end(self, error: MillraceError | None = None) -> None:
+        """No more messages; those in the outbox are still sent, then the stream ends with `error`."""
+        if not self._closed:
+            self._closed = True
+            self._error = error
+            self._wake.set()
+
+    async def messages(self) -> AsyncIterator[engine_pb2.AttachResponse]:
+        """What to send, until the end; raises the error that the stream ends with."""
+        while True:
+            while self._outbox:
+                # Taken out only when the transport asks for the next one.
+                yield self._outbox[0]
+                if self._outbox:
+                    self._outbox.popleft()
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._wake.clear()
+            await self._wake.wait()
