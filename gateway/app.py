@@ -1,0 +1,211 @@
+"""Wires one gateway process: settings to parts, start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from importlib import metadata
+
+from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
+from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
+from millrace.inference.v1 import inference_pb2_grpc
+
+from gateway.auth.directory import KeyDirectory
+from gateway.auth.servicer import AuthorizationServicer
+from gateway.engines import discovery
+from gateway.engines.continuation import ContinuationConfig
+from gateway.engines.fleet import Fleet
+from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
+from gateway.http.app import build_app
+from gateway.http.server import HttpServer
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.prices import Prices
+from gateway.limits.requests import RequestLimiter
+from gateway.limits.servicer import RateLimitServicer
+from gateway.pipeline.caller import CallerVerifier
+from gateway.pipeline.outcome import OutcomeRecorder
+from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.ports import FinishedRequest
+from gateway.settings import Settings
+from gateway.tiers import Tiers
+from gateway.tokenizer.client import TokenizerClient
+from observability import names
+from observability.metrics import Metrics, set_build_info
+from observability.tracing import Telemetry
+from services.errors import MillraceError, Reason
+from services.server import GrpcServer
+
+_log = logging.getLogger(__name__)
+
+_AUTHORIZATION = external_auth_pb2.DESCRIPTOR.services_by_name["Authorization"].full_name
+_RATE_LIMIT = rls_pb2.DESCRIPTOR.services_by_name["RateLimitService"].full_name
+_DRAIN_POLL_S = 0.05
+
+
+class NoLedger:
+    """Keeps nothing; for deployments that set no ledger."""
+
+    def record(self, request: FinishedRequest) -> None:
+        """Drops it."""
+
+
+class Gateway:
+    """One process. `start`, `wait_ready`, serve until told otherwise, `drain`, `stop`."""
+
+    def __init__(self, settings: Settings, telemetry: Telemetry, metrics: Metrics) -> None:
+        self._settings = settings
+        self._config = settings.gateway
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._pipeline: Pipeline | None = None
+        self._fleet: Fleet | None = None
+        self._tokenizer = TokenizerClient(self._config.tokenizer)
+        self._directory = KeyDirectory(settings)
+        self._tiers = Tiers(settings)
+        self._callers = CallerVerifier(settings.security, self._tiers)
+        store = MemoryLimitStore(lease_ttl_s=self._config.limits.lease_ttl_s)
+        self._store = store
+        self._limiter = TokenLimiter(store, self._directory, Prices(self._config.prices), self._config.limits)
+        self._recorder = OutcomeRecorder(metrics, telemetry, NoLedger())
+        self.grpc = GrpcServer(self._config.grpc_listen)
+        self.http = HttpServer(
+            build_app(
+                self._current_pipeline,
+                self._callers,
+                metrics,
+                self.not_ready,
+                max_body_bytes=self._config.max_body_bytes,
+            ),
+            self._config.http_listen,
+        )
+        self._add_servicers()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _add_servicers(self) -> None:
+        self.grpc.add(
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(self._current_pipeline),
+            FULL_NAME,
+        )
+        self.grpc.add(
+            external_auth_pb2_grpc.add_AuthorizationServicer_to_server,
+            AuthorizationServicer(
+                self._directory,
+                self._tiers,
+                self._settings.security.secret(),
+                self._telemetry,
+                self._metrics,
+            ),
+            _AUTHORIZATION,
+        )
+        self.grpc.add(
+            rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
+            RateLimitServicer(RequestLimiter(self._store, self._directory), self._telemetry, self._metrics),
+            _RATE_LIMIT,
+        )
+
+    async def start(self) -> None:
+        """Listens, and begins to look for the tokenizer service and engines. Health is NOT_SERVING."""
+        set_build_info(
+            self._metrics, names.GATEWAY, metadata.version("millrace"), self._settings.model.served_name
+        )
+        self._metrics.set_function(names.ENGINES_UP, self._num_engines)
+        self._limiter.start()
+        await self.grpc.start()
+        await self.http.start()
+        self._tasks.append(asyncio.create_task(self._connect(), name="connect"))
+
+    async def wait_ready(self) -> None:
+        """Returns when the vocabulary is there and an engine is attached; raises what makes it impossible."""
+        connect = self._tasks[0]
+        while self.not_ready():
+            if connect.done():
+                connect.result()
+            waiting = self._fleet
+            if waiting is None:
+                await asyncio.wait([connect], timeout=_DRAIN_POLL_S)
+            else:
+                await waiting.wait_change(1.0)
+        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
+
+    def not_ready(self) -> str:
+        """What is missing to serve; "" when nothing is."""
+        if self._pipeline is None:
+            return f"the vocabulary of the tokenizer service at {self._config.tokenizer}"
+        if self._pipeline.draining:
+            return "nothing: it is shutting down"
+        if not self._pipeline.fleet.ready:
+            return self._pipeline.fleet.unavailable().message
+        return ""
+
+    async def drain(self) -> None:
+        """Refuses what is new and waits for what runs, within the drain limit."""
+        await self.grpc.set_serving(False)
+        pipeline = self._pipeline
+        if pipeline is None:
+            return
+        pipeline.draining = True
+        end_s = time.monotonic() + self._config.drain_limit_s
+        while pipeline.num_open and time.monotonic() < end_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if pipeline.num_open:
+            _log.warning("%d requests are cut off: the drain limit has passed", pipeline.num_open)
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.grpc.stop(0.5)
+        await self.http.stop()
+        if self._fleet is not None:
+            await self._fleet.stop()
+        await self._tokenizer.close()
+        await self._limiter.close()
+        await self._store.close()
+
+    async def _connect(self) -> None:
+        lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
+        vocabulary = await self._tokenizer.wait_for_vocabulary(self._settings.model.served_name)
+        fleet = Fleet(gateway=f"{socket.gethostname()}:{os.getpid()}", fingerprint=vocabulary.fingerprint)
+        self._pipeline = Pipeline(
+            model=self._settings.model,
+            vocabulary=vocabulary,
+            tokenizer=self._tokenizer,
+            fleet=fleet,
+            continuation=ContinuationConfig(max_losses=self._config.routing.max_continuations),
+            limiter=self._limiter,
+            tiers=self._tiers,
+            callers=self._callers,
+            recorder=self._recorder,
+            metrics=self._metrics,
+            telemetry=self._telemetry,
+        )
+        self._fleet = fleet
+        await discovery.follow(lookup, fleet.set_targets, self._config.discovery_interval_s)
+
+    async def _follow_readiness(self) -> None:
+        assert self._fleet is not None, "readiness is followed once it was reached"
+        serving = False
+        while True:
+            ready = not self.not_ready()
+            if ready is not serving:
+                await self.grpc.set_serving(ready)
+                serving = ready
+            await self._fleet.wait_change(1.0)
+
+    def _current_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            raise MillraceError(
+                Reason.TOKENIZER_UNAVAILABLE,
+                f"this gateway is starting and waits for {self.not_ready()}; try again",
+                retry_after_s=1.0,
+            )
+        return self._pipeline
+
+    def _num_engines(self) -> float:
+        return 0.0 if self._fleet is None else float(len(self._fleet.ready))

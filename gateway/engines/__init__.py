@@ -1,0 +1,1 @@
+"""Engines as the gateway sees them: one long-lived stream each, their load, routing, and continuation."""

@@ -1,0 +1,295 @@
+"""One engine: the long-lived Attach stream, kept up, and the requests that are open on it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from gateway.engines import convert
+from gateway.engines.mailbox import Mailbox
+from gateway.engines.types import (
+    CancelReason,
+    EngineInfo,
+    EngineLoad,
+    EngineOutput,
+    EngineState,
+    KvEvent,
+    Submission,
+)
+from services.channels import connect, trace_metadata
+from services.errors import MillraceError, Reason
+from services.status import from_rpc_error
+
+_log = logging.getLogger(__name__)
+
+# grpc's stubs do not know it.
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+
+
+class Lost:
+    """Put into a mailbox when an open leg ends without an outcome: its engine is gone, or failed it."""
+
+    __slots__ = ("engine", "error", "handle")
+
+    def __init__(self, handle: int, engine: str, error: MillraceError | None = None) -> None:
+        self.handle = handle
+        self.engine = engine
+        # What the engine said; None when it is gone.
+        self.error = error
+
+
+# A MillraceError ends the request: the gateway's own interruption.
+Inbox: TypeAlias = Mailbox["EngineOutput | Lost | MillraceError"]
+
+
+class Leg:
+    """One submission that is open on an engine."""
+
+    __slots__ = (
+        "attachment",
+        "choice_index",
+        "handle",
+        "inbox",
+        "num_open_choices",
+        "prompt_tokens",
+        "started",
+    )
+
+    def __init__(self, attachment: Attachment, handle: int, submission: Submission, inbox: Inbox) -> None:
+        self.attachment = attachment
+        self.handle = handle
+        self.inbox = inbox
+        self.prompt_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
+        self.num_open_choices = submission.sampling.n
+        # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
+        self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
+        self.started = False
+
+    def cancel(self, reason: CancelReason) -> None:
+        """Takes the request back; nothing of it arrives any more."""
+        self.attachment.cancel(self.handle, reason)
+
+
+class Attachment:
+    """Keeps one engine attached: connects, checks the vocabulary, demultiplexes, reconnects with backoff."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        gateway: str,
+        fingerprint: str,
+        on_change: Callable[[Attachment], None] = lambda attachment: None,
+        on_kv_events: Callable[[Attachment, list[KvEvent]], None] | None = None,
+    ) -> None:
+        self.target = target
+        self.state = EngineState.CONNECTING
+        self.info: EngineInfo | None = None
+        self.load = EngineLoad()
+        # Prompt tokens of own submissions that have not produced a token yet.
+        self.unstarted_tokens = 0
+        # Why the last connection ended, for people.
+        self.last_failure = ""
+        self.num_losses = 0
+        self._gateway = gateway
+        self._fingerprint = fingerprint
+        self._on_change = on_change
+        self._on_kv_events = on_kv_events
+        self._handles = itertools.count(1)
+        self._legs: dict[int, Leg] = {}
+        self._outbox: deque[engine_pb2.AttachRequest] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Own submissions that have not ended."""
+        return len(self._legs)
+
+    def start(self) -> None:
+        """Begins to connect, in the background, until `stop`."""
+        self._task = asyncio.create_task(self._keep_attached(), name=f"attach {self.target}")
+
+    async def stop(self) -> None:
+        """Closes the stream; the engine cancels what is still open on it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def submit(self, submission: Submission, inbox: Inbox) -> Leg:
+        """Sends a request; its outputs go to `inbox`. The caller has checked that the state is READY."""
+        leg = Leg(self, next(self._handles), submission, inbox)
+        self._legs[leg.handle] = leg
+        self.unstarted_tokens += leg.prompt_tokens
+        self._send(convert.submit(leg.handle, submission))
+        return leg
+
+    def cancel(self, handle: int, reason: CancelReason) -> None:
+        """Cancels a request that is open; does nothing for one that has ended."""
+        leg = self._legs.get(handle)
+        if leg is not None:
+            self._close(leg)
+            self._send(convert.cancel(handle, reason))
+
+    def _send(self, message: engine_pb2.AttachRequest) -> None:
+        self._outbox.append(message)
+        self._outbox_filled.set()
+
+    def _close(self, leg: Leg) -> None:
+        if self._legs.pop(leg.handle, None) is not None and not leg.started:
+            self.unstarted_tokens -= leg.prompt_tokens
+
+    async def _keep_attached(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                async with connect(self.target) as channel:
+                    await self._attach_once(channel)
+                self.last_failure = "the engine closed the stream"
+            except MillraceError as error:
+                self._note_failure(error)
+            except grpc.RpcError as error:
+                self._note_failure(from_rpc_error(error, unavailable=Reason.ENGINE_UNAVAILABLE))
+            except Exception:
+                # Whatever it is, the engine must come back.
+                _log.exception("the stream of engine %s broke", self.target)
+                self.last_failure = "the stream broke; the gateway's log has the details"
+            was_attached = self.info is not None
+            self._detach()
+            backoff_s = FIRST_BACKOFF_S if was_attached else min(backoff_s * 2, LAST_BACKOFF_S)
+            # Spread out, so that gateways do not come back all at once.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    def _note_failure(self, error: MillraceError) -> None:
+        if error.reason is Reason.VOCABULARY_MISMATCH and error.message != self.last_failure:
+            _log.error("engine %s is not used: %s", self.target, error.message)
+        if error.reason is Reason.VOCABULARY_MISMATCH:
+            self._set_state(EngineState.INCOMPATIBLE)
+        self.last_failure = error.message
+
+    async def _attach_once(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
+        call = stub.Attach(metadata=trace_metadata())
+        try:
+            await call.write(convert.hello(self._gateway, self._fingerprint))
+            welcome = await call.read()
+            if welcome is _EOF or not welcome.HasField("welcome"):
+                raise await self._refusal(call)
+            self._welcome(convert.info(welcome.welcome.info))
+            writer = asyncio.create_task(self._write_outbox(call), name=f"writer {self.target}")
+            try:
+                await self._read_outputs(call)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    async def _refusal(self, call: Any) -> MillraceError:
+        if await call.code() is not grpc.StatusCode.OK:
+            # Raises the status that the engine ended the stream with.
+            async for _ in call:
+                break
+        return MillraceError(
+            Reason.ENGINE_UNAVAILABLE, f"engine {self.target} ended the stream before its welcome"
+        )
+
+    def _welcome(self, info: EngineInfo) -> None:
+        if info.vocabulary_fingerprint != self._fingerprint:
+            raise MillraceError(
+                Reason.VOCABULARY_MISMATCH,
+                f"engine {self.target} has vocabulary {info.vocabulary_fingerprint[:12]}…, the tokenizer "
+                f"service has {self._fingerprint[:12]}…; serve the same checkpoint with both",
+            )
+        self.info = info
+        self.load = EngineLoad()
+        self.last_failure = ""
+        self._outbox.clear()
+        self._set_state(EngineState.READY)
+
+    async def _write_outbox(self, call: Any) -> None:
+        while True:
+            while self._outbox:
+                await call.write(self._outbox.popleft())
+            self._outbox_filled.clear()
+            if not self._outbox:
+                await self._outbox_filled.wait()
+
+    async def _read_outputs(self, call: Any) -> None:
+        read = call.read
+        while True:
+            message = await read()
+            if message is _EOF:
+                # A status other than OK has been raised by then.
+                return
+            step = message.outputs
+            if step.HasField("load"):
+                self._set_load(convert.load(step.load))
+            self._dispatch(step.outputs)
+            if step.kv_events and self._on_kv_events is not None:
+                self._on_kv_events(self, [convert.kv_event(event) for event in step.kv_events])
+
+    def _dispatch(self, outputs: Any) -> None:
+        legs = self._legs
+        to_domain = convert.output
+        for message in outputs:
+            leg = legs.get(message.handle)
+            if leg is None:
+                # Cancelled here, and on its way when the engine did not know yet.
+                continue
+            output = to_domain(message)
+            if output.error is not None:
+                self._close(leg)
+                leg.inbox.put(Lost(leg.handle, self.target, output.error))
+                continue
+            if not leg.started:
+                leg.started = True
+                self.unstarted_tokens -= leg.prompt_tokens
+            if leg.choice_index is not None:
+                output.choice_index = leg.choice_index
+            if output.finish_reason is not None:
+                leg.num_open_choices -= 1
+                if leg.num_open_choices <= 0:
+                    self._close(leg)
+            leg.inbox.put(output)
+
+    def _set_load(self, load: EngineLoad) -> None:
+        self.load = load
+        if load.draining and self.state is EngineState.READY:
+            self._set_state(EngineState.DRAINING)
+        elif not load.draining and self.state is EngineState.DRAINING:
+            self._set_state(EngineState.READY)
+
+    def _detach(self) -> None:
+        if self.info is not None:
+            _log.warning(
+                "engine %s (%s) is gone with %d open requests: %s",
+                self.info.engine_id,
+                self.target,
+                len(self._legs),
+                self.last_failure,
+            )
+            self.num_losses += 1
+        self.info = None
+        self.unstarted_tokens = 0
+        lost, self._legs = self._legs, {}
+        if self.state is not EngineState.INCOMPATIBLE:
+            self._set_state(EngineState.CONNECTING)
+        for leg in lost.values():
+            leg.inbox.put(Lost(leg.handle, self.target))
+
+    def _set_state(self, state: EngineState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._on_change(self)

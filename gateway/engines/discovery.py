@@ -1,0 +1,72 @@
+"""Where engines are found: a fixed list, DNS records, or a file; followed while the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from services.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+Lookup = Callable[[], Awaitable[list[str]]]
+
+
+def lookup_of(discovery: str, static: Sequence[str]) -> Lookup:
+    """The lookup that `discovery` names: "static", "dns:<host>:<port>" or "file:<path>"; else a
+    ConfigError.
+    """
+    kind, _, rest = discovery.partition(":")
+    if kind == "static" and not rest:
+        return lambda: _static(static)
+    if kind == "dns":
+        host, _, port = rest.rpartition(":")
+        if host and port.isdigit():
+            return lambda: _dns(host, int(port))
+    if kind == "file" and rest:
+        return lambda: asyncio.to_thread(_file, Path(rest))
+    raise ConfigError(
+        f'gateway.discovery: {discovery!r} is not "static", "dns:<host>:<port>" or "file:<path>"'
+    )
+
+
+async def _static(targets: Sequence[str]) -> list[str]:
+    return list(targets)
+
+
+async def _dns(host: str, port: int) -> list[str]:
+    # A headless service resolves to one record per ready pod.
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = {info[4][0] for info in infos}
+    return sorted(
+        f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}" for address in addresses
+    )
+
+
+def _file(path: Path) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+async def follow(
+    lookup: Lookup, apply: Callable[[Sequence[str]], Awaitable[None]], interval_s: float
+) -> None:
+    """Applies every change of what `lookup` finds, until cancelled.
+
+    A lookup that fails changes nothing: engines that were found stay.
+    """
+    known: list[str] | None = None
+    while True:
+        try:
+            found = await lookup()
+        except OSError as error:
+            _log.warning("discovery of engines failed, the known ones stay: %s", error)
+        else:
+            if found != known:
+                _log.info("engines: %s", ", ".join(found) or "none")
+                await apply(found)
+                known = found
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,1 @@
+"""The gRPC face: millrace.inference.v1.InferenceService over the same pipeline."""

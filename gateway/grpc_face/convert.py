@@ -1,0 +1,202 @@
+"""Messages of the public gRPC face to domain requests, and deltas to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from millrace.common.v1 import output_pb2, sampling_pb2
+from millrace.inference.v1 import inference_pb2
+
+from gateway.engines.types import TokenLogprob
+from gateway.pipeline.delta import ChoiceDelta, Usage
+from gateway.pipeline.request import (
+    Conversation,
+    GenerationRequest,
+    Prompt,
+    SamplingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.pipeline.validate import refuse
+from gateway.text.vocabulary import Vocabulary
+from gateway.tokenizer import convert as chat_convert
+
+_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "n",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+    "beam_width",
+)
+_FIELD_NAMES: Mapping[str, str] = {
+    name: f"sampling.{name}"
+    for name in (*_SCALARS, "stop", "stop_token_ids", "logit_bias", "allowed_token_ids")
+}
+_CHAT_NAMES: Mapping[str, str] = {
+    **_FIELD_NAMES,
+    "messages": "conversation.messages",
+    "tools": "conversation.tools",
+    "tool_choice": "conversation.tool_choice",
+    "prompt": "conversation.messages",
+}
+
+
+def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
+    """The domain request of Chat."""
+    return GenerationRequest(
+        model=message.model,
+        prompt=chat_convert.conversation(message.conversation, "conversation"),
+        sampling=sampling(message.sampling),
+        response_format=chat_convert.response_format(message.response_format),
+        service_tier=message.service_tier,
+        metadata=dict(message.metadata),
+        face="grpc",
+        field_names=_CHAT_NAMES,
+    )
+
+
+def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
+    """The domain request of Generate."""
+    prompt: Prompt = TextPrompt(message.text)
+    if message.WhichOneof("prompt") == "token_ids":
+        prompt = TokenPrompt(tuple(message.token_ids.ids))
+    return GenerationRequest(
+        model=message.model,
+        prompt=prompt,
+        sampling=sampling(message.sampling),
+        response_format=chat_convert.response_format(message.response_format),
+        service_tier=message.service_tier,
+        metadata=dict(message.metadata),
+        echo=message.echo,
+        face="grpc",
+        field_names=_FIELD_NAMES,
+    )
+
+
+def count_prompt(message: inference_pb2.CountTokensRequest) -> Conversation | TextPrompt:
+    """What CountTokens counts; raises INVALID_ARGUMENT when nothing is given."""
+    match message.WhichOneof("input"):
+        case "conversation":
+            return chat_convert.conversation(message.conversation, "conversation")
+        case "text":
+            return TextPrompt(message.text)
+        case _:
+            raise refuse(
+                GenerationRequest(model=message.model, prompt=TextPrompt("")),
+                "input",
+                "give a conversation or a text",
+            )
+
+
+def sampling(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
+    """Options that are set; the others take the model's defaults."""
+    given: dict[str, Any] = {
+        name: _exact(getattr(message, name))
+        for name in _SCALARS
+        if message.HasField(name)  # type: ignore[arg-type]
+    }
+    return SamplingOptions(
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        **given,
+    )
+
+
+def _exact(value: float) -> float:
+    # Floats of the wire have 32 bits: 0.1 arrives as 0.10000000149, which nobody meant.
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.ChatChoice:
+    """A delta of Chat."""
+    return inference_pb2.ChatChoice(
+        index=delta.index,
+        content=delta.content,
+        reasoning=delta.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCallDelta(
+                index=call.index, id=call.id, name=call.name, arguments_json=call.arguments
+            )
+            for call in delta.tool_calls
+        ],
+        logprobs=token_logprobs(delta.logprobs, vocabulary),
+        finish_reason=_finish(delta),
+        stop_reason=delta.stop_reason,
+    )
+
+
+def generate_choice(delta: ChoiceDelta, vocabulary: Vocabulary, echo: str) -> inference_pb2.GenerateChoice:
+    """A delta of Generate, with the prompt's text in front where it is echoed."""
+    return inference_pb2.GenerateChoice(
+        index=delta.index,
+        text=echo + delta.content,
+        token_ids=delta.token_ids,
+        logprobs=token_logprobs(delta.logprobs, vocabulary),
+        finish_reason=_finish(delta),
+        stop_reason=delta.stop_reason,
+        prompt_logprobs=token_logprobs(delta.prompt_logprobs, vocabulary),
+    )
+
+
+def _finish(delta: ChoiceDelta) -> output_pb2.FinishReason.ValueType:
+    return output_pb2.FinishReason.ValueType(delta.finish_reason or 0)
+
+
+def token_logprobs(logprobs: Iterable[TokenLogprob], vocabulary: Vocabulary) -> list[output_pb2.TokenLogprob]:
+    """Log-probabilities with the tokens' text and bytes."""
+    return [
+        output_pb2.TokenLogprob(
+            token_id=each.token_id,
+            logprob=each.logprob,
+            text=vocabulary.token_text(each.token_id),
+            token_bytes=vocabulary.token_bytes(each.token_id),
+            top=[
+                output_pb2.TokenLogprob(
+                    token_id=token_id,
+                    logprob=value,
+                    text=vocabulary.token_text(token_id),
+                    token_bytes=vocabulary.token_bytes(token_id),
+                )
+                for token_id, value in each.top
+            ],
+        )
+        for each in logprobs
+    ]
+
+
+def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
+    """Usage, with the parts of the time to first token when asked for."""
+    message = output_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+    )
+    ttft = usage.ttft
+    if timing and ttft is not None:
+        message.ttft.CopyFrom(
+            output_pb2.TimeToFirstToken(
+                total_s=ttft.total_s,
+                queue_s=ttft.queue_s,
+                preprocess_s=ttft.preprocess_s,
+                prefill_s=ttft.prefill_s,
+                first_decode_s=ttft.first_decode_s,
+                serialize_s=ttft.serialize_s,
+                network_s=ttft.network_s,
+            )
+        )
+    return message

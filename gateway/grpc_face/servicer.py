@@ -1,0 +1,119 @@
+"""Serves millrace.inference.v1.InferenceService."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from gateway.grpc_face import convert
+from gateway.pipeline.caller import Caller
+from gateway.pipeline.pipeline import Pipeline
+from gateway.text.detokenizer import decode
+from gateway.tokenizer.convert import enforcement_message
+from services.context import CONTEXT_HEADER
+
+FULL_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Each call is one request of the pipeline; MillraceErrors are answered by the server's interceptor."""
+
+    def __init__(self, pipeline: Callable[[], Pipeline]) -> None:
+        self._pipeline = pipeline
+
+    async def Chat(
+        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.ChatResponse]:
+        """Answers a conversation."""
+        caller = self._caller(context)
+        vocabulary = self._pipeline().vocabulary
+        async with await self._pipeline().begin(caller, convert.chat_request(request)) as generation:
+            info = generation.info
+            response = self._response(inference_pb2.ChatResponse, info)
+            while deltas := await generation.take():
+                response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in deltas)
+                yield response
+                generation.first_chunk_written()
+                response = self._next(inference_pb2.ChatResponse, info)
+            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
+            yield response
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Continues a text or token ids."""
+        caller = self._caller(context)
+        vocabulary = self._pipeline().vocabulary
+        async with await self._pipeline().begin(caller, convert.generate_request(request)) as generation:
+            info = generation.info
+            echo = decode(self._pipeline().texts, info.prompt_token_ids) if request.echo else ""
+            if request.echo and request.WhichOneof("prompt") == "text":
+                echo = request.text
+            to_echo = dict.fromkeys(range(info.num_choices), echo)
+            response = self._response(inference_pb2.GenerateResponse, info)
+            while deltas := await generation.take():
+                response.choices.extend(
+                    convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
+                    for delta in deltas
+                )
+                yield response
+                generation.first_chunk_written()
+                response = self._next(inference_pb2.GenerateResponse, info)
+            response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
+            yield response
+
+    async def CountTokens(
+        self, request: inference_pb2.CountTokensRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.CountTokensResponse:
+        """Counts without generating."""
+        self._pipeline().check_model(self._caller(context), request.model)
+        ids = await self._pipeline().tokenizer.tokenize(request.model, convert.count_prompt(request))
+        return inference_pb2.CountTokensResponse(num_tokens=len(ids))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        """Models that the key may use."""
+        pipeline = self._pipeline()
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=name,
+                    max_model_len=pipeline.fleet.max_model_len,
+                    created_unix_s=pipeline.created_unix_s,
+                    owned_by="millrace",
+                )
+                for name in pipeline.served_names(self._caller(context))
+            ]
+        )
+
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        metadata = {
+            key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
+        }
+        return self._pipeline().callers.verify(
+            metadata.get(CONTEXT_HEADER),
+            received_s=time.monotonic(),
+            traceparent=metadata.get("traceparent", ""),
+            tracestate=metadata.get("tracestate", ""),
+            client_request_id=metadata.get("x-client-request-id", ""),
+            timeout_s=context.time_remaining(),
+        )
+
+    def _response(self, kind: Any, info: Any) -> Any:
+        response = self._next(kind, info)
+        if info.enforcement is not None:
+            response.enforcement.CopyFrom(enforcement_message(info.enforcement))
+        return response
+
+    def _next(self, kind: Any, info: Any) -> Any:
+        return kind(
+            request_id=info.request_id,
+            model=info.model,
+            created_unix_s=info.created_unix_s,
+            service_tier=info.service_tier,
+        )

@@ -1,0 +1,1 @@
+"""The OpenAI face: JSON over HTTP, server-sent events for streams."""

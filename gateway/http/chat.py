@@ -1,0 +1,256 @@
+"""`/v1/chat/completions`: the request's body to a domain request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.http.requests import (
+    CommonBody,
+    check_common,
+    invalid,
+    labels,
+    response_format,
+    sampling,
+)
+from gateway.pipeline.request import (
+    Conversation,
+    GenerationRequest,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolChoiceMode,
+)
+from services.errors import MillraceError, Reason
+
+# Values of reasoning_effort, and whether the model thinks under them.
+_EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content. Fields of parts that are not text are of no interest."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call in an assistant message."""
+
+    function: FunctionCallBody
+    id: str = ""
+    type: str = "function"
+    index: int | None = None
+
+
+class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    # What SDKs copy from answers; nothing else than null is accepted.
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class FunctionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool."""
+
+    type: str
+    function: FunctionBody | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names a function."""
+
+    name: str
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool choice that names a function."""
+
+    type: str
+    function: NamedFunction | None = None
+
+
+class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat completion request."""
+
+    messages: list[MessageBody]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    # Extensions.
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    template_name: str | None = None
+
+
+DECODER = msgspec.json.Decoder(ChatBody)
+
+
+def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
+    """The domain request. `reasons` says whether the model can think, for reasoning_effort."""
+    check_common(body)
+    max_tokens, max_field = _max_tokens(body)
+    return GenerationRequest(
+        model=body.model,
+        prompt=conversation(body, reasons=reasons),
+        sampling=sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
+        response_format=response_format(body),
+        service_tier=body.service_tier or "",
+        metadata=labels(body, body.safety_identifier),
+        streaming=bool(body.stream),
+        face="http",
+        field_names={"prompt": "messages", "max_tokens": max_field, "logprobs": "top_logprobs"},
+    )
+
+
+def conversation(body: ChatBody, *, reasons: bool) -> Conversation:
+    """What the template renders."""
+    return Conversation(
+        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
+        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_options=_template_options(body, reasons=reasons),
+        documents=tuple(body.documents or ()),
+        template_name=body.template_name or "",
+        continue_final_message=body.continue_final_message,
+    )
+
+
+def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
+    if body.max_completion_tokens is None:
+        return body.max_tokens, "max_tokens"
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise invalid("max_tokens", "it differs from max_completion_tokens; give one of them")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def _logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "it needs logprobs true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _message(body: MessageBody, field: str) -> Message:
+    if body.role is not Role.ASSISTANT and body.tool_calls:
+        raise invalid(f"{field}.tool_calls", "only assistant messages call tools")
+    if body.content is None and body.role is not Role.ASSISTANT:
+        raise invalid(f"{field}.content", "it is required")
+    return Message(
+        role=body.role,
+        content=_content(body.content, f"{field}.content") or body.refusal or "",
+        name=body.name or "",
+        tool_calls=tuple(
+            _tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(body.tool_calls or ())
+        ),
+        tool_call_id=body.tool_call_id or "",
+        reasoning=body.reasoning_content or body.reasoning or "",
+    )
+
+
+def _content(content: str | list[ContentPart] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        if part.type not in ("text", "refusal", "input_text"):
+            raise MillraceError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{field}[{index}].type: {part.type!r} is not supported; the model reads text only",
+                field=f"{field}[{index}].type",
+            )
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise invalid(f"{field}[{index}].text", "it is required")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: ToolCallBody, field: str) -> ToolCall:
+    if call.type != "function":
+        raise invalid(f"{field}.type", f"{call.type!r} is not supported; use function")
+    return ToolCall(call.id, call.function.name, call.function.arguments)
+
+
+def _tool(tool: ToolBody, field: str) -> Tool:
+    if tool.type != "function" or tool.function is None:
+        raise MillraceError(
+            Reason.UNSUPPORTED_FIELD,
+            f"{field}.type: {tool.type!r} is not supported; use function, with its name and parameters",
+            field=f"{field}.type",
+        )
+    function = tool.function
+    parameters = "" if function.parameters is None else msgspec.json.encode(function.parameters).decode()
+    return Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters_json=parameters,
+        strict=function.strict,
+    )
+
+
+def _tool_choice(choice: str | ToolChoiceBody | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    if isinstance(choice, ToolChoiceBody):
+        if choice.type != "function" or choice.function is None:
+            raise invalid("tool_choice.type", f"{choice.type!r} is not supported; name one function")
+        return ToolChoice(ToolChoiceMode.NAMED, choice.function.name)
+    if choice not in ("none", "auto", "required"):
+        raise invalid("tool_choice", f"{choice!r} is not one of none, auto, required")
+    return ToolChoice(ToolChoiceMode(choice))
+
+
+def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is None:
+        return options
+    if effort not in _EFFORTS:
+        raise invalid("reasoning_effort", f"{effort!r} is not one of {', '.join(_EFFORTS)}")
+    if not reasons and _EFFORTS[effort]:
+        raise MillraceError(
+            Reason.UNSUPPORTED_FIELD,
+            f"reasoning_effort: model {body.model!r} does not reason; leave it out or send none",
+            field="reasoning_effort",
+        )
+    options.setdefault("enable_thinking", _EFFORTS[effort])
+    options.setdefault("reasoning_effort", effort)
+    return options

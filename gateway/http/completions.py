@@ -1,0 +1,79 @@
+"""`/v1/completions`: the request's body to domain requests, one per prompt."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import msgspec
+
+from gateway.http.requests import CommonBody, check_common, invalid, labels, response_format, sampling
+from gateway.pipeline.request import GenerationRequest, Prompt, TextPrompt, TokenPrompt
+
+# OpenAI's default for this endpoint.
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 128
+
+
+class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a completion request."""
+
+    # A text, token ids, or a list of either.
+    prompt: str | list[Any]
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    # Number of alternatives.
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+DECODER = msgspec.json.Decoder(CompletionBody)
+
+
+def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
+    """One domain request per prompt, in order."""
+    check_common(body)
+    prompts = _prompts(body.prompt)
+    echo = bool(body.echo)
+    logprobs = body.logprobs
+    options = sampling(body, max_tokens=body.max_tokens, logprobs=logprobs)
+    if echo and logprobs is not None and options.prompt_logprobs is None:
+        # Echoed tokens have their log-probabilities too.
+        options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
+    format_ = response_format(body)
+    return [
+        GenerationRequest(
+            model=body.model,
+            prompt=prompt,
+            sampling=options,
+            response_format=format_,
+            service_tier=body.service_tier or "",
+            metadata=labels(body),
+            echo=echo,
+            streaming=bool(body.stream),
+            face="http",
+        )
+        for prompt in prompts
+    ]
+
+
+def _prompts(prompt: str | list[Any]) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt)]
+    if not prompt:
+        raise invalid("prompt", "it is empty; give a text or token ids")
+    if _are_ids(prompt):
+        return [TokenPrompt(tuple(prompt))]
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"{len(prompt)} prompts; the limit is {MAX_PROMPTS}")
+    return [_one_prompt(each, f"prompt[{index}]") for index, each in enumerate(prompt)]
+
+
+def _one_prompt(prompt: Any, field: str) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if isinstance(prompt, list) and _are_ids(prompt):
+        return TokenPrompt(tuple(prompt))
+    raise invalid(field, "a prompt is a text or a list of token ids")
+
+
+def _are_ids(values: list[Any]) -> TypeGuard[list[int]]:
+    return all(type(value) is int for value in values)

@@ -1,0 +1,33 @@
+"""Errors in OpenAI's body, from the one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.openai_error import error_body, error_headers
+from services.errors import MillraceError, Reason
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def error_event(error: MillraceError) -> bytes:
+    """An error inside a stream that has begun."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def retry_headers(error: MillraceError) -> Headers:
+    """When to come back, for errors that a retry may cure."""
+    return [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+
+
+def unexpected() -> MillraceError:
+    """What a client is told of a failure that nobody foresaw."""
+    return MillraceError(
+        Reason.INTERNAL, "an unexpected failure; the gateway's log has the details under this request's id"
+    )
+
+
+def not_found(path: str, remedies: Mapping[str, str]) -> MillraceError:
+    """ROUTE_NOT_FOUND, with a remedy for paths of OpenAI's API that are not served."""
+    remedy = remedies.get(path, "see /openapi.json for what is served")
+    return MillraceError(Reason.ROUTE_NOT_FOUND, f"there is nothing at {path}: {remedy}")

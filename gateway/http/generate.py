@@ -1,0 +1,250 @@
+"""The two generating endpoints: stream or whole, one prompt or several, over the same pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from gateway.http import chat, completions
+from gateway.http.answers import (
+    FINISH_REASONS,
+    CompletionLogprobs,
+    WholeChoice,
+    chat_body,
+    enforcement_body,
+    head,
+    usage_body,
+)
+from gateway.http.body import decode
+from gateway.http.errors import error_event, unexpected
+from gateway.http.events import DONE, ChatEvents, CompletionEvents
+from gateway.http.exchange import Exchange
+from gateway.http.fields import WARNING_HEADER, check_unserved
+from gateway.http.requests import CommonBody
+from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.generation import Generation
+from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.request import GenerationRequest, TextPrompt
+from gateway.text.detokenizer import decode as decode_ids
+from services.errors import MillraceError
+
+_encode = msgspec.json.Encoder().encode
+
+Events = ChatEvents | CompletionEvents
+
+
+class GenerateEndpoints:
+    """Handlers of /v1/chat/completions and /v1/completions."""
+
+    def __init__(self, pipeline: Callable[[], Pipeline], max_body_bytes: int) -> None:
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        body = decode(chat.DECODER, await exchange.body(self._max_body_bytes))
+        self._warn(exchange, body)
+        request = chat.chat_request(body, reasons=bool(self._pipeline().vocabulary.reasoning_format))
+        async with self._begin(exchange, [request]) as generations:
+            generation = generations[0]
+            logprobs = request.sampling.logprobs is not None
+            if body.stream:
+                events = ChatEvents(
+                    generation.info,
+                    self._pipeline().vocabulary,
+                    include_usage=body.include_usage,
+                    logprobs=logprobs,
+                )
+                await self._stream(exchange, generations, [events], body)
+                return
+            choices = (await _collect(generations))[0]
+            answer = chat_body(
+                generation.info,
+                choices,
+                generation.usage(),
+                self._pipeline().vocabulary,
+                logprobs=logprobs,
+                timing=bool(body.include_timing),
+            )
+            await exchange.respond(200, _encode(answer))
+
+    async def complete(self, exchange: Exchange) -> None:
+        """POST /v1/completions."""
+        body = decode(completions.DECODER, await exchange.body(self._max_body_bytes))
+        self._warn(exchange, body)
+        requests = completions.completion_requests(body)
+        async with self._begin(exchange, requests) as generations:
+            echoes = [self._echo(*pair) for pair in zip(requests, generations, strict=True)]
+            if body.stream:
+                events = [
+                    CompletionEvents(
+                        generation.info,
+                        self._pipeline().vocabulary,
+                        include_usage=body.include_usage,
+                        logprobs=body.logprobs is not None,
+                        first_index=index * generation.info.num_choices,
+                        echo=echoes[index],
+                    )
+                    for index, generation in enumerate(generations)
+                ]
+                await self._stream(exchange, generations, events, body)
+                return
+            answer = self._completion_body(generations, await _collect(generations), echoes, body)
+            await exchange.respond(200, _encode(answer))
+
+    def _warn(self, exchange: Exchange, body: CommonBody) -> None:
+        for warning in check_unserved(body):
+            exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
+
+    @asynccontextmanager
+    async def _begin(
+        self, exchange: Exchange, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[Generation]]:
+        """All of them accepted, or none; a client that leaves cancels them."""
+        caller = exchange.caller
+        assert caller is not None, "the application verifies callers before it calls a handler"
+        task = asyncio.current_task()
+        assert task is not None
+        async with AsyncExitStack() as stack:
+            generations: list[Generation] = []
+            # Until they are accepted there is nothing to cancel but the work of accepting them.
+            gone = _Departure(task)
+            exchange.watch_client(gone.note)
+            stack.callback(exchange.unwatch)
+            for request in requests:
+                generation = await self._pipeline().begin(caller, request)
+                generations.append(await stack.enter_async_context(generation))
+            gone.cancel_instead(generations)
+            for name, value in self._pipeline().limiter.headers(caller.identity).items():
+                exchange.extra_headers.append((name.encode(), value.encode()))
+            yield generations
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        generations: Sequence[Generation],
+        events: Sequence[Events],
+        body: CommonBody,
+    ) -> None:
+        # The status can still say what is wrong until the first delta is there.
+        source = _merged(generations)
+        index, deltas = await anext(source)
+        await exchange.begin_events()
+        await exchange.write(
+            b"".join(each.begin() for each in events) + b"".join(map(events[index].event, deltas))
+        )
+        generations[index].first_chunk_written()
+        try:
+            async for index, deltas in source:
+                generations[index].first_chunk_written()
+                await exchange.write(b"".join(map(events[index].event, deltas)))
+        except MillraceError as error:
+            await exchange.write(error_event(error), last=True)
+            raise
+        except Exception:
+            await exchange.write(error_event(unexpected()), last=True)
+            raise
+        end = DONE
+        if body.include_usage:
+            usages = [generation.usage() for generation in generations]
+            end = events[0].usage_event(usage_body(usages, timing=bool(body.include_timing))) + DONE
+        await exchange.write(end, last=True)
+
+    def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
+        if not request.echo:
+            return None
+        if isinstance(request.prompt, TextPrompt):
+            return request.prompt.text
+        return decode_ids(self._pipeline().texts, generation.info.prompt_token_ids)
+
+    def _completion_body(
+        self,
+        generations: Sequence[Generation],
+        answers: Sequence[Sequence[WholeChoice]],
+        echoes: Sequence[str | None],
+        body: completions.CompletionBody,
+    ) -> dict[str, Any]:
+        info = generations[0].info
+        result = head(info, "cmpl-", "text_completion")
+        result["choices"] = []
+        for generation, choices, echo in zip(generations, answers, echoes, strict=True):
+            for choice in choices:
+                lead = generation.info.prompt_token_ids[0] if echo is not None else None
+                prompt = choice.prompt_logprobs if echo is not None else ()
+                logprobs = None
+                if body.logprobs is not None:
+                    logprobs = CompletionLogprobs(self._pipeline().vocabulary).body(
+                        (*prompt, *choice.logprobs), lead_token_id=lead
+                    )
+                result["choices"].append(
+                    {
+                        "index": len(result["choices"]),
+                        "text": (echo or "") + "".join(choice.content),
+                        "logprobs": logprobs,
+                        "finish_reason": FINISH_REASONS[choice.finish_reason]
+                        if choice.finish_reason
+                        else None,
+                        "stop_reason": choice.stop_reason,
+                    }
+                )
+        usages = [generation.usage() for generation in generations]
+        result["usage"] = usage_body(usages, timing=bool(body.include_timing))
+        report = info.enforcement
+        if report is not None and (report.approximated or report.unenforced):
+            result["enforcement"] = enforcement_body(report)
+        return result
+
+
+class _Departure:
+    """What happens when the client leaves: the handler is cancelled, or, once there are some, the
+    generations.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self._generations: Sequence[Generation] | None = None
+
+    def cancel_instead(self, generations: Sequence[Generation]) -> None:
+        """From now on the generations are cancelled."""
+        self._generations = generations
+
+    def note(self) -> None:
+        """The client has left."""
+        if self._generations is None:
+            self._task.cancel()
+        else:
+            for generation in self._generations:
+                generation.cancel()
+
+
+async def _collect(generations: Sequence[Generation]) -> list[list[WholeChoice]]:
+    answers = [[WholeChoice() for _ in range(each.info.num_choices)] for each in generations]
+    async for index, deltas in _merged(generations):
+        generations[index].first_chunk_written()
+        for delta in deltas:
+            answers[index][delta.index].add(delta)
+    return answers
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[ChoiceDelta]]]:
+    """(index, deltas) of all generations as they come; ends when all have ended."""
+    if len(generations) == 1:
+        while deltas := await generations[0].take():
+            yield 0, deltas
+        return
+    running = {asyncio.ensure_future(each.take()): index for index, each in enumerate(generations)}
+    try:
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = running.pop(task)
+                if deltas := task.result():
+                    yield index, deltas
+                    running[asyncio.ensure_future(generations[index].take())] = index
+    finally:
+        for task in running:
+            task.cancel()

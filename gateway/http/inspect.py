@@ -1,0 +1,127 @@
+"""Endpoints that generate nothing: models, /tokenize, /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.http import chat
+from gateway.http.body import decode
+from gateway.http.exchange import Exchange
+from gateway.http.requests import invalid
+from gateway.pipeline.caller import Caller
+from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.request import Conversation, TextPrompt
+from gateway.text.detokenizer import decode as decode_ids
+
+_encode = msgspec.json.Encoder().encode
+_MODELS = "/v1/models/"
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /tokenize: a prompt, or messages with what a chat request may say about them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[chat.MessageBody] | None = None
+    tools: list[chat.ToolBody] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+
+class InspectEndpoints:
+    """Handlers that need no engine slot."""
+
+    def __init__(self, pipeline: Callable[[], Pipeline], max_body_bytes: int) -> None:
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+
+    async def models(self, exchange: Exchange) -> None:
+        """GET /v1/models."""
+        names = self._pipeline().served_names(_caller(exchange))
+        await exchange.respond(
+            200, _encode({"object": "list", "data": [self._model(name) for name in names]})
+        )
+
+    async def model(self, exchange: Exchange) -> None:
+        """GET /v1/models/{id}."""
+        name = exchange.path.removeprefix(_MODELS)
+        self._pipeline().check_model(_caller(exchange), name)
+        await exchange.respond(200, _encode(self._model(name)))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._pipeline().created_unix_s,
+            "owned_by": "millrace",
+            "max_model_len": self._pipeline().fleet.max_model_len or None,
+        }
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """POST /tokenize."""
+        body = decode(_TOKENIZE, await exchange.body(self._max_body_bytes))
+        self._check_model(exchange, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        prompt: Conversation | TextPrompt
+        if body.messages is not None:
+            prompt = chat.conversation(
+                chat.ChatBody(
+                    model="",
+                    messages=body.messages,
+                    tools=body.tools,
+                    chat_template_kwargs=body.chat_template_kwargs,
+                    continue_final_message=body.continue_final_message,
+                ),
+                reasons=True,
+            )
+        else:
+            prompt = TextPrompt(body.prompt or "")
+        ids = await self._pipeline().tokenizer.tokenize(
+            self._pipeline().model.served_name, prompt, add_special_tokens=body.add_special_tokens
+        )
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._pipeline().fleet.max_model_len or None,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [self._pipeline().vocabulary.token_text(id_) for id_ in ids]
+        await exchange.respond(200, _encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """POST /detokenize."""
+        body = decode(_DETOKENIZE, await exchange.body(self._max_body_bytes))
+        self._check_model(exchange, body.model)
+        size = self._pipeline().vocabulary.size
+        for index, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < size:
+                raise invalid(
+                    f"tokens[{index}]", f"token id {token_id} is outside the vocabulary of {size} tokens"
+                )
+        await exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
+
+    def _check_model(self, exchange: Exchange, name: str | None) -> None:
+        if name is not None:
+            self._pipeline().check_model(_caller(exchange), name)
+
+
+def _caller(exchange: Exchange) -> Caller:
+    assert exchange.caller is not None, "the application verifies callers before it calls a handler"
+    return exchange.caller

@@ -1,0 +1,272 @@
+"""Bodies of requests as OpenAI declares them, with the extensions that vLLM made common, to domain
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.http.fields import Unserved
+from gateway.pipeline.request import (
+    ChoiceFormat,
+    EbnfFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    ResponseFormat,
+    SamplingOptions,
+)
+from services.errors import MillraceError, Reason
+
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    # vLLM: usage on every chunk.
+    continuous_usage_stats: bool | None = None
+    # Padding against traffic analysis is not made; false is what happens anyway.
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`response_format.json_schema`."""
+
+    name: str = ""
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.Raw()
+    strict: bool | None = None
+
+
+class ResponseFormatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`response_format`. `regex`, `choice`, `lark` and `ebnf` are extensions."""
+
+    type: str
+    json_schema: JsonSchemaBody | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`; exactly one of them."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that chat and completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    # Extensions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Report the parts of the time to the first token in usage.
+    include_timing: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def invalid(field: str, problem: str) -> MillraceError:
+    """INVALID_ARGUMENT that names the field."""
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
+
+
+def check_common(body: CommonBody) -> None:
+    """Raises for combinations that only this face can see."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise invalid("stream_options", "it is only allowed with stream true")
+    if options is not None and options.include_obfuscation:
+        raise MillraceError(
+            Reason.UNSUPPORTED_FIELD,
+            "stream_options.include_obfuscation: not supported; leave it out or send false",
+            field="stream_options.include_obfuscation",
+        )
+    for key, value in (body.metadata or {}).items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise invalid(
+                f"metadata.{key[:MAX_METADATA_KEY]}",
+                f"keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}",
+            )
+
+
+def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, str]:
+    """Labels kept with the ledger entry: metadata, and the client's own ids of its users."""
+    found = dict(body.metadata or {})
+    if body.user:
+        found["user"] = body.user
+    if safety_identifier:
+        found["safety_identifier"] = safety_identifier
+    return found
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """`stop` is one string or several."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+    """Sampling options of a body."""
+    return SamplingOptions(
+        temperature=body.temperature,
+        top_k=None if body.top_k is None else max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias or {},
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        n=body.n,
+        best_of=body.best_of,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        beam_width=body.beam_width,
+    )
+
+
+def response_format(body: CommonBody) -> ResponseFormat | None:
+    """The one constraint that the body asks for, by whichever of its names."""
+    found = [
+        (name, format_)
+        for name, format_ in (
+            ("response_format", _openai_format(body.response_format)),
+            ("structured_outputs", _structured(body.structured_outputs)),
+            ("guided_json", _json_format("guided_json", body.guided_json)),
+            ("guided_regex", _optional(RegexFormat, body.guided_regex)),
+            ("guided_choice", body.guided_choice and ChoiceFormat(tuple(body.guided_choice))),
+            ("guided_grammar", _grammar(body.guided_grammar)),
+        )
+        if format_
+    ]
+    if len(found) > 1:
+        raise invalid(found[1][0], f"{found[0][0]} constrains the answer already; give one of them")
+    return found[0][1] if found else None
+
+
+def _openai_format(  # noqa: PLR0911 one return per kind
+    body: ResponseFormatBody | None,
+) -> ResponseFormat | None:
+    match None if body is None else (body.type, body):
+        case None | ("text", _):
+            return None
+        case ("json_object", _):
+            return JsonObjectFormat()
+        case ("json_schema", ResponseFormatBody(json_schema=JsonSchemaBody() as given)):
+            if not bytes(given.schema):
+                raise invalid("response_format.json_schema.schema", "it is required")
+            return JsonSchemaFormat(bytes(given.schema).decode(), given.name, given.strict or False)
+        case ("regex", ResponseFormatBody(regex=str() as pattern)):
+            return RegexFormat(pattern)
+        case ("choice", ResponseFormatBody(choice=list() as options)):
+            return ChoiceFormat(tuple(options))
+        case ("lark", ResponseFormatBody(grammar=str() as grammar)):
+            return LarkFormat(grammar)
+        case ("ebnf", ResponseFormatBody(grammar=str() as grammar)):
+            return EbnfFormat(grammar)
+        case ("json_schema" | "regex" | "choice" as kind, _):
+            raise invalid(f"response_format.{kind}", "it is required with this type")
+        case ("lark" | "ebnf", _):
+            raise invalid("response_format.grammar", "it is required with this type")
+        case (kind, _):
+            raise invalid(
+                "response_format.type",
+                f"{kind!r} is not one of text, json_object, json_schema, regex, choice, lark, ebnf",
+            )
+
+
+def _structured(body: StructuredOutputs | None) -> ResponseFormat | None:
+    if body is None:
+        return None
+    given = [
+        format_
+        for format_ in (
+            _json_format("structured_outputs.json", body.json),
+            JsonObjectFormat() if body.json_object else None,
+            _optional(RegexFormat, body.regex),
+            body.choice and ChoiceFormat(tuple(body.choice)),
+            _grammar(body.grammar),
+        )
+        if format_
+    ]
+    if len(given) != 1:
+        raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
+    return given[0]
+
+
+def _json_format(field: str, raw: msgspec.Raw) -> JsonSchemaFormat | None:
+    text = bytes(raw)
+    if text in (b"", b"null"):
+        return None
+    if text.startswith(b'"'):
+        # The schema as JSON text inside a string.
+        return JsonSchemaFormat(msgspec.json.decode(text, type=str), strict=False)
+    if not text.startswith(b"{"):
+        raise invalid(field, "a JSON Schema is an object, or a string that holds one")
+    return JsonSchemaFormat(text.decode(), strict=False)
+
+
+def _optional(kind: type[RegexFormat], value: str | None) -> RegexFormat | None:
+    return None if value is None else kind(value)
+
+
+def _grammar(text: str | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    # GBNF defines rules with "::=", Lark with ":".
+    return EbnfFormat(text) if "::=" in text else LarkFormat(text)
+
+
+def json_text(value: Mapping[str, Any] | None) -> str:
+    """A JSON object as text; "" for none."""
+    return "" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,98 @@
+"""Who calls: the context that the edge signed, verified; and the context signed again for what follows."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from millrace.common.v1 import context_pb2
+from opentelemetry.context import Context
+
+from gateway.auth.convert import identity_from_context, write_tier
+from gateway.identity import Identity
+from gateway.tiers import Tier, Tiers
+from observability.tracing import RequestIdentity, context_from_traceparent, with_identity
+from services.config import SecurityConfig
+from services.context import CONTEXT_HEADER, from_header, sign, verify
+from services.errors import MillraceError, Reason
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """A verified caller and its call. Moments are monotonic seconds."""
+
+    identity: Identity
+    # The edge's context as it came.
+    context: context_pb2.RequestContext
+    # When the call's first byte was read.
+    received_s: float
+    # Parent of this call's spans, with the request's identity for every span below.
+    trace: Context
+    # When nobody wants the answer any more.
+    deadline_s: float | None = None
+
+
+class CallerVerifier:
+    """Checks contexts from the edge and makes those for the services behind."""
+
+    def __init__(self, security: SecurityConfig, tiers: Tiers) -> None:
+        self._secret = security.secret()
+        self._max_age_s = security.max_context_age_s
+        self._tiers = tiers
+
+    def verify(
+        self,
+        header: str | None,
+        *,
+        received_s: float,
+        traceparent: str = "",
+        tracestate: str = "",
+        client_request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Caller:
+        """The caller behind the x-millrace-context header.
+
+        Raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID.
+
+        `timeout_s` is the client's own deadline, from now; the earlier of it and the edge's counts.
+        """
+        if not header:
+            raise MillraceError(
+                Reason.MISSING_CREDENTIALS,
+                f"the request has no {CONTEXT_HEADER}; send it to the edge with an API key "
+                "(authorization: Bearer <key>), not to the gateway itself",
+            )
+        now_unix_ms = time.time_ns() // 1_000_000
+        context = verify(
+            from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
+        )
+        identity = identity_from_context(context)
+        now_s = time.monotonic()
+        deadline_s = None if timeout_s is None else now_s + timeout_s
+        if identity.deadline_unix_ms is not None:
+            edge_s = now_s + (identity.deadline_unix_ms - now_unix_ms) / 1000
+            deadline_s = edge_s if deadline_s is None else min(deadline_s, edge_s)
+        return Caller(
+            identity=identity,
+            context=context,
+            received_s=received_s,
+            trace=with_identity(
+                RequestIdentity(identity.request_id, client_request_id, identity.tenant, identity.tier),
+                context_from_traceparent(
+                    traceparent or identity.traceparent,
+                    tracestate if traceparent else identity.tracestate,
+                ),
+            ),
+            deadline_s=deadline_s,
+        )
+
+    def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> context_pb2.SignedContext:
+        """The context under the effective tier, with the caller's deadline, below the given span."""
+        context = context_pb2.RequestContext()
+        context.CopyFrom(caller.context)
+        write_tier(context, tier, tenant_weight=self._tiers.tenant_weight(context.tenant))
+        context.traceparent, context.tracestate = traceparent
+        now_unix_ms = time.time_ns() // 1_000_000
+        context.issued_unix_ms = now_unix_ms
+        if caller.deadline_s is not None:
+            context.deadline_unix_ms = now_unix_ms + round((caller.deadline_s - time.monotonic()) * 1000)
+        return sign(context, self._secret)

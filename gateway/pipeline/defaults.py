@@ -1,0 +1,108 @@
+"""From what the client set to complete sampling options: checkpoint's defaults, seed, and what fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.engines.types import Sampling
+from gateway.pipeline.request import GenerationRequest, SamplingOptions
+from services.errors import MillraceError, Reason
+
+# Options that a checkpoint's generation_config.json may set, with their types.
+_CHECKPOINT_OPTIONS: Mapping[str, type] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+}
+
+_random = random.SystemRandom()
+
+
+def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options that the checkpoint recommends.
+
+    With `do_sample` false the numbers in the file are leftovers that transformers ignores, and so do we;
+    clients that name no temperature get the API's own default then.
+    """
+    if generation_config.get("do_sample") is False:
+        return {}
+    found: dict[str, Any] = {}
+    for name, kind in _CHECKPOINT_OPTIONS.items():
+        value = generation_config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = kind(value)
+    return found
+
+
+def token_limit(max_model_len: int, max_context_tokens: int | None) -> int:
+    """Longest prompt plus completion: the model's limit, or the tier's when that is lower."""
+    return max_model_len if max_context_tokens is None else min(max_model_len, max_context_tokens)
+
+
+def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: int) -> int:
+    """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers."""
+    asked = request.sampling.max_tokens
+    room = limit - num_prompt_tokens
+    metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
+    if room < 1:
+        raise MillraceError(
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            f"the prompt has {num_prompt_tokens} tokens and the limit for prompt and completion together "
+            f"is {limit}; shorten the prompt",
+            field=request.field("prompt"),
+            metadata=metadata,
+        )
+    if asked is not None and asked > room:
+        raise MillraceError(
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for; the limit for both "
+            f"together is {limit}: ask for at most {room}, or shorten the prompt",
+            field=request.field("max_tokens"),
+            metadata={**metadata, "max_tokens": str(asked)},
+        )
+    return room if asked is None else asked
+
+
+def complete(
+    sampling: SamplingOptions,
+    *,
+    checkpoint: Mapping[str, Any],
+    max_tokens: int,
+    eos_token_ids: tuple[int, ...],
+) -> Sampling:
+    """Every option set. Without a seed a random one is taken, so that an interrupted request can continue."""
+    options: dict[str, Any] = dict(checkpoint)
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "beam_width",
+    ):
+        value = getattr(sampling, name)
+        if value is not None:
+            options[name] = value
+    n = sampling.n or 1
+    ends = () if sampling.ignore_eos else eos_token_ids
+    return Sampling(
+        seed=_random.getrandbits(63) if sampling.seed is None else sampling.seed,
+        # The step that computes the prompt always samples; the token is dropped when none was asked for.
+        max_tokens=max(max_tokens, 1),
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        stop_token_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
+        n=n,
+        best_of=sampling.best_of or n,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        **options,
+    )

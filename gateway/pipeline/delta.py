@@ -1,0 +1,59 @@
+"""What the pipeline gives to the faces."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.engines.types import FinishReason, TokenLogprob
+from gateway.text.delta import TextDelta
+from gateway.tokenizer.types import Enforcement
+
+
+class ChoiceDelta(TextDelta, kw_only=True):
+    """What one output adds to one choice."""
+
+    index: int = 0
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    # On the first delta of a request that asked for them.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    # On the last delta of the choice.
+    finish_reason: FinishReason | None = None
+    # Stop string that ended the choice.
+    stop_reason: str | None = None
+
+
+class TimeToFirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Named parts in seconds; `total_s` is their sum."""
+
+    total_s: float
+    queue_s: float
+    preprocess_s: float
+    prefill_s: float
+    first_decode_s: float
+    serialize_s: float
+    network_s: float
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    # None when no token was made.
+    ttft: TimeToFirstToken | None = None
+
+
+class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
+
+    request_id: str
+    model: str
+    created_unix_s: int
+    # Tier that the request is really served under.
+    service_tier: str
+    prompt_token_ids: tuple[int, ...]
+    num_choices: int
+    enforcement: Enforcement | None = None

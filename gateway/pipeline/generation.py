@@ -1,0 +1,196 @@
+"""One accepted request: deltas until every choice has ended, then exactly one outcome, settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import msgspec
+
+from gateway.engines.continuation import ContinuousStream
+from gateway.engines.types import CancelReason, EngineOutput, FinishReason
+from gateway.pipeline.choice import ChoiceStream
+from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.metering import Meter
+from gateway.pipeline.ports import Reservation
+from services.errors import MillraceError, Reason
+
+# Outcome of a request whose client went away.
+CANCELLED = Reason.CANCELLED.value
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a request ended: a finish reason in lower case, or a reason of the error table."""
+
+    name: str
+    error: MillraceError | None = None
+
+
+class Generation:
+    """`take` until it returns nothing. Use as an async context manager: leaving it settles whatever
+    happened.
+    """
+
+    def __init__(
+        self,
+        *,
+        info: AnswerInfo,
+        stream: ContinuousStream,
+        choices: dict[int, ChoiceStream],
+        reservation: Reservation,
+        meter: Meter,
+        discard_tokens: bool,
+        settle: Callable[[Generation, Outcome], None],
+    ) -> None:
+        self.info = info
+        self.meter = meter
+        self._stream = stream
+        self._choices = choices
+        self._open = dict(choices)
+        self._reservation = reservation
+        # max_tokens was 0: the one token that every prompt's step samples is not shown.
+        self._discard_tokens = discard_tokens
+        self._on_settled = settle
+        self._deadline: asyncio.TimerHandle | None = None
+        self._finish_reason: FinishReason | None = None
+        self._settled = False
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, MillraceError):
+            outcome = Outcome(error.reason.value, error)
+        elif error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
+            outcome = Outcome(Reason.INTERNAL.value)
+        elif self._open:
+            outcome = Outcome(CANCELLED)
+        else:
+            reason = self._finish_reason or FinishReason.STOP
+            outcome = Outcome(reason.name.lower())
+        await self._settle(outcome)
+
+    @property
+    def num_engines_lost(self) -> int:
+        """Engines that were lost under this request."""
+        return self._stream.num_losses
+
+    @property
+    def engine(self) -> str:
+        """Engine that serves the request now."""
+        return self._stream.engine
+
+    def expire_at(self, deadline_s: float) -> None:
+        """Ends the request with DEADLINE_EXCEEDED at a monotonic moment."""
+        loop = asyncio.get_running_loop()
+        delay_s = max(0.0, deadline_s - time.monotonic())
+        self._deadline = loop.call_later(delay_s, self._expire)
+
+    def cancel(self) -> None:
+        """Ends the request because its client went away; `take` raises CANCELLED."""
+        self._interrupt(CancelReason.CLIENT, Reason.CANCELLED, "the client went away")
+
+    def first_chunk_written(self) -> None:
+        """The face has handed the first chunk to its socket."""
+        if self.meter.first_written_s is None:
+            self.meter.first_written_s = time.monotonic()
+
+    def usage(self) -> Usage:
+        """Tokens so far; final once `take` has returned nothing."""
+        meter = self.meter
+        return Usage(
+            prompt_tokens=len(self.info.prompt_token_ids),
+            completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
+            cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
+            reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
+            ttft=meter.ttft(),
+        )
+
+    async def take(self) -> list[ChoiceDelta]:
+        """Deltas of everything that has come, one per output; empty when all choices have ended.
+
+        Raises the MillraceError that ended the request.
+        """
+        deltas: list[ChoiceDelta] = []
+        while self._open and not deltas:
+            outputs = await self._stream.take()
+            now_s = time.monotonic()
+            for output in outputs:
+                self.meter.count(output, now_s)
+                delta = self._delta(output)
+                if delta is not None:
+                    deltas.append(delta)
+            budget = self._reservation.remaining_completion_budget()
+            if budget is not None and self.meter.completion_tokens >= budget and self._open:
+                await self._meet_budget(deltas)
+        return deltas
+
+    def _delta(self, output: EngineOutput) -> ChoiceDelta | None:
+        choice = self._open.get(output.choice_index)
+        if choice is None:
+            return None
+        reason = output.finish_reason
+        if reason is FinishReason.DEADLINE:
+            raise _deadline_exceeded()
+        if reason is FinishReason.CANCELLED:
+            raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
+        if self._discard_tokens:
+            output.token_ids, output.logprobs = [], ()
+        delta = choice.feed(output)
+        if output.prompt_logprobs:
+            delta = delta or ChoiceDelta(index=choice.index)
+            delta.prompt_logprobs = output.prompt_logprobs
+        if delta is not None and delta.finish_reason is not None:
+            if reason is None:
+                self._stream.end_choice(choice.index, CancelReason.STOP_STRING)
+            self._end(choice, delta.finish_reason)
+        return delta
+
+    def _end(self, choice: ChoiceStream, reason: FinishReason) -> None:
+        del self._open[choice.index]
+        self._finish_reason = self._finish_reason or reason
+
+    async def _meet_budget(self, deltas: list[ChoiceDelta]) -> None:
+        if await self._reservation.extend():
+            return
+        self._stream.cancel(CancelReason.BUDGET)
+        for choice in list(self._open.values()):
+            deltas.append(choice.end(FinishReason.BUDGET))
+            self._end(choice, FinishReason.BUDGET)
+
+    def _expire(self) -> None:
+        error = _deadline_exceeded()
+        self._interrupt(CancelReason.DEADLINE, error.reason, error.message)
+
+    def _interrupt(self, why: CancelReason, reason: Reason, message: str) -> None:
+        if self._open:
+            self._stream.cancel(why)
+            self._stream.interrupt(MillraceError(reason, message))
+
+    async def _settle(self, outcome: Outcome) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._stream.cancel(CancelReason.CLIENT)
+        usage = self.usage()
+        self._on_settled(self, outcome)
+        if self.meter.first_output_s is None and outcome.error is not None:
+            await self._reservation.cancel()
+        else:
+            await self._reservation.settle(
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                cached_prompt_tokens=usage.cached_prompt_tokens,
+            )
+
+
+def _deadline_exceeded() -> MillraceError:
+    return MillraceError(
+        Reason.DEADLINE_EXCEEDED, "the request's deadline passed; ask for less, or allow more time"
+    )

@@ -1,0 +1,82 @@
+"""What one request took: tokens, time, and what its engines reported."""
+
+from __future__ import annotations
+
+import time
+
+from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
+from gateway.pipeline.delta import TimeToFirstToken
+
+
+class Meter:
+    """Counts along the life of one request. Moments are monotonic seconds."""
+
+    def __init__(self, received_s: float) -> None:
+        self.received_s = received_s
+        # When it was handed to an engine.
+        self.submitted_s: float | None = None
+        # When the first output came, and when its chunk was written.
+        self.first_output_s: float | None = None
+        self.first_written_s: float | None = None
+        self.last_output_s = received_s
+        self.first_token = FirstToken()
+        self.completion_tokens = 0
+        self.statistics = ChoiceStatistics()
+
+    def count(self, output: EngineOutput, now_s: float) -> None:
+        """Takes the numbers of one output."""
+        if self.first_output_s is None:
+            self.first_output_s = now_s
+            if output.first_token is not None:
+                self.first_token = output.first_token
+        self.last_output_s = now_s
+        self.completion_tokens += len(output.token_ids)
+        if output.statistics is not None:
+            self._add(output.statistics)
+
+    def _add(self, other: ChoiceStatistics) -> None:
+        mine = self.statistics
+        causes = dict(mine.delayed_by_s)
+        for cause, seconds in other.delayed_by_s.items():
+            causes[cause] = causes.get(cause, 0.0) + seconds
+        self.statistics = ChoiceStatistics(
+            mine.num_steps + other.num_steps,
+            mine.num_preemptions + other.num_preemptions,
+            mine.recomputed_tokens + other.recomputed_tokens,
+            mine.drafted_tokens + other.drafted_tokens,
+            mine.accepted_tokens + other.accepted_tokens,
+            mine.decode_s + other.decode_s,
+            mine.grammar_s + other.grammar_s,
+            causes,
+        )
+
+    def ttft(self) -> TimeToFirstToken | None:
+        """The parts of the time to the first token, once there is one.
+
+        Network is what the named parts leave over: the way to the engine and back.
+        """
+        if self.first_output_s is None or self.submitted_s is None:
+            return None
+        written_s = self.first_written_s or time.monotonic()
+        preprocess_s = self.submitted_s - self.received_s
+        serialize_s = written_s - self.first_output_s
+        first = self.first_token
+        engine_s = first.queue_s + first.prefill_s + first.first_decode_s
+        network_s = max(0.0, self.first_output_s - self.submitted_s - engine_s)
+        return TimeToFirstToken(
+            # The sum of the parts, by definition; equals written - received up to the clocks' ticks.
+            total_s=preprocess_s + engine_s + network_s + serialize_s,
+            queue_s=first.queue_s,
+            preprocess_s=preprocess_s,
+            prefill_s=first.prefill_s,
+            first_decode_s=first.first_decode_s,
+            serialize_s=serialize_s,
+            network_s=network_s,
+        )
+
+    def tpot_s(self, num_choices: int) -> float | None:
+        """Mean time per output token of a choice after its first; None with fewer than two."""
+        if self.first_output_s is None or self.completion_tokens <= num_choices:
+            return None
+        steps = self.completion_tokens / num_choices - 1
+        return (self.last_output_s - self.first_output_s) / steps

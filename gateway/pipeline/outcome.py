@@ -1,0 +1,231 @@
+"""What is told of a request that has ended: metrics, span attributes, the ledger."""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry.trace import Span
+
+from gateway.pipeline.caller import Caller
+from gateway.pipeline.delta import TimeToFirstToken, Usage
+from gateway.pipeline.generation import CANCELLED, Generation, Outcome
+from gateway.pipeline.ports import FinishedRequest, Ledger
+from gateway.pipeline.request import GenerationRequest
+from gateway.tiers import Tier
+from observability import names
+from observability.metrics import Metrics
+from observability.names import TTFT_PARTS, TtftPart, length_bucket
+from observability.tracing import Telemetry
+from services.errors import MillraceError, Reason
+
+
+class OutcomeRecorder:
+    """Writes each request's outcome once, to all places that keep it."""
+
+    def __init__(self, metrics: Metrics, telemetry: Telemetry, ledger: Ledger) -> None:
+        self._metrics = metrics
+        self._telemetry = telemetry
+        self._ledger = ledger
+
+    def refused(
+        self, span: Span, caller: Caller, request: GenerationRequest, tier: str, error: BaseException
+    ) -> None:
+        """A request that was not accepted, or whose client left before it was."""
+        reason = error.reason.value if isinstance(error, MillraceError) else Reason.INTERNAL.value
+        if not isinstance(error, Exception):
+            reason = CANCELLED
+        self._metrics.add(names.REJECTIONS, reason=reason, tier=tier)
+        self._count(caller, request, tier, "cancelled" if reason == CANCELLED else "refused")
+        attributes: dict[str, str | float] = {names.OUTCOME: reason}
+        if isinstance(error, MillraceError) and error.retry_after_s is not None:
+            attributes[names.RETRY_AFTER_S] = error.retry_after_s
+        self._telemetry.end(span, attributes=attributes, error=reason)
+
+    def ended(
+        self,
+        span: Span,
+        caller: Caller,
+        request: GenerationRequest,
+        tier: Tier,
+        generation: Generation,
+        outcome: Outcome,
+    ) -> None:
+        """An accepted request, with its one outcome."""
+        usage = generation.usage()
+        duration_s = time.monotonic() - caller.received_s
+        tpot_s = generation.meter.tpot_s(generation.info.num_choices)
+        group = _outcome_group(outcome)
+        self._count(caller, request, tier.name, group)
+        self._observe(request, tier, generation, usage, duration_s, tpot_s)
+        self._count_tokens(caller, request, tier.name, usage)
+        self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
+        self._end_span(span, generation, usage, outcome, duration_s, tpot_s)
+        self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s))
+
+    def _count(self, caller: Caller, request: GenerationRequest, tier: str, group: str) -> None:
+        self._metrics.add(
+            names.REQUESTS,
+            face=request.face,
+            model=request.model,
+            tier=tier,
+            tenant=caller.identity.tenant,
+            outcome=group,
+        )
+
+    def _observe(
+        self,
+        request: GenerationRequest,
+        tier: Tier,
+        generation: Generation,
+        usage: Usage,
+        duration_s: float,
+        tpot_s: float | None,
+    ) -> None:
+        metrics, model = self._metrics, request.model
+        metrics.observe(names.E2E, duration_s, model=model, tier=tier.name, face=request.face)
+        if tpot_s is not None:
+            metrics.observe(
+                names.TPOT,
+                tpot_s,
+                model=model,
+                tier=tier.name,
+                output_bucket=length_bucket(usage.completion_tokens),
+                speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
+                pool="",
+            )
+        if usage.ttft is None:
+            return
+        metrics.observe(
+            names.TTFT,
+            usage.ttft.total_s,
+            model=model,
+            tier=tier.name,
+            prompt_bucket=length_bucket(usage.prompt_tokens),
+            cache="hit" if usage.cached_prompt_tokens else "miss",
+            guided=str(request.response_format is not None).lower(),
+            adapter="",
+            pool="",
+        )
+        for part, seconds in ttft_parts(usage.ttft).items():
+            metrics.observe(names.TTFT_PART, seconds, part=part.value, tier=tier.name)
+
+    def _count_tokens(self, caller: Caller, request: GenerationRequest, tier: str, usage: Usage) -> None:
+        for kind, amount in (
+            ("prompt_computed", usage.prompt_tokens - usage.cached_prompt_tokens),
+            ("prompt_cached", usage.cached_prompt_tokens),
+            ("completion", usage.completion_tokens),
+            ("reasoning", usage.reasoning_tokens),
+        ):
+            if amount > 0:
+                self._metrics.add(
+                    names.TOKENS,
+                    amount,
+                    kind=kind,
+                    model=request.model,
+                    tier=tier,
+                    tenant=caller.identity.tenant,
+                )
+
+    def _judge(
+        self, caller: Caller, tier: Tier, usage: Usage, tpot_s: float | None, *, completed: bool
+    ) -> None:
+        measured = (
+            ("ttft", tier.config.ttft_target_ms, None if usage.ttft is None else usage.ttft.total_s),
+            ("tpot", tier.config.tpot_target_ms, tpot_s),
+        )
+        for objective, target_ms, value_s in measured:
+            if target_ms is None or (value_s is None and completed):
+                continue
+            met = completed and value_s is not None and value_s * 1000 <= target_ms
+            self._metrics.add(
+                names.SLO,
+                tier=tier.name,
+                tenant=caller.identity.tenant,
+                objective=objective,
+                met=str(met).lower(),
+            )
+
+    def _end_span(
+        self,
+        span: Span,
+        generation: Generation,
+        usage: Usage,
+        outcome: Outcome,
+        duration_s: float,
+        tpot_s: float | None,
+    ) -> None:
+        if not span.is_recording():
+            span.end()
+            return
+        attributes: dict[str, str | int | float] = {
+            names.OUTCOME: outcome.name,
+            names.PROMPT_TOKENS: usage.prompt_tokens,
+            names.CACHED_TOKENS: usage.cached_prompt_tokens,
+            names.OUTPUT_TOKENS: usage.completion_tokens,
+            names.E2E_MS: duration_s * 1000,
+            names.ENGINE_ID: generation.engine,
+        }
+        if tpot_s is not None:
+            attributes[names.TPOT_MS] = tpot_s * 1000
+        if usage.ttft is not None:
+            attributes[names.TTFT_MS] = usage.ttft.total_s * 1000
+            for part, seconds in ttft_parts(usage.ttft).items():
+                attributes[TTFT_PARTS[part]] = seconds * 1000
+        causes = generation.meter.statistics.delayed_by_s
+        if causes:
+            attributes[names.DELAYED_BY] = ",".join(sorted(causes, key=causes.__getitem__, reverse=True))
+        failed = outcome.name if outcome.error is not None else ""
+        self._telemetry.end(span, attributes=attributes, error=failed)
+
+
+def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:
+    """Seconds by the part's name."""
+    return {
+        TtftPart.NETWORK: ttft.network_s,
+        TtftPart.PREPROCESS: ttft.preprocess_s,
+        TtftPart.QUEUE: ttft.queue_s,
+        TtftPart.PREFILL: ttft.prefill_s,
+        TtftPart.FIRST_DECODE: ttft.first_decode_s,
+        TtftPart.SERIALIZE: ttft.serialize_s,
+    }
+
+
+def _outcome_group(outcome: Outcome) -> str:
+    if outcome.name == CANCELLED:
+        return "cancelled"
+    return "ok" if outcome.name.islower() else "failed"
+
+
+def _entry(
+    caller: Caller,
+    request: GenerationRequest,
+    tier: Tier,
+    generation: Generation,
+    usage: Usage,
+    outcome: Outcome,
+    duration_s: float,
+) -> FinishedRequest:
+    statistics = generation.meter.statistics
+    return FinishedRequest(
+        identity=caller.identity,
+        model=request.model,
+        tier=tier.name,
+        face=request.face,
+        outcome=outcome.name,
+        ended_unix_s=time.time(),
+        prompt_tokens=usage.prompt_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        num_choices=generation.info.num_choices,
+        num_engines_lost=generation.num_engines_lost,
+        drafted_tokens=statistics.drafted_tokens,
+        accepted_tokens=statistics.accepted_tokens,
+        recomputed_tokens=statistics.recomputed_tokens,
+        num_preemptions=statistics.num_preemptions,
+        grammar_s=statistics.grammar_s,
+        queue_s=generation.meter.first_token.queue_s,
+        ttft_s=None if usage.ttft is None else usage.ttft.total_s,
+        duration_s=duration_s,
+        metadata=request.metadata,
+    )

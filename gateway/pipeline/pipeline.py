@@ -1,0 +1,337 @@
+"""prepare → reserve → admit → route → stream → settle: what happens to every request, whichever face it
+came by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from gateway.engines.continuation import ContinuationConfig, ContinuousStream
+from gateway.engines.fleet import Fleet
+from gateway.engines.types import Sampling, Submission
+from gateway.pipeline.admission import admit
+from gateway.pipeline.caller import Caller, CallerVerifier
+from gateway.pipeline.choice import ChoiceStream
+from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.delta import AnswerInfo
+from gateway.pipeline.generation import Generation, Outcome
+from gateway.pipeline.metering import Meter
+from gateway.pipeline.outcome import OutcomeRecorder
+from gateway.pipeline.ports import Limiter, Reservation
+from gateway.pipeline.request import Conversation, GenerationRequest
+from gateway.pipeline.validate import check_token_ids, refuse, validate
+from gateway.text.choice import TextOptions, shown_ids
+from gateway.text.detokenizer import TokenTexts
+from gateway.text.tool_calls import PARSERS, CallIds
+from gateway.text.vocabulary import Vocabulary
+from gateway.tiers import Tier, Tiers
+from gateway.tokenizer.client import TokenizerClient
+from gateway.tokenizer.types import Prepared
+from observability import names
+from observability.metrics import Metrics
+from observability.names import SpanName
+from observability.tracing import Telemetry, traceparent_of
+from services.config import ModelConfig
+from services.errors import MillraceError, Reason
+
+
+class Pipeline:
+    """Turns requests into generations. Built once the vocabulary is known."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        vocabulary: Vocabulary,
+        tokenizer: TokenizerClient,
+        fleet: Fleet,
+        continuation: ContinuationConfig,
+        limiter: Limiter,
+        tiers: Tiers,
+        callers: CallerVerifier,
+        recorder: OutcomeRecorder,
+        metrics: Metrics,
+        telemetry: Telemetry,
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.tokenizer = tokenizer
+        self.fleet = fleet
+        self.limiter = limiter
+        self.callers = callers
+        self.created_unix_s = int(time.time())
+        # Refuses what is new; what runs goes on.
+        self.draining = False
+        # Accepted requests that have not ended.
+        self.num_open = 0
+        self._continuation = continuation
+        self._tiers = tiers
+        self._recorder = recorder
+        self._metrics = metrics
+        self._telemetry = telemetry
+        self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
+        self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
+        self.texts = TokenTexts(vocabulary)
+        # With the markers that output parsers must see shown, by which parsers there are.
+        self._marked_texts: dict[tuple[str, str], TokenTexts] = {}
+
+    def served_names(self, caller: Caller) -> list[str]:
+        """Names of models that the caller may ask for."""
+        served = (self.model.served_name, *self.model.aliases)
+        allowed = caller.identity.allowed_models
+        return [name for name in served if not allowed or name in allowed]
+
+    def check_model(self, caller: Caller, name: str) -> None:
+        """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
+        served = (self.model.served_name, *self.model.aliases)
+        if name not in served:
+            raise MillraceError(
+                Reason.MODEL_NOT_FOUND,
+                f"model {name!r} is not served here; available: "
+                f"{', '.join(self.served_names(caller)) or 'none'}",
+                field="model",
+            )
+        if name not in self.served_names(caller):
+            raise MillraceError(
+                Reason.MODEL_NOT_ALLOWED,
+                f"key {caller.identity.key_id} may not use model {name!r}; available: "
+                f"{', '.join(self.served_names(caller)) or 'none'}",
+                field="model",
+            )
+
+    async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
+        """Accepts or refuses. The result must be used as a context manager, which settles it."""
+        span = self._telemetry.start(
+            names.GATEWAY_REQUEST,
+            parent=caller.trace,
+            attributes={
+                names.FACE: request.face,
+                "gen_ai.request.model": request.model,
+                names.STREAMING: request.streaming,
+                names.KEY_ID: caller.identity.key_id,
+            },
+            start_s=caller.received_s,
+        )
+        tier_name = caller.identity.tier
+        try:
+            if self.draining:
+                raise MillraceError(
+                    Reason.DRAINING,
+                    "this gateway is shutting down; send the request again",
+                    retry_after_s=1.0,
+                )
+            validate(request)
+            self.check_model(caller, request.model)
+            check_token_ids(request, self.vocabulary.size)
+            self._check_tools(request)
+            tier = self._tiers.resolve(caller.identity, request.service_tier)
+            tier_name = tier.name
+            return await self._accept(_Call(caller, request, tier, span, self._telemetry))
+        except BaseException as error:
+            self._recorder.refused(span, caller, request, tier_name, error)
+            raise
+
+    async def _accept(self, call: _Call) -> Generation:
+        caller, request = call.caller, call.request
+        context = self.callers.sign(caller, call.tier, traceparent_of(call.span))
+        prepared = await self._prepare(call, context)
+        num_prompt_tokens = len(prepared.token_ids)
+        limit = token_limit(self._model_limit(), call.tier.config.max_context_tokens)
+        max_tokens = completion_limit(request, num_prompt_tokens, limit)
+        sampling = complete(
+            request.sampling,
+            checkpoint=self._checkpoint,
+            max_tokens=max_tokens,
+            eos_token_ids=self.vocabulary.eos_token_ids,
+        )
+        reservation = await self._reserve(call, num_prompt_tokens, sampling)
+        try:
+            with call.span_below(names.GATEWAY_ADMIT):
+                admit(self.fleet, call.tier, num_prompt_tokens)
+            with call.span_below(names.GATEWAY_ROUTE) as route:
+                stream = self._route(call, prepared, sampling, context)
+                route.set_attribute(names.ENGINE_ID, stream.engine)
+            return self._generation(call, prepared, sampling, stream, reservation)
+        except BaseException:
+            await reservation.cancel()
+            raise
+
+    async def _prepare(self, call: _Call, context: Any) -> Prepared:
+        started_s = time.monotonic()
+        with call.span_below(names.GATEWAY_PREPARE) as span:
+            prepared = await self.tokenizer.prepare(
+                model=call.request.model,
+                prompt=call.request.prompt,
+                response_format=call.request.response_format,
+                context=context,
+                metadata=_trace_headers(span),
+            )
+        self._metrics.observe(names.PREPARE_SECONDS, time.monotonic() - started_s)
+        if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:
+            raise MillraceError(
+                Reason.VOCABULARY_MISMATCH,
+                "the tokenizer service serves another vocabulary than when this gateway started; "
+                "restart the gateway",
+            )
+        return prepared
+
+    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: Sampling) -> Reservation:
+        asked = call.request.sampling.max_tokens
+        with call.span_below(names.GATEWAY_RESERVE):
+            return await self.limiter.reserve(
+                call.caller.identity,
+                num_prompt_tokens,
+                None if asked is None else asked * sampling.best_of,
+                model=call.request.model,
+                tier=call.tier,
+            )
+
+    def _route(self, call: _Call, prepared: Prepared, sampling: Sampling, context: Any) -> ContinuousStream:
+        stream = ContinuousStream(
+            self.fleet,
+            Submission(
+                context=context,
+                prompt_token_ids=prepared.token_ids,
+                sampling=sampling,
+                grammar=prepared.grammar,
+                request_id=call.caller.identity.request_id,
+                cache_salt=call.caller.identity.cache_salt,
+            ),
+            self._continuation,
+        )
+        stream.start()
+        return stream
+
+    def _generation(
+        self,
+        call: _Call,
+        prepared: Prepared,
+        sampling: Sampling,
+        stream: ContinuousStream,
+        reservation: Reservation,
+    ) -> Generation:
+        caller, request = call.caller, call.request
+        meter = Meter(caller.received_s)
+        meter.submitted_s = time.monotonic()
+        request_id = caller.identity.request_id
+        options = self._text_options(request, prepared)
+        texts = self._texts_for(options)
+        discard = request.sampling.max_tokens == 0
+        choices = {
+            index: ChoiceStream(
+                index,
+                texts,
+                options,
+                _call_ids(request_id, index),
+                with_logprobs=sampling.logprobs is not None,
+            )
+            for index in range(sampling.n)
+        }
+        generation = Generation(
+            info=AnswerInfo(
+                request_id=request_id,
+                model=request.model,
+                created_unix_s=int(time.time()),
+                service_tier=call.tier.name,
+                prompt_token_ids=prepared.token_ids,
+                num_choices=sampling.n,
+                enforcement=prepared.enforcement,
+            ),
+            stream=stream,
+            choices=choices,
+            reservation=reservation,
+            meter=meter,
+            discard_tokens=discard,
+            settle=lambda generation, outcome: self._settled(call, generation, outcome),
+        )
+        self.num_open += 1
+        if caller.deadline_s is not None:
+            generation.expire_at(caller.deadline_s)
+        return generation
+
+    def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
+        self.num_open -= 1
+        meter = generation.meter
+        if meter.first_output_s is not None:
+            self._telemetry.record(
+                names.GATEWAY_STREAM,
+                start_s=meter.first_output_s,
+                end_s=time.monotonic(),
+                parent=call.trace,
+            )
+        self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome)
+
+    def _text_options(self, request: GenerationRequest, prepared: Prepared) -> TextOptions:
+        prompt = request.prompt
+        if not isinstance(prompt, Conversation):
+            return TextOptions(stop=request.sampling.stop, min_tokens=request.sampling.min_tokens or 0)
+        prefix = prepared.assistant_prefix
+        return TextOptions(
+            stop=request.sampling.stop,
+            min_tokens=request.sampling.min_tokens or 0,
+            tool_call_format=self._tool_format if prompt.calls_tools else "",
+            reasoning_format=self.vocabulary.reasoning_format,
+            reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
+            single_tool_call=prompt.parallel_tool_calls is False,
+        )
+
+    def _texts_for(self, options: TextOptions) -> TokenTexts:
+        key = (options.tool_call_format, options.reasoning_format)
+        texts = self._marked_texts.get(key)
+        if texts is None:
+            shown = shown_ids(self.texts, options)
+            texts = TokenTexts(self.vocabulary, shown_ids=shown) if shown else self.texts
+            self._marked_texts[key] = texts
+        return texts
+
+    def _check_tools(self, request: GenerationRequest) -> None:
+        prompt = request.prompt
+        if isinstance(prompt, Conversation) and prompt.calls_tools and not self._tool_format:
+            raise refuse(
+                request,
+                "tools",
+                f"model {request.model!r} has no tool-call format that can be read; leave them out",
+            )
+
+    def _model_limit(self) -> int:
+        limit = self.fleet.max_model_len
+        if not limit:
+            raise self.fleet.unavailable()
+        return limit
+
+
+class _Call:
+    """What the steps of one request share."""
+
+    __slots__ = ("_telemetry", "caller", "request", "span", "tier", "trace")
+
+    def __init__(
+        self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
+    ) -> None:
+        self.caller = caller
+        self.request = request
+        self.tier = tier
+        self.span = span
+        self.trace: Context = telemetry.under(span, caller.trace)
+        self._telemetry = telemetry
+
+    def span_below(self, name: SpanName, attributes: Mapping[str, Any] | None = None) -> Any:
+        """A current span around a block."""
+        return self._telemetry.span(name, parent=self.trace, attributes=attributes)
+
+
+def _trace_headers(span: Span) -> tuple[tuple[str, str], ...]:
+    traceparent, tracestate = traceparent_of(span)
+    headers = (("traceparent", traceparent), ("tracestate", tracestate))
+    return tuple((name, value) for name, value in headers if value)
+
+
+def _call_ids(request_id: str, choice_index: int) -> CallIds:
+    """Ids of a choice's tool calls: unique, and the same if the choice is continued elsewhere."""
+    stem = f"call_{request_id.replace('-', '')[:24]}{choice_index:02d}"
+    return lambda call_index: f"{stem}{call_index:02d}"

@@ -1,0 +1,148 @@
+"""Incremental detokenization that equals decoding the whole list of ids at once.
+
+Token bytes are joined before they are read as UTF-8, so that a character split over tokens appears when its
+last byte does. Bytes that can never become a character turn into U+FFFD, one per maximal invalid part
+(Unicode 16, section 3.9; the same rule as Rust's `from_utf8_lossy`, which Hugging Face's byte-level decoder
+applies).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+from gateway.text.vocabulary import DecoderKind, Vocabulary
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns the ids of one text into characters, piece by piece."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Text that is certain after these ids; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back; an incomplete character becomes U+FFFD."""
+        ...
+
+
+class TokenTexts:
+    """Per-vocabulary cache of tokens that are whole characters by themselves: the common case of decoding.
+
+    An entry is None when the token's bytes need their neighbours. Special tokens are "".
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, shown_ids: frozenset[int] = frozenset()) -> None:
+        self.vocabulary = vocabulary
+        self.hidden = vocabulary.special_ids - shown_ids
+        self._texts: dict[int, str | None] = {}
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes, empty when it is hidden."""
+        return b"" if token_id in self.hidden else self.vocabulary.token_bytes(token_id)
+
+    def alone(self, token_id: int) -> str | None:
+        """The token's text when its bytes are whole characters, None otherwise."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        text: str | None
+        try:
+            text = self.raw(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
+
+
+class ByteLevelDetokenizer:
+    """Concatenates bytes and holds back an unfinished character."""
+
+    __slots__ = ("_decoder", "_pending", "_texts")
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._decoder = _UTF8("replace")
+        self._pending = False
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """See Detokenizer."""
+        pieces = []
+        for token_id in token_ids:
+            if not self._pending:
+                text = self._texts.alone(token_id)
+                if text is not None:
+                    pieces.append(text)
+                    continue
+            pieces.append(self._decoder.decode(self._texts.raw(token_id)))
+            self._pending = bool(self._decoder.getstate()[0])
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        self._pending = False
+        return self._decoder.decode(b"", final=True)
+
+
+class SentencePieceDetokenizer:
+    """Drops one leading space of the text; holds back runs of byte tokens until they are complete.
+
+    Hugging Face's ByteFallback decodes such a run as a whole or, when it is not valid UTF-8, shows one U+FFFD
+    per byte. The text of a run is therefore certain only when the run ends.
+    """
+
+    __slots__ = ("_run", "_started", "_texts")
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._run = bytearray()
+        self._started = False
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """See Detokenizer."""
+        pieces = []
+        for token_id in token_ids:
+            text = self._texts.alone(token_id)
+            if text is None:
+                self._run += self._texts.raw(token_id)
+            elif text:
+                pieces.append(self._end_run())
+                pieces.append(text)
+        return self._without_leading_space("".join(pieces))
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        return self._without_leading_space(self._end_run())
+
+    def _end_run(self) -> str:
+        if not self._run:
+            return ""
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return _REPLACEMENT * len(run)
+
+    def _without_leading_space(self, text: str) -> str:
+        if self._started or not text:
+            return text
+        self._started = True
+        return text.removeprefix(" ")
+
+
+def detokenizer(texts: TokenTexts) -> Detokenizer:
+    """A fresh detokenizer of the kind that the vocabulary asks for."""
+    if texts.vocabulary.decoder is DecoderKind.SENTENCEPIECE:
+        return SentencePieceDetokenizer(texts)
+    return ByteLevelDetokenizer(texts)
+
+
+def decode(texts: TokenTexts, token_ids: Iterable[int]) -> str:
+    """Text of a whole list of ids."""
+    decoder = detokenizer(texts)
+    return decoder.feed(token_ids) + decoder.finish()

@@ -1,0 +1,1 @@
+"""The tokenizer service as the gateway sees it."""

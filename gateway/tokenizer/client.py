@@ -1,0 +1,105 @@
+"""Calls to the tokenizer service. One unary call per request; the vocabulary is fetched once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+import grpc
+from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from gateway.text.vocabulary import Vocabulary
+from gateway.tokenizer import convert
+from gateway.tokenizer.types import Prepared
+from services.channels import connect
+from services.errors import MillraceError, Reason
+from services.status import from_rpc_error
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+# Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
+PREPARE_TIMEOUT_S = 30.0
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+class TokenizerClient:
+    """The tokenizer service of this deployment, serving one model."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._channel = connect(target)
+        self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close(None)
+
+    async def wait_for_vocabulary(self, model: str) -> Vocabulary:
+        """The vocabulary, as soon as the service answers; tries until it does."""
+        failure = ""
+        while True:
+            try:
+                request = tokenizer_pb2.GetVocabularyRequest(model=model)
+                return convert.vocabulary(await self._stub.GetVocabulary(request, timeout=PREPARE_TIMEOUT_S))
+            except grpc.RpcError as error:
+                message = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE).message
+                if message != failure:
+                    _log.warning("tokenizer service at %s does not answer yet: %s", self.target, message)
+                failure = message
+            await asyncio.sleep(_RETRY_S * random.uniform(0.5, 1.0))
+
+    async def prepare(
+        self,
+        *,
+        model: str,
+        prompt: Prompt,
+        response_format: ResponseFormat | None,
+        context: Any,
+        metadata: Metadata = (),
+        timeout_s: float = PREPARE_TIMEOUT_S,
+    ) -> Prepared:
+        """Renders, encodes and compiles. Raises what the service refused, or TOKENIZER_UNAVAILABLE."""
+        request = tokenizer_pb2.PrepareRequest(context=context, model=model)
+        match prompt:
+            case Conversation():
+                request.conversation.CopyFrom(convert.conversation_message(prompt))
+            case TextPrompt(text=text):
+                request.text = text
+            case TokenPrompt(token_ids=ids):
+                request.encoded.ids.extend(ids)
+        if response_format is not None:
+            request.response_format.CopyFrom(convert.format_message(response_format))
+        answer = await self._call(
+            self._stub.Prepare(request, metadata=metadata, timeout=min(timeout_s, PREPARE_TIMEOUT_S))
+        )
+        return convert.prepared(answer)
+
+    async def tokenize(
+        self, model: str, prompt: Conversation | TextPrompt, *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text, or of a rendered conversation."""
+        request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, Conversation):
+            request.conversation.CopyFrom(convert.conversation_message(prompt))
+        else:
+            request.text = prompt.text
+        answer = await self._call(self._stub.Tokenize(request, timeout=PREPARE_TIMEOUT_S))
+        return tuple(answer.token_ids)
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)
+            if failure.reason is Reason.TOKENIZER_UNAVAILABLE:
+                raise MillraceError(
+                    Reason.TOKENIZER_UNAVAILABLE,
+                    f"the tokenizer service cannot be reached ({failure.message}); try again",
+                    retry_after_s=1.0,
+                ) from error
+            raise failure from error
