@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from envoy_api.service.auth.v3 import external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 
 from gateway.auth.directory import KeyDirectory
 from gateway.auth.servicer import AuthorizationServicer
-from gateway.config import LimitsConfig
+from gateway.config import LedgerConfig, LimitsConfig
+from gateway.ledger.tables import open_database
+from gateway.ledger.writer import LedgerWriter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
@@ -16,6 +20,7 @@ from gateway.limits.requests import RequestLimiter
 from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
+from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.settings import Settings
 from gateway.tiers import Tiers
 from observability import names
@@ -31,6 +36,7 @@ class Edge:
         self.tiers = Tiers(settings)
         self.directory = KeyDirectory(settings)
         self.prices = Prices(settings.gateway.prices)
+        self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         self._store = limit_store(settings.gateway.limits, metrics)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
         self._authorization = AuthorizationServicer(
@@ -58,14 +64,30 @@ class Edge:
         self.limiter.start()
 
     async def close(self) -> None:
-        """Settles what is in flight and releases connections."""
+        """Settles what is in flight, writes what the ledger still holds, and releases connections."""
         await self.limiter.close()
         await self._store.close()
+        if isinstance(self.ledger, LedgerWriter):
+            await asyncio.to_thread(self.ledger.close)
 
     def health(self) -> dict[str, str]:
         """Details for the health page."""
         lost = isinstance(self._store, ResilientLimitStore) and not self._store.is_up
         return {"limit_store": "lost" if lost else "up"}
+
+
+class NoLedger:
+    """Keeps nothing; for deployments that set `gateway.ledger.url` to ""."""
+
+    def record(self, request: FinishedRequest) -> None:
+        """Drops it."""
+
+
+def ledger(config: LedgerConfig, prices: Prices, metrics: Metrics) -> Ledger:
+    """The ledger that the configuration names; raises ConfigError when its database cannot be opened."""
+    if not config.url:
+        return NoLedger()
+    return LedgerWriter(open_database(config.url), prices, config, metrics)
 
 
 def limit_store(config: LimitsConfig, metrics: Metrics) -> LimitStore:

@@ -1,0 +1,1 @@
+"""What every request used and cost, kept in a database and never in the way of a request."""

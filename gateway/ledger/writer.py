@@ -1,0 +1,154 @@
+"""Writes finished requests on a thread of its own, in batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from typing import Any
+
+import msgspec
+from sqlalchemy import Engine, insert, select
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from gateway.config import LedgerConfig
+from gateway.ledger.tables import REQUESTS
+from gateway.limits.prices import NANOS_PER_UNIT, Prices
+from gateway.pipeline.ports import FinishedRequest
+from observability import names
+from observability.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 1.0
+
+
+class LedgerWriter:
+    """Takes entries without waiting; a thread writes them.
+
+    An entry is in the database at most `flush_interval_s` plus the time of one write after `record`: that is
+    what a SIGKILL loses. A database that is away is tried again every second; beyond `max_waiting_entries`
+    the oldest entries are dropped, which is logged.
+    """
+
+    def __init__(self, engine: Engine, prices: Prices, config: LedgerConfig, metrics: Metrics) -> None:
+        self._engine = engine
+        self._prices = prices
+        self._config = config
+        self._metrics = metrics
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._num_dropped = 0
+        metrics.set_function(names.LEDGER_PENDING, lambda: float(len(self._waiting)))
+        self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)
+        self._thread.start()
+
+    def record(self, request: FinishedRequest) -> None:
+        """Queues one entry; called from the event loop."""
+        row = self._row(request)
+        cost = row["cost_nanos"] / NANOS_PER_UNIT
+        self._metrics.add(names.COST, cost, tier=request.tier, tenant=request.identity.tenant)
+        with self._changed:
+            self._waiting.append(row)
+            if len(self._waiting) > self._config.max_waiting_entries:
+                self._waiting.popleft()
+                self._num_dropped += 1
+            if len(self._waiting) in {1, self._config.flush_entries}:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Writes what is waiting, if the database lets it, and ends the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout=10.0)
+        self._engine.dispose()
+
+    def _write_forever(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._changed.wait_for(self._is_due, self._config.flush_interval_s)
+                batch = list(self._waiting)
+                self._waiting.clear()
+                closing = self._closing
+            if batch and not self._write(batch):
+                self._put_back(batch)
+                if closing:
+                    _log.error("ledger: %d entries are lost, the database cannot be written", len(batch))
+                    return
+                time.sleep(_RETRY_S)
+            elif closing:
+                return
+
+    def _is_due(self) -> bool:
+        return self._closing or len(self._waiting) >= self._config.flush_entries
+
+    def _write(self, batch: list[dict[str, Any]]) -> bool:
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(REQUESTS), batch)
+        except IntegrityError:
+            # A batch whose commit seemed to fail had been written after all.
+            return self._write_missing(batch)
+        except SQLAlchemyError as error:
+            _log.error("ledger: cannot write %d entries, will retry: %s", len(batch), error)
+            return False
+        return True
+
+    def _write_missing(self, batch: list[dict[str, Any]]) -> bool:
+        try:
+            with self._engine.begin() as connection:
+                among = REQUESTS.c.entry_id.in_([row["entry_id"] for row in batch])
+                there = set(connection.scalars(select(REQUESTS.c.entry_id).where(among)))
+                missing = [row for row in batch if row["entry_id"] not in there]
+                if missing:
+                    connection.execute(insert(REQUESTS), missing)
+        except SQLAlchemyError as error:
+            _log.error("ledger: cannot write %d entries, will retry: %s", len(batch), error)
+            return False
+        return True
+
+    def _put_back(self, batch: list[dict[str, Any]]) -> None:
+        with self._changed:
+            self._waiting.extendleft(reversed(batch))
+            while len(self._waiting) > self._config.max_waiting_entries:
+                self._waiting.popleft()
+                self._num_dropped += 1
+            if self._num_dropped:
+                _log.error("ledger: %d entries were dropped so far", self._num_dropped)
+
+    def _row(self, request: FinishedRequest) -> dict[str, Any]:
+        return {
+            "entry_id": uuid.uuid4().hex,
+            "request_id": request.identity.request_id,
+            "ended_unix_ms": round(request.ended_unix_s * 1000),
+            "tenant": request.identity.tenant,
+            "key_id": request.identity.key_id,
+            "tier": request.tier,
+            "model": request.model,
+            "face": request.face,
+            "outcome": request.outcome,
+            "prompt_tokens": request.prompt_tokens,
+            "cached_prompt_tokens": request.cached_prompt_tokens,
+            "completion_tokens": request.completion_tokens,
+            "reasoning_tokens": request.reasoning_tokens,
+            "speculative_waste_tokens": request.drafted_tokens - request.accepted_tokens,
+            "recomputed_tokens": request.recomputed_tokens,
+            "num_choices": request.num_choices,
+            "num_preemptions": request.num_preemptions,
+            "num_engines_lost": request.num_engines_lost,
+            "grammar_ms": request.grammar_s * 1000,
+            "queue_ms": request.queue_s * 1000,
+            "ttft_ms": None if request.ttft_s is None else request.ttft_s * 1000,
+            "duration_ms": request.duration_s * 1000,
+            "cost_nanos": self._prices.cost_nanos(
+                request.model,
+                prompt_tokens=request.prompt_tokens,
+                cached_prompt_tokens=request.cached_prompt_tokens,
+                completion_tokens=request.completion_tokens,
+            ),
+            "labels": msgspec.json.encode(dict(request.metadata)).decode(),
+        }

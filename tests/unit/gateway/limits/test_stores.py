@@ -1,0 +1,186 @@
+"""Both stores by the same tests; Redis is the real one, started for these tests."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import redis as sync_redis
+
+from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.redis_store import RedisLimitStore
+from gateway.limits.store import (
+    WINDOW_MS,
+    Demand,
+    Granted,
+    Kind,
+    LeaseDemand,
+    LeaseReturn,
+    LimitStore,
+    MeterChange,
+    MeterDemand,
+    Refused,
+    Settlement,
+    WindowChange,
+    WindowDemand,
+)
+
+LEASE_TTL_S = 0.3
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is not installed")
+    path = Path(tmp_path_factory.mktemp("redis")) / "socket"
+    process = subprocess.Popen(
+        [binary, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"],
+        stdout=subprocess.DEVNULL,
+    )
+    while not path.exists():
+        assert process.poll() is None
+    yield f"unix://{path}"
+    process.terminate()
+    process.wait()
+
+
+@pytest_asyncio.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[LimitStore]:
+    if request.param == "memory":
+        yield MemoryLimitStore(lease_ttl_s=LEASE_TTL_S)
+        return
+    url = request.getfixturevalue("redis_url")
+    with sync_redis.Redis.from_url(url) as client:
+        client.flushall()
+    store = RedisLimitStore(url, lease_ttl_s=LEASE_TTL_S, timeout_s=5)
+    yield store
+    await store.close()
+
+
+def window(amount: int, limit: int = 10, key: str = "w") -> Demand:
+    return Demand(windows=(WindowDemand(key, limit, amount),))
+
+
+def meter(units: int, *, limit: int = 100, base: int = 10, unit_cost: int = 2) -> Demand:
+    return Demand(meters=(MeterDemand("m", limit, base, unit_cost, units),))
+
+
+def lease(lease_id: str, limit: int = 2) -> Demand:
+    return Demand(leases=(LeaseDemand("l", limit, lease_id),))
+
+
+async def granted(store: LimitStore, demand: Demand) -> Granted:
+    outcome = await store.acquire(demand)
+    assert isinstance(outcome, Granted)
+    return outcome
+
+
+async def refused(store: LimitStore, demand: Demand) -> Refused:
+    outcome = await store.acquire(demand)
+    assert isinstance(outcome, Refused)
+    return outcome
+
+
+async def test_window_is_filled_and_then_refuses(store: LimitStore) -> None:
+    assert (await granted(store, window(7))).window_sums == (7,)
+    assert (await granted(store, window(3))).window_sums == (10,)
+    outcome = await refused(store, window(1))
+    assert (outcome.kind, outcome.index, outcome.used) == (Kind.WINDOW, 0, 10)
+    assert outcome.retry_after_ms is not None
+    assert WINDOW_MS - 5_000 < outcome.retry_after_ms <= WINDOW_MS + 500
+
+
+async def test_amount_beyond_the_limit_never_fits(store: LimitStore) -> None:
+    assert (await refused(store, window(11))).retry_after_ms is None
+
+
+async def test_given_back_room_is_room(store: LimitStore) -> None:
+    first = await granted(store, window(10))
+    await store.settle(Settlement(windows=(WindowChange("w", first.bucket, -4),)))
+    assert (await granted(store, window(4))).window_sums == (10,)
+
+
+async def test_no_more_is_given_back_than_was_charged(store: LimitStore) -> None:
+    first = await granted(store, window(4))
+    await store.settle(Settlement(windows=(WindowChange("w", first.bucket, -9),)))
+    await store.settle(Settlement(windows=(WindowChange("w", first.bucket - 10_000, -9),)))
+    assert (await granted(store, window(10))).window_sums == (10,)
+
+
+async def test_added_later_counts_even_beyond_the_limit(store: LimitStore) -> None:
+    first = await granted(store, window(8))
+    await store.settle(Settlement(windows=(WindowChange("w", first.bucket, 5),)))
+    assert (await refused(store, window(1))).used == 13
+
+
+async def test_all_or_nothing(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=1))
+    both = Demand(windows=(WindowDemand("w", 10, 6),), leases=(LeaseDemand("l", 1, "b"),))
+    outcome = await refused(store, both)
+    assert (outcome.kind, outcome.index) == (Kind.LEASE, 0)
+    assert (await granted(store, window(10))).window_sums == (10,)
+
+
+async def test_second_counter_of_a_kind_is_named(store: LimitStore) -> None:
+    await granted(store, window(10, key="full"))
+    outcome = await refused(store, Demand(windows=(WindowDemand("w", 5, 1), WindowDemand("full", 10, 1))))
+    assert outcome.index == 1
+
+
+async def test_lease_is_free_again_when_returned(store: LimitStore) -> None:
+    await granted(store, lease("a"))
+    await granted(store, lease("b"))
+    assert (await refused(store, lease("c"))).used == 2
+    await store.settle(Settlement(leases=(LeaseReturn("l", "a"),)))
+    await granted(store, lease("c"))
+
+
+async def test_lease_lapses_unless_renewed(store: LimitStore) -> None:
+    await granted(store, lease("dead"))
+    await granted(store, lease("alive"))
+    # Renewed past the time at which both would have lapsed.
+    for _ in range(6):
+        await asyncio.sleep(LEASE_TTL_S / 4)
+        await store.renew((LeaseReturn("l", "alive"),))
+    await granted(store, lease("c"))
+    assert (await refused(store, lease("d"))).used == 2
+
+
+async def test_renewal_does_not_bring_a_returned_lease_back(store: LimitStore) -> None:
+    await granted(store, lease("a", limit=1))
+    await store.settle(Settlement(leases=(LeaseReturn("l", "a"),)))
+    await store.renew((LeaseReturn("l", "a"),))
+    await granted(store, lease("b", limit=1))
+
+
+async def test_meter_grants_what_is_left(store: LimitStore) -> None:
+    first = await granted(store, meter(20))
+    assert (first.meter_units, first.meter_sums) == ((20,), (50,))
+    second = await granted(store, meter(30))
+    assert (second.meter_units, second.meter_sums) == ((20,), (100,))
+    assert (await refused(store, meter(1))).used == 100
+    await store.settle(Settlement(meters=(MeterChange("m", -30),)))
+    assert (await store.read_meters(("m", "unknown"))) == (70, 0)
+    assert (await granted(store, meter(1, base=0))).meter_sums == (72,)
+
+
+async def test_meter_without_room_for_one_unit_refuses(store: LimitStore) -> None:
+    await granted(store, meter(39, base=10))
+    assert (await refused(store, meter(5, base=11))).kind is Kind.METER
+    assert (await granted(store, meter(0, base=12))).meter_sums == (100,)
+
+
+async def test_free_units_are_all_granted(store: LimitStore) -> None:
+    outcome = await granted(store, meter(1_000_000, unit_cost=0))
+    assert (outcome.meter_units, outcome.meter_sums) == ((1_000_000,), (10,))
+
+
+async def test_many_at_once_never_pass_the_limit(store: LimitStore) -> None:
+    outcomes = await asyncio.gather(*(store.acquire(window(3, limit=100)) for _ in range(60)))
+    assert sum(isinstance(outcome, Granted) for outcome in outcomes) == 33
