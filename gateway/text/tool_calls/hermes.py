@@ -43,7 +43,8 @@ class HermesParser:
         self._delta = delta
         if self._call is not None and not self._call.named:
             delta.content += OPEN + "".join(self._call.raw)
-        if not self._closing:
+        only_breaks = self.num_calls > 0 and not self._held.strip("\n")
+        if not self._closing and not only_breaks:
             delta.content += self._held
         self._held = ""
         self._call = None

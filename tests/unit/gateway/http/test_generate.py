@@ -1,0 +1,162 @@
+"""Both generating endpoints over real sockets, against a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.gateway.rig.deployment import deployed, signed_context
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.vocabulary import END_ID, encode
+
+
+async def test_chat_answers_whole() -> None:
+    async with deployed() as stack:
+        response = await stack.chat()
+        assert response.status_code == 200, response.text
+        body = response.json()
+        assert body["choices"][0]["message"]["content"] == "hello 0"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["service_tier"] == "standard"
+        assert body["usage"]["prompt_tokens"] == len(encode("2: hi\n"))
+        assert body["usage"]["completion_tokens"] == len("hello 0") + 1
+        assert response.headers["x-request-id"] == "request-1"
+        assert int(response.headers["openai-processing-ms"]) >= 0
+
+
+async def test_chat_streams_with_usage_last() -> None:
+    async with deployed() as stack:
+        events = await stack.events(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "hi"}],
+            stream_options={"include_usage": True},
+            include_timing=True,
+        )
+        assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1])
+        assert text == "hello 0"
+        assert [e["choices"][0]["finish_reason"] for e in events[:-1]][-1] == "stop"
+        assert all(e["usage"] is None for e in events[:-1])
+        usage = events[-1]["usage"]
+        assert events[-1]["choices"] == []
+        parts = usage["time_to_first_token"]
+        assert parts["total_ms"] == pytest.approx(
+            sum(value for name, value in parts.items() if name != "total_ms")
+        )
+        assert parts["queue_ms"] == pytest.approx(1.0)
+
+
+async def test_n_choices_are_kept_apart() -> None:
+    async with deployed() as stack:
+        body = (await stack.chat(n=3)).json()
+        assert [c["message"]["content"] for c in body["choices"]] == ["hello 0", "hello 1", "hello 2"]
+
+
+async def test_completions_of_several_prompts_number_their_choices_in_order() -> None:
+    async with deployed() as stack:
+        response = await stack.http.post(
+            "/v1/completions",
+            json={"model": "tiny", "prompt": ["a", "bc"], "n": 2, "max_tokens": 50, "echo": True},
+        )
+        assert response.status_code == 200, response.text
+        texts = [(c["index"], c["text"]) for c in response.json()["choices"]]
+        assert texts == [(0, "ahello 0"), (1, "ahello 1"), (2, "bchello 0"), (3, "bchello 1")]
+        assert response.json()["usage"]["prompt_tokens"] == 3
+
+
+async def test_completions_take_token_ids_and_report_logprobs() -> None:
+    async with deployed() as stack:
+        response = await stack.http.post(
+            "/v1/completions",
+            json={"model": "tiny", "prompt": encode("xy"), "max_tokens": 3, "logprobs": 0},
+        )
+        choice = response.json()["choices"][0]
+        assert choice["text"] == "hel"
+        assert choice["finish_reason"] == "length"
+        assert choice["logprobs"]["tokens"] == ["h", "e", "l"]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("one two STOP three") * 20)
+    async with deployed(engine) as stack:
+        body = (await stack.chat(stop=[" STOP"], logprobs=True, max_tokens=300)).json()
+        choice = body["choices"][0]
+        assert choice["message"]["content"] == "one two"
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == " STOP"
+        assert "".join(t["token"] for t in choice["logprobs"]["content"]) == "one two"
+        while not engine.cancels:
+            engine.changed.clear()
+            await engine.changed.wait()
+        assert [cancel.reason for cancel in engine.cancels] == [3]
+        while engine.num_running:
+            engine.changed.clear()
+            await engine.changed.wait()
+
+
+async def test_tool_calls_and_reasoning_are_taken_out_of_the_text() -> None:
+    text = 'think\n</think>\n\nsure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(text), END_ID])
+    async with deployed(engine) as stack:
+        stack.tokenizer.assistant_prefix = "<think>\n"
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        body = (await stack.chat(tools=tools)).json()
+        message = body["choices"][0]["message"]
+        assert message["reasoning_content"] == "think"
+        assert message["content"] == "sure"
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        prompt = [{"role": "user", "content": "hi"}]
+        events = await stack.events("/v1/chat/completions", messages=prompt, tools=tools)
+        calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", ())]
+        assert calls[0]["id"]
+        assert "".join(c["function"]["arguments"] for c in calls) == '{"a": 1}'
+
+
+async def test_service_tier_is_honoured_and_echoed() -> None:
+    async with deployed() as stack:
+        response = await stack.chat(service_tier="fast")
+        assert response.json()["service_tier"] == "fast"
+        submitted = stack.engines[0].submissions[0].context
+        from millrace.common.v1 import context_pb2
+
+        context = context_pb2.RequestContext.FromString(submitted.payload)
+        assert (context.tier, context.priority) == ("fast", 5)
+        refused = await stack.chat(service_tier="platinum")
+        assert refused.status_code == 403
+        assert refused.json()["error"]["param"] == "service_tier"
+
+
+async def test_client_that_leaves_cancels_the_engine() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("x") * 4000, step_s=0.005)
+    async with deployed(engine) as stack:
+        body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+        async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                break
+        while not engine.cancels or engine.num_running:
+            engine.changed.clear()
+            await asyncio.wait_for(engine.changed.wait(), 10)
+        assert engine.cancels[0].reason == 1
+        pipeline = stack.gateway._current_pipeline()
+        while pipeline.num_open:
+            await asyncio.sleep(0)
+
+
+async def test_models_and_tokens() -> None:
+    async with deployed() as stack:
+        listed = (await stack.http.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["tiny", "default"]
+        assert (await stack.http.get("/v1/models/tiny")).json()["max_model_len"] == 4096
+        assert (await stack.http.get("/v1/models/none")).status_code == 404
+        only = {"x-millrace-context": signed_context(allowed_models=("default",))}
+        assert (await stack.http.get("/v1/models/tiny", headers=only)).status_code == 403
+        tokens = (await stack.http.post("/tokenize", json={"prompt": "hé"})).json()
+        assert tokens["count"] == 3
+        text = (await stack.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        assert text == {"prompt": "hé"}
+        assert (await stack.http.get("/health")).json() == {"status": "ok"}
+        assert "millrace_build_info" in (await stack.http.get("/metrics")).text

@@ -1,0 +1,150 @@
+"""An engine that answers with the reply that a test gave it, a token per step, over the real protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.common.v1 import output_pb2
+from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
+
+from services.errors import MillraceError, Reason
+from services.status import to_detail
+from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, encode
+
+Reply = Callable[[engine_pb2.Submit, int], list[int]]
+
+
+def hello(submit: engine_pb2.Submit, choice: int) -> list[int]:
+    """The reply of an engine whose test does not care."""
+    return [*encode(f"hello {choice}"), END_ID]
+
+
+@dataclass(eq=False)
+class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
+    """`reply` gives the tokens of a choice. Steps wait for `gate` and take `step_s`."""
+
+    name: str = "engine-0"
+    reply: Reply = hello
+    step_s: float = 0.0
+    tokens_per_step: int = 1
+    max_model_len: int = 4096
+    fingerprint: str = FINGERPRINT
+    # Refuses every submission with this error.
+    refusal: MillraceError | None = None
+    submissions: list[engine_pb2.Submit] = field(default_factory=list)
+    cancels: list[engine_pb2.Cancel] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set whenever a cancellation arrives or a submission ends.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_running: int = 0
+    # Ends the stream of every gateway after this many tokens in all; -1 never does.
+    dies_after_tokens: int = -1
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        first = await anext(requests)
+        if first.hello.vocabulary_fingerprint != self.fingerprint:
+            raise MillraceError(Reason.VOCABULARY_MISMATCH, f"{self.name} has another vocabulary")
+        yield engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=self._info()))
+        outputs: asyncio.Queue[engine_pb2.RequestOutput | None] = asyncio.Queue()
+        tasks: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._read(requests, outputs, tasks))
+        try:
+            while (output := await outputs.get()) is not None:
+                step = engine_pb2.StepOutputs(outputs=[output])
+                while not outputs.empty() and (more := outputs.get_nowait()) is not None:
+                    step.outputs.append(more)
+                step.load.num_running = self.num_running
+                step.load.num_total_blocks = 100
+                step.load.num_free_blocks = 100
+                yield engine_pb2.AttachResponse(outputs=step)
+            raise MillraceError(Reason.ENGINE_UNAVAILABLE, "killed by the test")
+        finally:
+            reader.cancel()
+            for task in tasks.values():
+                task.cancel()
+
+    async def _read(self, requests: Any, outputs: Any, tasks: dict[int, asyncio.Task[None]]) -> None:
+        async for message in requests:
+            if message.HasField("submit"):
+                submit = message.submit
+                self.submissions.append(submit)
+                tasks[submit.handle] = asyncio.create_task(self._serve(submit, outputs))
+            else:
+                self.cancels.append(message.cancel)
+                task = tasks.pop(message.cancel.handle, None)
+                if task is not None:
+                    task.cancel()
+                self.changed.set()
+
+    async def _serve(self, submit: engine_pb2.Submit, outputs: Any) -> None:
+        if self.refusal is not None:
+            outputs.put_nowait(
+                engine_pb2.RequestOutput(
+                    handle=submit.handle,
+                    finish_reason=output_pb2.FINISH_REASON_ERROR,
+                    error=to_detail(self.refusal),
+                )
+            )
+            return
+        self.num_running += 1
+        try:
+            for offset in range(submit.sampling.n):
+                await self._serve_choice(submit, submit.choice_index + offset, outputs)
+        finally:
+            self.num_running -= 1
+            self.changed.set()
+
+    async def _serve_choice(self, submit: engine_pb2.Submit, choice: int, outputs: Any) -> None:
+        tokens = self.reply(submit, choice)
+        done = len(submit.output_token_ids)
+        limit = submit.sampling.max_tokens
+        while True:
+            await self.gate.wait()
+            if self.step_s:
+                await asyncio.sleep(self.step_s)
+            piece = tokens[done : min(done + self.tokens_per_step, limit)]
+            output = engine_pb2.RequestOutput(handle=submit.handle, choice_index=choice, token_ids=piece)
+            if submit.sampling.HasField("logprobs"):
+                output.logprobs.extend(
+                    output_pb2.TokenLogprob(token_id=token, logprob=-0.5) for token in piece
+                )
+            if done == 0:
+                output.first_token.queue_s = 0.001
+            done += len(piece)
+            stops = set(submit.sampling.stop_token_ids)
+            if piece and piece[-1] in stops:
+                output.finish_reason = output_pb2.FINISH_REASON_STOP
+                output.stop_token_id = piece[-1]
+            elif done >= min(limit, len(tokens)):
+                output.finish_reason = output_pb2.FINISH_REASON_LENGTH
+            if self._dies(len(piece)):
+                outputs.put_nowait(None)
+                return
+            outputs.put_nowait(output)
+            if output.finish_reason:
+                return
+            await asyncio.sleep(0)
+
+    def _dies(self, num_tokens: int) -> bool:
+        if self.dies_after_tokens < 0:
+            return False
+        self.dies_after_tokens -= num_tokens
+        return self.dies_after_tokens < 0
+
+    def _info(self) -> engine_pb2.EngineInfo:
+        return engine_pb2.EngineInfo(
+            engine_id=self.name,
+            model="tiny",
+            vocabulary_fingerprint=self.fingerprint,
+            max_model_len=self.max_model_len,
+            block_size=16,
+            num_blocks=100,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+        )

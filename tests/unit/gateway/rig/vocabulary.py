@@ -1,0 +1,17 @@
+"""A byte-level vocabulary: ids 0 to 255 are the bytes, then a few words and control symbols."""
+
+from __future__ import annotations
+
+import hashlib
+
+WORDS = (b" the", b" gateway", b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"\xf0\x9f\x99\x82")
+CONTROLS = (b"<|end|>", b"<|start|>")
+TOKENS = (*(bytes([value]) for value in range(256)), *WORDS, *CONTROLS)
+END_ID = TOKENS.index(b"<|end|>")
+SPECIAL_IDS = (END_ID, TOKENS.index(b"<|start|>"))
+FINGERPRINT = hashlib.sha256(b"".join(TOKENS)).hexdigest()
+
+
+def encode(text: str) -> list[int]:
+    """One id per UTF-8 byte."""
+    return list(text.encode())

@@ -1,0 +1,74 @@
+"""Any cut of the ids gives the text that Hugging Face's decoders give for all of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from gateway.text.detokenizer import TokenTexts, decode, detokenizer
+from gateway.text.vocabulary import DecoderKind, Vocabulary
+from tests.unit.gateway.rig.vocabulary import END_ID, SPECIAL_IDS, TOKENS
+
+VOCABULARY = Vocabulary(
+    fingerprint="f",
+    decoder=DecoderKind.BYTE_LEVEL,
+    tokens=TOKENS,
+    special_ids=frozenset(SPECIAL_IDS),
+)
+PIECES = (b"<0xE2>", b"<0x82>", b"<0xAC>", b"<0xFF>", "▁the".encode(), b"a", "▁é".encode())
+SENTENCEPIECE = Vocabulary(
+    fingerprint="f",
+    decoder=DecoderKind.SENTENCEPIECE,
+    tokens=(b"\xe2", b"\x82", b"\xac", b"\xff", b" the", b"a", " é".encode()),
+)
+ids = st.lists(st.integers(0, len(TOKENS) - 1), max_size=40)
+cuts = st.lists(st.integers(0, 40), max_size=6)
+
+
+def in_pieces(vocabulary: Vocabulary, token_ids: list[int], at: list[int]) -> str:
+    stream = detokenizer(TokenTexts(vocabulary))
+    bounds = [0, *sorted(at), len(token_ids)]
+    texts = [stream.feed(token_ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return "".join(texts) + stream.finish()
+
+
+@given(ids, cuts)
+def test_byte_level_equals_lossy_utf8_of_all_bytes(token_ids: list[int], at: list[int]) -> None:
+    shown = b"".join(TOKENS[id_] for id_ in token_ids if id_ not in SPECIAL_IDS)
+    assert in_pieces(VOCABULARY, token_ids, at) == shown.decode("utf-8", "replace")
+
+
+@given(ids)
+def test_byte_level_equals_hugging_face(token_ids: list[int]) -> None:
+    alphabet = _byte_alphabet()
+    shown = [id_ for id_ in token_ids if id_ not in SPECIAL_IDS]
+    pieces = ["".join(alphabet[byte] for byte in TOKENS[id_]) for id_ in shown]
+    assert decode(TokenTexts(VOCABULARY), token_ids) == decoders.ByteLevel().decode(pieces)
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=12), cuts)
+def test_sentencepiece_equals_hugging_face(token_ids: list[int], at: list[int]) -> None:
+    reference = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    expected = reference.decode([PIECES[id_].decode() for id_ in token_ids])
+    assert in_pieces(SENTENCEPIECE, token_ids, at) == expected
+
+
+def test_character_over_tokens_appears_with_its_last_byte() -> None:
+    stream = detokenizer(TokenTexts(VOCABULARY))
+    assert [stream.feed([byte]) for byte in "é€".encode()] == ["", "é", "", "", "€"]
+    assert stream.feed([END_ID]) == ""
+
+
+def _byte_alphabet() -> dict[int, str]:
+    # GPT-2's map of bytes to printable characters.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(rest)}}

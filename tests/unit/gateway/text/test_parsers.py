@@ -1,0 +1,116 @@
+"""Reasoning and tool-call parsers: every cut of a text gives the same answer, and nothing gets lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.choice import ChoiceText, TextOptions
+from gateway.text.delta import TextDelta
+from gateway.text.detokenizer import TokenTexts
+from tests.unit.gateway.rig.vocabulary import encode
+from tests.unit.gateway.text.test_detokenizer import VOCABULARY
+
+TEXTS = TokenTexts(VOCABULARY)
+
+
+def read(text: str, at: list[int], options: TextOptions) -> tuple[str, str, list[tuple[str, str, str]]]:
+    """(content, reasoning, [(id, name, arguments)]) of a text fed in pieces."""
+    choice = ChoiceText(TEXTS, options, lambda index: f"id{index}")
+    ids = encode(text)
+    bounds = [0, *sorted(at), len(ids)]
+    total = TextDelta()
+    calls: dict[int, list[str]] = {}
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        delta = TextDelta()
+        choice.feed(ids[start:end], delta)
+        _add(delta, total, calls)
+    delta = TextDelta()
+    choice.finish(delta)
+    _add(delta, total, calls)
+    return total.content, total.reasoning, [(c[0], c[1], c[2]) for c in calls.values()]
+
+
+def _add(delta: TextDelta, total: TextDelta, calls: dict[int, list[str]]) -> None:
+    total.content += delta.content
+    total.reasoning += delta.reasoning
+    for piece in delta.tool_calls:
+        call = calls.setdefault(piece.index, ["", "", ""])
+        call[0] += piece.id
+        call[1] += piece.name
+        call[2] += piece.arguments
+
+
+HERMES = TextOptions(tool_call_format="hermes", reasoning_format="think")
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    "\n",
+    '{"name": "add", "arguments": {"a": [1, "}"]}}',
+    '{"arguments": {"b": 2}, "name": "late"}',
+    '{"name": "text", "arguments": "{\\"a\\": 1}"}',
+    '{"name": 3}',
+    "{",
+    "hello",
+    "<think>",
+    "</think>",
+    "é",
+]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+cuts = st.lists(st.integers(0, 200), max_size=8)
+
+
+@given(texts, cuts, st.booleans())
+def test_every_cut_gives_the_same_answer(text: str, at: list[int], opened: bool) -> None:
+    options = TextOptions(tool_call_format="hermes", reasoning_format="think", reasoning_opened=opened)
+    length = len(text.encode())
+    assert read(text, [min(cut, length) for cut in at], options) == read(text, [], options)
+    assert read(text, list(range(length)), options) == read(text, [], options)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=8)), max_size=3))
+def test_arguments_arrive_as_the_model_wrote_them(arguments: dict[str, object]) -> None:
+    written = json.dumps(arguments)
+    text = f'before\n<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>\n'
+    content, _, calls = read(text, [], HERMES)
+    assert content == "before"
+    assert calls == [("id0", "f", written)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", ("plain", "", [])),
+        ("<think>\nso\n</think>\n\nanswer", ("answer", "so", [])),
+        ("say <think> aloud", ("say <think> aloud", "", [])),
+        ("<think>never ends", ("", "never ends", [])),
+        ("<tool_call>not json</tool_call>", ("<tool_call>not json</tool_call>", "", [])),
+        ('<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', "", [])),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": 1',
+            ("", "", [("id0", "f", "{}"), ("id1", "g", '{"x": 1')]),
+        ),
+        ("ends with <tool_c", ("ends with <tool_c", "", [])),
+    ],
+)
+def test_examples(text: str, expected: object) -> None:
+    if text.startswith('<tool_call>{"name": "f", "argu') and text.endswith("argu"):
+        # The name is out already when the text breaks off.
+        expected = ("", "", [("id0", "f", "")])
+    assert read(text, [], HERMES) == expected
+
+
+def test_without_tools_the_markers_are_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read(text, [], TextOptions()) == (text, "", [])
+
+
+def test_one_call_ends_the_text_when_only_one_is_allowed() -> None:
+    options = TextOptions(tool_call_format="hermes", single_tool_call=True)
+    choice = ChoiceText(TEXTS, options, str)
+    choice.feed(encode('<tool_call>{"name": "f", "arguments": {}}'), TextDelta())
+    assert choice.ended

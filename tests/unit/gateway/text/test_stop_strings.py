@@ -1,0 +1,48 @@
+"""Stop strings: nothing of them is shown, nothing else is lost, and no more is held back than may become one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.text.stop_strings import StopStrings, longest_partial_suffix
+
+texts = st.text(alphabet="abc", max_size=30)
+patterns = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
+
+
+def run(stop: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    matcher = StopStrings(stop)
+    shown = ""
+    for piece in pieces:
+        shown += matcher.feed(piece)
+        if matcher.matched is not None:
+            return shown, matcher.matched
+    return shown + matcher.finish(), None
+
+
+def reference(stop: list[str], text: str) -> tuple[str, str | None]:
+    """Reads one character at a time and looks at everything so far."""
+    for end in range(len(text) + 1):
+        ended = [pattern for pattern in stop if text[:end].endswith(pattern)]
+        if ended:
+            longest = max(ended, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(patterns, texts, st.lists(st.integers(0, 30), max_size=5))
+def test_every_cut_gives_the_reference(stop: list[str], text: str, at: list[int]) -> None:
+    bounds = [0, *sorted(at), len(text)]
+    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert run(stop, pieces) == reference(stop, text)
+
+
+@given(patterns, texts)
+def test_only_a_possible_beginning_is_held_back(stop: list[str], text: str) -> None:
+    matcher = StopStrings(stop)
+    shown = matcher.feed(text)
+    if matcher.matched is None:
+        held = text[len(shown) :]
+        assert held == "" or any(pattern.startswith(held) for pattern in stop)
+        assert len(held) == longest_partial_suffix(text, stop)
