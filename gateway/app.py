@@ -9,29 +9,19 @@ import socket
 import time
 from importlib import metadata
 
-from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
-from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 from millrace.inference.v1 import inference_pb2_grpc
 
-from gateway.auth.directory import KeyDirectory
-from gateway.auth.servicer import AuthorizationServicer
+from gateway.edge import Edge
 from gateway.engines import discovery
 from gateway.engines.continuation import ContinuationConfig
 from gateway.engines.fleet import Fleet
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
-from gateway.limits.limiter import TokenLimiter
-from gateway.limits.memory import MemoryLimitStore
-from gateway.limits.prices import Prices
-from gateway.limits.requests import RequestLimiter
-from gateway.limits.servicer import RateLimitServicer
 from gateway.pipeline.caller import CallerVerifier
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.ports import FinishedRequest
 from gateway.settings import Settings
-from gateway.tiers import Tiers
 from gateway.tokenizer.client import TokenizerClient
 from observability import names
 from observability.metrics import Metrics, set_build_info
@@ -41,16 +31,7 @@ from services.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 
-_AUTHORIZATION = external_auth_pb2.DESCRIPTOR.services_by_name["Authorization"].full_name
-_RATE_LIMIT = rls_pb2.DESCRIPTOR.services_by_name["RateLimitService"].full_name
 _DRAIN_POLL_S = 0.05
-
-
-class NoLedger:
-    """Keeps nothing; for deployments that set no ledger."""
-
-    def record(self, request: FinishedRequest) -> None:
-        """Drops it."""
 
 
 class Gateway:
@@ -64,13 +45,9 @@ class Gateway:
         self._pipeline: Pipeline | None = None
         self._fleet: Fleet | None = None
         self._tokenizer = TokenizerClient(self._config.tokenizer)
-        self._directory = KeyDirectory(settings)
-        self._tiers = Tiers(settings)
-        self._callers = CallerVerifier(settings.security, self._tiers)
-        store = MemoryLimitStore(lease_ttl_s=self._config.limits.lease_ttl_s)
-        self._store = store
-        self._limiter = TokenLimiter(store, self._directory, Prices(self._config.prices), self._config.limits)
-        self._recorder = OutcomeRecorder(metrics, telemetry, NoLedger())
+        self._edge = Edge(settings, telemetry, metrics)
+        self._callers = CallerVerifier(settings.security, self._edge.tiers)
+        self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
         self.grpc = GrpcServer(self._config.grpc_listen)
         self.http = HttpServer(
             build_app(
@@ -91,22 +68,7 @@ class Gateway:
             InferenceServicer(self._current_pipeline),
             FULL_NAME,
         )
-        self.grpc.add(
-            external_auth_pb2_grpc.add_AuthorizationServicer_to_server,
-            AuthorizationServicer(
-                self._directory,
-                self._tiers,
-                self._settings.security.secret(),
-                self._telemetry,
-                self._metrics,
-            ),
-            _AUTHORIZATION,
-        )
-        self.grpc.add(
-            rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
-            RateLimitServicer(RequestLimiter(self._store, self._directory), self._telemetry, self._metrics),
-            _RATE_LIMIT,
-        )
+        self._edge.register(self.grpc)
 
     async def start(self) -> None:
         """Listens, and begins to look for the tokenizer service and engines. Health is NOT_SERVING."""
@@ -114,7 +76,7 @@ class Gateway:
             self._metrics, names.GATEWAY, metadata.version("millrace"), self._settings.model.served_name
         )
         self._metrics.set_function(names.ENGINES_UP, self._num_engines)
-        self._limiter.start()
+        await self._edge.start()
         await self.grpc.start()
         await self.http.start()
         self._tasks.append(asyncio.create_task(self._connect(), name="connect"))
@@ -165,8 +127,7 @@ class Gateway:
         if self._fleet is not None:
             await self._fleet.stop()
         await self._tokenizer.close()
-        await self._limiter.close()
-        await self._store.close()
+        await self._edge.close()
 
     async def _connect(self) -> None:
         lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
@@ -178,8 +139,8 @@ class Gateway:
             tokenizer=self._tokenizer,
             fleet=fleet,
             continuation=ContinuationConfig(max_losses=self._config.routing.max_continuations),
-            limiter=self._limiter,
-            tiers=self._tiers,
+            limiter=self._edge.limiter,
+            tiers=self._edge.tiers,
             callers=self._callers,
             recorder=self._recorder,
             metrics=self._metrics,
