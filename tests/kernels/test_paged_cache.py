@@ -1,0 +1,78 @@
+"""Storage of keys and values: what is written is what is gathered, in full precision and in int8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.paged_cache import allocate_layer
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("value_dim", [6, 0])
+def test_gather_returns_what_was_written(dtype: torch.dtype, value_dim: int) -> None:
+    cache = allocate_layer(
+        num_blocks=9,
+        block_size=4,
+        num_heads=3,
+        key_dim=10,
+        value_dim=value_dim,
+        shared_value_dim=5,
+        dtype=dtype,
+        device=CPU,
+    )
+    keys, values = torch.randn(36, 3, 10), torch.randn(36, 3, 6)
+    slots = torch.randperm(36)
+    cache.write(keys, values if value_dim else None, slots)
+    place_of = torch.empty(36, dtype=torch.long)
+    place_of[slots] = torch.arange(36)
+    blocks = torch.tensor([[3, 0], [8, 5]])
+    got_keys, got_values = cache.gather(blocks)
+    assert got_keys.shape == (2, 3, 8, 10)
+    expected_slots = (blocks[..., None] * 4 + torch.arange(4)).flatten(1)
+    expected = keys[place_of[expected_slots]].transpose(1, 2)
+    expected_values = values[place_of[expected_slots]].transpose(1, 2) if value_dim else expected[..., :5]
+    tolerance = {torch.float32: 0.0, torch.bfloat16: 0.02, torch.int8: 0.02}[dtype]
+    torch.testing.assert_close(got_keys, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(got_values, expected_values, atol=tolerance, rtol=0)
+
+
+def test_int8_error_is_within_half_a_level() -> None:
+    cache = allocate_layer(
+        num_blocks=1,
+        block_size=16,
+        num_heads=1,
+        key_dim=64,
+        value_dim=64,
+        shared_value_dim=0,
+        dtype=torch.int8,
+        device=CPU,
+    )
+    keys = torch.randn(16, 1, 64) * torch.logspace(-3, 3, 16)[:, None, None]
+    keys[3] = 0
+    cache.write(keys, keys, torch.arange(16))
+    got = cache.gather(torch.tensor([[0]]))[0][0, 0]
+    level = keys[:, 0].abs().amax(-1, keepdim=True) / 127
+    assert bool(((got - keys[:, 0]).abs() <= 0.5001 * level).all())
+
+
+def test_int8_does_not_hide_a_value_that_is_not_finite() -> None:
+    """A poisoned sequence must fail, not answer with made-up numbers."""
+    cache = allocate_layer(
+        num_blocks=1,
+        block_size=4,
+        num_heads=1,
+        key_dim=8,
+        value_dim=8,
+        shared_value_dim=0,
+        dtype=torch.int8,
+        device=CPU,
+    )
+    keys = torch.ones(4, 1, 8)
+    keys[1, 0, 2] = float("nan")
+    cache.write(keys, keys, torch.arange(4))
+    got, _ = cache.gather(torch.tensor([[0]]))
+    assert not got[0, 0, 1].isfinite().all()
+    assert got[0, 0, [0, 2, 3]].isfinite().all()

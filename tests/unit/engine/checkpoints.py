@@ -1,0 +1,72 @@
+"""Small random checkpoints, written by transformers, for tests that compare with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+# Tensors are tiny; more threads would only wait for each other.
+torch.set_num_threads(1)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_checkpoint(
+    folder: Path, model_type: str, *, seed: int = 0, **changes: Any
+) -> transformers.PreTrainedModel:
+    """Writes a random float32 checkpoint of `model_type` ("llama") and returns transformers' model of it.
+
+    Weights are larger than usual, so that logits differ clearly and a wrong term shows.
+    """
+    config = transformers.AutoConfig.for_model(model_type, **(SMALL | changes))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(std=0.5)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of `config.json`; None removes a key."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one prompt."""
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def reference_greedy(model: transformers.PreTrainedModel, token_ids: list[int], num_tokens: int) -> list[int]:
+    """Greedy continuation, every step computed from scratch: no cache whose rules could differ."""
+    ids = list(token_ids)
+    for _ in range(num_tokens):
+        ids.append(int(reference_logits(model, ids)[-1].argmax()))
+    return ids[len(token_ids) :]

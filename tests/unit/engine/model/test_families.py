@@ -1,0 +1,122 @@
+"""Every family equals transformers in float32: logits and greedy generations, through the real runner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.model.families import FAMILIES
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint, reference_greedy, reference_logits
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
+WINDOWS = ["sliding_attention", "full_attention"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 1}),
+    "llama-gqa-3": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "llama-head-dim": ("llama", {"head_dim": 10}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-layer-types": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWS}),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[name]
+    oracle = make_checkpoint(tmp_path, model_type, **changes)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in FAMILIES
+    prompts = [prompt_of(length, 199, seed=length) for length in (45, 1, 17)]
+    for backend, chunk in (("torch", 13), ("reference", 1000)):
+        runner = open_runner(tmp_path, attention_backend=backend)
+        try:
+            probe = GREEDY.__class__(temperature=0.0, prompt_logprobs=199)
+            driver = Driver(runner, seed=3)
+            scored, *_ = driver.run([Job(prompts[0], num_tokens=1, sampling=probe, chunk=chunk)])
+            _assert_scores(scored, torch.log_softmax(reference_logits(oracle, prompts[0]), -1))
+            jobs = driver.run([Job(prompt, num_tokens=8, chunk=chunk) for prompt in prompts])
+        finally:
+            runner.close()
+        for job in jobs:
+            assert job.output == reference_greedy(oracle, job.prompt, 8)
+
+
+def _assert_scores(job: Job, expected: torch.Tensor) -> None:
+    """Every log-probability of every prompt position equals the oracle's to 1e-4."""
+    assert len(job.prompt_logprobs) == len(job.prompt) - 1
+    for position, entry in enumerate(job.prompt_logprobs):
+        ours = torch.full((expected.shape[1],), float("nan"))
+        ours[torch.tensor(entry.top_ids)] = torch.tensor(entry.top_logprobs)
+        torch.testing.assert_close(ours, expected[position], atol=1e-4, rtol=0)
+        assert entry.token_id == job.prompt[position + 1]
+        assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
+
+
+@pytest.mark.parametrize("max_model_len", [64, 256])
+def test_longrope_follows_the_served_length(max_model_len: int, tmp_path: Path) -> None:
+    """Within the original length the short factors hold; an engine that serves more uses the long ones."""
+    oracle = make_checkpoint(tmp_path, "llama", rope_parameters=LONGROPE)
+    prompt = prompt_of(40 if max_model_len == 64 else 90, 199)
+    runner = open_runner(tmp_path, max_model_len=max_model_len)
+    try:
+        (job,) = Driver(runner).run([Job(prompt, num_tokens=6, chunk=16)])
+    finally:
+        runner.close()
+    assert job.output == reference_greedy(oracle, prompt, 6)
+
+
+def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
+    """`rope_theta` with `rope_scaling` (type or rope_type) and `torch_dtype` mean what `rope_parameters` means."""
+    from engine.model.families import read_spec
+
+    make_checkpoint(tmp_path, "llama", rope_parameters=LLAMA3)
+    newer = read_spec(tmp_path)
+    scaling = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")}
+    for name in ("rope_type", "type"):
+        edit_config(
+            tmp_path,
+            rope_parameters=None,
+            rope_theta=10_000.0,
+            rope_scaling=scaling | {name: "llama3"},
+            dtype=None,
+            torch_dtype="float32",
+        )
+        assert read_spec(tmp_path) == newer

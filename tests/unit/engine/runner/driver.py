@@ -1,0 +1,150 @@
+"""Drives a real TorchRunner with a scheduler of a few lines: chunks, shuffled blocks, batches, prefix hits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import CacheConfig, EngineConfig
+from engine.runner.torch_runner import TorchRunner, build
+from engine.types import (
+    GrammarSpec,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+    TokenLogprobs,
+)
+from services.config import ModelConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+def open_runner(folder: Path, *, poison: bool = True, **options: object) -> TorchRunner:
+    """A runner with a small cache, filled with NaN so that a slot which nobody wrote shows."""
+    cache = CacheConfig(
+        kv_cache_bytes=int(options.pop("kv_cache_bytes", 32 << 20)), **options.pop("cache", {})
+    )
+    config = EngineConfig(**({"dtype": "float32", "num_threads": 1, "cache": cache} | options))
+    runner, _, _ = build(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+    assert isinstance(runner, TorchRunner)
+    if poison:
+        for layer in runner.storage.layers:
+            for tensor in layer.tensors():
+                if tensor.dtype.is_floating_point:
+                    tensor.fill_(float("nan"))
+    return runner
+
+
+@dataclass
+class Job:
+    """One sequence and what came of it."""
+
+    prompt: list[int]
+    num_tokens: int = 8
+    sampling: SamplingParams = GREEDY
+    choice: int = 0
+    grammar: GrammarSpec | None = None
+    # Tokens of the prompt that a step computes at most.
+    chunk: int = 1 << 30
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # Filled by the driver.
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    failure: str = ""
+    grammar_finished: bool = False
+    num_steps: int = 0
+    num_accepted: int = 0
+
+
+class Driver:
+    """Runs jobs to their end, all of them in every step."""
+
+    def __init__(self, runner: TorchRunner, *, seed: int = 0) -> None:
+        self.runner = runner
+        self._ids = iter(range(1, 1 << 30))
+        self._steps = iter(range(1 << 30))
+        self._free = np.random.default_rng(seed).permutation(runner.storage.num_blocks).tolist()
+
+    def run(self, jobs: Iterable[Job], *, prefix: tuple[list[int], int] | None = None) -> list[Job]:
+        """Generates; `prefix` is (blocks, computed tokens) that every job's prompt begins with."""
+        live: dict[int, tuple[Job, list[int], int]] = {}
+        ended: list[int] = []
+        jobs = list(jobs)
+        new = []
+        for job in jobs:
+            sequence_id = next(self._ids)
+            shared, computed = prefix or ([], 0)
+            own = self.take_blocks(len(job.prompt) + job.num_tokens + 8, len(shared))
+            live[sequence_id] = (job, own, computed)
+            new.append(
+                NewSequence(
+                    sequence_id,
+                    tuple(job.prompt),
+                    len(job.prompt),
+                    job.sampling,
+                    job.choice,
+                    job.grammar,
+                    "",
+                    (*shared, *own),
+                )
+            )
+        while live or ended:
+            scheduled = [self._next(sequence_id, *entry) for sequence_id, entry in live.items()]
+            result = self.step(SchedulerOutput(next(self._steps), tuple(new), tuple(scheduled), tuple(ended)))
+            new, ended = [], []
+            found = {outcome.sequence_id: outcome for outcome in result.results}
+            for sequence in scheduled:
+                job, own, _ = live[sequence.sequence_id]
+                outcome = found.get(sequence.sequence_id)
+                advanced = sequence.start + sequence.num_tokens - len(sequence.draft_token_ids)
+                if outcome is not None:
+                    _take(job, outcome)
+                    advanced += max(len(outcome.token_ids) - 1, 0)
+                live[sequence.sequence_id] = (job, own, advanced)
+                if job.failure or job.grammar_finished or len(job.output) >= job.num_tokens:
+                    del live[sequence.sequence_id]
+                    ended.append(sequence.sequence_id)
+                    self._free.extend(own)
+        assert self.runner.num_states() == 0
+        return jobs
+
+    def step(self, plan: SchedulerOutput) -> StepResult:
+        """One plan, at once."""
+        result = self.runner.launch(plan).wait()
+        assert not result.failure
+        return result
+
+    def take_blocks(self, num_tokens: int, num_shared: int = 0) -> list[int]:
+        """Blocks for so many tokens, in random order."""
+        needed = -(-num_tokens // self.runner.storage.block_size) - num_shared
+        return [self._free.pop() for _ in range(needed)]
+
+    def _next(self, sequence_id: int, job: Job, own: list[int], computed: int) -> ScheduledSequence:
+        known = len(job.prompt) + len(job.output)
+        count = min(known - computed, job.chunk)
+        samples = computed + count == known
+        drafts = job.drafts.get(len(job.output), ()) if samples else ()
+        job.num_steps += 1
+        return ScheduledSequence(sequence_id, computed, count + len(drafts), (), samples, drafts)
+
+
+def _take(job: Job, outcome: SequenceResult) -> None:
+    job.output.extend(outcome.token_ids)
+    job.logprobs.extend(outcome.logprobs)
+    job.prompt_logprobs.extend(outcome.prompt_logprobs)
+    job.failure = outcome.failure
+    job.grammar_finished = outcome.grammar_finished
+    job.num_accepted += outcome.num_accepted
+
+
+def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
