@@ -232,6 +232,11 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admin: str = "127.0.0.1:9901"
     # Shows /ready and /metrics (Prometheus) of the admin interface and nothing else; "" is off.
     metrics_listen: str = ""
+    # PEM files that make `listen` speak TLS; plain text when empty.
+    tls_certificate: str = ""
+    tls_key: str = ""
+    # Authority whose client certificates are demanded; "" demands none.
+    tls_client_ca: str = ""
     # Path of the JSON access log; "" writes none.
     access_log: str = "/dev/stdout"
     # Gateway processes to balance over; those of [gateway] when empty.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from gateway.envoy import clusters
+from gateway.envoy import clusters, tls
 from gateway.envoy.clusters import address, typed
 from gateway.envoy.listeners import metrics_listener, public_listener
 from gateway.settings import Settings, load_settings
@@ -51,6 +51,8 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
     listeners = [
         public_listener(config, jwt, max_body_bytes=gateway.max_body_bytes, traced=bool(otlp_endpoint))
     ]
+    if config.tls_certificate or config.tls_key:
+        listeners[0]["filter_chains"][0]["transport_socket"] = tls.transport_socket(config)
     upstreams = [
         clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),

