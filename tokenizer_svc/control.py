@@ -1,8 +1,8 @@
 """Keeps text that a client wrote from becoming control tokens.
 
 The template's own text may contain control tokens such as <|im_start|>; the texts it is given may contain
-only their spelling. A secret marker, drawn when the process starts, is put inside every such spelling before the
-template runs, and where a text ends in the beginning of one, so that nothing can be completed across two
+only their spelling. A secret marker, drawn when the process starts, is put inside every such spelling before
+the template runs, and where a text ends in the beginning of one, so that nothing can be completed across two
 texts. After rendering, only unmarked spellings are control tokens: for encoding they are replaced by secret
 names that a second tokenizer knows, and the markers are removed. A conversation without such spellings is
 never touched and is encoded by the ordinary tokenizer.

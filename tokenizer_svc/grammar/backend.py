@@ -40,3 +40,13 @@ def serialize(grammars: list[Grammar]) -> str:
 
 def _first_line(message: str) -> str:
     return message.strip().splitlines()[0] if message.strip() else "unknown error"
+
+
+def string_schema_is_empty(parts: list[Any]) -> bool:
+    """Whether the library proves that no string matches all `parts` (schemas of strings)."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": parts})
+    except ValueError:
+        return False
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return bool(failed) and messages[0].startswith("Unsatisfiable")

@@ -136,7 +136,8 @@ class WorkerPool:
             raise MillraceError(
                 Reason.QUEUE_LIMIT_EXCEEDED,
                 f"{len(queue)} grammars of this tenant and {self._num_waiting} in all wait to be compiled; "
-                f"the limits are {self._config.max_queued_per_tenant} and {self._config.max_queued}; retry later",
+                f"the limits are {self._config.max_queued_per_tenant} and {self._config.max_queued}; "
+                "retry later",
                 field="response_format",
                 retry_after_s=1.0,
             )

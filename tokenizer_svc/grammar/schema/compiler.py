@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from tokenizer_svc.types import EnforcementReport
+from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
+from tokenizer_svc.grammar.schema.document import Document
+from tokenizer_svc.grammar.schema.negative import negative
+from tokenizer_svc.grammar.schema.positive import positive
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
+from tokenizer_svc.types import EnforcementReport, KeywordStatus
+
+# White space between tokens of the answer is optional but bounded, so that a model cannot get lost in it.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 
 class SchemaRefused(Exception):
@@ -20,12 +28,75 @@ class SchemaRefused(Exception):
 class CompiledSchema(msgspec.Struct, frozen=True, kw_only=True):
     """A schema for llguidance, and what it enforces of the one that was asked for."""
 
-    schema: Any
+    schema: Schema
     enforcement: EnforcementReport
 
 
 def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSchema:
-    """Raises SchemaRefused when strict and not everything can be enforced exactly."""
+    """Raises SchemaRefused for what is no schema, and when strict and not everything can be enforced."""
     if not isinstance(schema, dict | bool):
         raise SchemaRefused("a JSON schema is an object or a boolean")
-    return CompiledSchema(schema=schema, enforcement=EnforcementReport())
+    try:
+        document = Document(schema, max_depth=max_depth)
+        context = Context(document)
+        context.positive = lambda *a: positive(context, *a)
+        context.negative = lambda *a: negative(context, *a)
+        rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
+    except TooLarge as error:
+        raise SchemaRefused(str(error)) from error
+    except RecursionError as error:
+        raise SchemaRefused("the schema is nested too deeply, or refers to itself without end") from error
+    report = _report(context)
+    if strict and not report.exact:
+        status = (report.unenforced + report.approximated)[0]
+        more = len(report.unenforced) + len(report.approximated) - 1
+        raise SchemaRefused(
+            f"{status.keyword} at {status.path} cannot be enforced exactly: {status.note}"
+            + (f" (and {more} more)" if more else "")
+            + "; change the schema, or set strict to false and check the answer",
+            report,
+        )
+    return CompiledSchema(schema=_assembled(rewritten, context.definitions), enforcement=report)
+
+
+def _assembled(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    if schema is False:
+        raise SchemaRefused("no value matches the schema")
+    if schema is True:
+        schema = {}
+    used = _used(schema, definitions)
+    if used:
+        schema = {**schema, "$defs": {name: definitions[name] for name in sorted(used)}}
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _used(schema: Schema, definitions: dict[str, Schema]) -> set[str]:
+    used: set[str] = set()
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            reference = node.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#/$defs/"):
+                name = reference.removeprefix("#/$defs/")
+                if name not in used:
+                    used.add(name)
+                    pending.append(definitions[name])
+            pending.extend(node.values())
+        elif isinstance(node, list):
+            pending.extend(node)
+    return used
+
+
+def _report(context: Context) -> EnforcementReport:
+    missing = {*context.unenforced, *context.approximated}
+    enforced = []
+    for keyword, (path, count) in context.keywords.items():
+        if (keyword, path) not in missing:
+            note = f"and {count - 1} more" if count > 1 else ""
+            enforced.append(KeywordStatus(keyword, path, note))
+    return EnforcementReport(
+        enforced=tuple(enforced),
+        approximated=tuple(context.approximated.values()),
+        unenforced=tuple(context.unenforced.values()),
+    )

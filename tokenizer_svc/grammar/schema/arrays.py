@@ -1,0 +1,83 @@
+"""Array keywords that the back end lacks, where the number of cases is small."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from math import perm
+from typing import Any
+
+from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of
+
+# Arrangements written out for uniqueItems, and positions tried for contains.
+_MAX_ARRANGEMENTS = 400
+_MAX_POSITIONS = 8
+
+
+def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema:
+    """Every arrangement of a small set of values, or nothing to do for arrays of at most one item."""
+    longest = node.get("maxItems")
+    if isinstance(longest, int) and longest <= 1:
+        return True
+    values = finite_values(context, node.get("items", True), place.at("items"))
+    if values is None or "prefixItems" in node or isinstance(node.get("items"), list):
+        return context.give_up("uniqueItems", place, "has no exact equivalent unless the items are a small set")
+    most = min(len(values), longest if isinstance(longest, int) else len(values))
+    least = node.get("minItems", 0)
+    least = least if isinstance(least, int) else 0
+    if sum(perm(len(values), size) for size in range(least, most + 1)) > _MAX_ARRANGEMENTS:
+        return context.give_up(
+            "uniqueItems", place, f"more than {_MAX_ARRANGEMENTS} arrangements of {len(values)} values"
+        )
+    arrangements = [
+        list(chosen) for size in range(least, most + 1) for chosen in permutations(values, size)
+    ]
+    return {"enum": arrangements} if arrangements else False
+
+
+def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> list[Any] | None:
+    """All values of a schema that lists them (possibly a few too many); None when it does not."""
+    if node is False:
+        return []
+    if not isinstance(node, dict) or depth > 8:
+        return None
+    if "const" in node:
+        return [node["const"]]
+    if isinstance(node.get("enum"), list):
+        unique = {key_of(value): value for value in node["enum"]}
+        types = context.types_of(node, place)
+        from tokenizer_svc.grammar.schema.shapes import type_of_value
+
+        return [value for value in unique.values() if type_of_value(value) in types]
+    if node.get("type") == "boolean":
+        return [True, False]
+    if node.get("type") == "null":
+        return [None]
+    if isinstance(node.get("$ref"), str):
+        target = context.resolve(node["$ref"], context.enter(node, place))
+        if target is not None:
+            return finite_values(context, target.node, Place(target.path, target.base), depth + 1)
+    if isinstance(node.get("allOf"), list) and len(node["allOf"]) == 1:
+        return finite_values(context, node["allOf"][0], place.at("allOf", 0), depth + 1)
+    return None
+
+
+def contains(context: Context, node: dict[str, Any], place: Place) -> Schema:
+    """At least one matching item: by position where few items are possible."""
+    if "minContains" in node or "maxContains" in node:
+        keyword = "minContains" if "minContains" in node else "maxContains"
+        return context.give_up(keyword, place, "counting matches has no exact equivalent")
+    wanted = context.positive(node["contains"], place.at("contains"), ALL_TYPES)
+    if wanted is False:
+        return {"type": ["null", "boolean", "number", "string", "object"]}
+    items = node.get("items", True)
+    if wanted is True or (isinstance(items, dict) and key_of(items) == key_of(node["contains"])):
+        return {"minItems": 1}
+    longest = node.get("maxItems")
+    if isinstance(longest, int) and longest <= _MAX_POSITIONS:
+        return any_of(
+            {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(longest)
+        )
+    return context.give_up("contains", place, "has no exact equivalent without a small maxItems")
+
+

@@ -1,0 +1,168 @@
+"""What the rewriting of one schema shares: the document, definitions made so far, problems found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
+from tokenizer_svc.types import KeywordStatus
+
+# Rewriting may multiply; beyond this many nodes the schema is refused.
+MAX_NODES = 60_000
+_MAX_LOOK = 8
+# Definitions that the back end is handed by their own address.
+METASCHEMAS = frozenset(
+    {
+        "http://json-schema.org/draft-04/schema",
+        "http://json-schema.org/draft-06/schema",
+        "http://json-schema.org/draft-07/schema",
+        "https://json-schema.org/draft/2019-09/schema",
+        "https://json-schema.org/draft/2020-12/schema",
+    }
+)
+
+
+class TooLarge(Exception):
+    """The rewritten schema has too many nodes."""
+
+
+class Place:
+    """Where a schema stands: its JSON pointer, and the base of references in it."""
+
+    __slots__ = ("base", "path")
+
+    def __init__(self, path: str, base: str) -> None:
+        self.path = path
+        self.base = base
+
+    def at(self, *keys: str | int) -> Place:
+        """The place of a sub-schema."""
+        path = self.path
+        for key in keys:
+            path += "/" + str(key).replace("~", "~0").replace("/", "~1")
+        return Place(path, self.base)
+
+
+# (schema, place, types that can occur here) → schema for the back end.
+Rewrite = Callable[[Any, Place, frozenset[str]], Schema]
+
+
+class Context:
+    """Everything that the rewriting functions share. `positive` and `negative` are set by the compiler."""
+
+    positive: Rewrite
+    negative: Rewrite
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        # Finished and open definitions by name; open ones are None.
+        self.definitions: dict[str, Schema] = {}
+        self.unenforced: dict[tuple[str, str], KeywordStatus] = {}
+        self.approximated: dict[tuple[str, str], KeywordStatus] = {}
+        # First path and number of occurrences of every keyword met.
+        self.keywords: dict[str, tuple[str, int]] = {}
+        self._names: dict[tuple[str, str, frozenset[str]], str] = {}
+        self._open: set[str] = set()
+        self._types: dict[int, frozenset[str]] = {}
+        # Which branches of oneOf exclude each other: (path of the first, index of the second).
+        self.apart: dict[tuple[str, int], bool] = {}
+        self._num_nodes = 0
+
+    def count(self) -> None:
+        """Counts one rewritten node; raises TooLarge."""
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise TooLarge(f"rewriting the schema needs more than {MAX_NODES} parts")
+
+    def met(self, keyword: str, place: Place) -> None:
+        """Notes that a constraint was seen."""
+        known = self.keywords.get(keyword)
+        if known is None:
+            self.keywords[keyword] = (f"{place.path}/{keyword}", 1)
+        else:
+            self.keywords[keyword] = (known[0], known[1] + 1)
+
+    def give_up(self, keyword: str, place: Place, note: str) -> Schema:
+        """Leaves `keyword` out: everything is accepted in its place, and the report says so."""
+        path = f"{place.path}/{keyword}"
+        self.unenforced.setdefault((keyword, path), KeywordStatus(keyword, path, note))
+        return True
+
+    def approximate(self, keyword: str, place: Place, note: str) -> None:
+        """Notes that more is accepted than `keyword` says."""
+        path = f"{place.path}/{keyword}"
+        self.approximated.setdefault((keyword, path), KeywordStatus(keyword, path, note))
+
+    def resolve(self, reference: str, place: Place) -> Target | None:
+        """The target; None when there is none."""
+        try:
+            return self.document.resolve(reference, place.base)
+        except UnresolvedReference:
+            return None
+
+    def enter(self, node: Any, place: Place) -> Place:
+        """`place` with the base that applies inside `node`."""
+        base = self.document.base_of(node, place.base)
+        return place if base == place.base else Place(place.path, base)
+
+    def define(self, target: Target, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
+        """Name of the definition that holds the rewritten target; rewritten once per kind and types."""
+        key = (kind, target.path, types)
+        name = self._names.get(key)
+        if name is None:
+            name = f"{kind}{len(self._names)}"
+            self._names[key] = name
+            self._open.add(name)
+            self.definitions[name] = None
+            self.definitions[name] = rewrite(target.node, Place(target.path, target.base), types)
+            self._open.discard(name)
+        return name
+
+    def finished(self) -> dict[str, Schema]:
+        """The definitions that are rewritten already."""
+        return {name: each for name, each in self.definitions.items() if name not in self._open}
+
+    def is_defining(self, target: Target, kind: str, types: frozenset[str]) -> bool:
+        """Whether the target is being rewritten at the moment."""
+        return self._names.get((kind, target.path, types)) in self._open
+
+    def types_of(self, node: Any, place: Place, depth: int = 0) -> frozenset[str]:
+        """Types that values of the schema can have; never too few."""
+        if node is False:
+            return frozenset()
+        if not isinstance(node, dict) or depth > _MAX_LOOK:
+            return ALL_TYPES
+        known = self._types.get(id(node))
+        if known is not None:
+            return known
+        types = self._look(node, self.enter(node, place), depth)
+        # Cut short by depth, the answer is still right but larger; only complete ones are kept.
+        if depth == 0:
+            self._types[id(node)] = types
+        return types
+
+    def _look(self, node: dict[str, Any], place: Place, depth: int) -> frozenset[str]:
+        types = types_of_keyword(node["type"]) if "type" in node else ALL_TYPES
+        if "const" in node:
+            types &= {type_of_value(node["const"])}
+        if isinstance(node.get("enum"), list):
+            types &= {type_of_value(value) for value in node["enum"]}
+        if isinstance(node.get("$ref"), str):
+            target = self.resolve(node["$ref"], place)
+            if target is not None:
+                types &= self.types_of(target.node, Place(target.path, target.base), depth + 1)
+        for index, each in enumerate(_list(node.get("allOf"))):
+            types &= self.types_of(each, place.at("allOf", index), depth + 1)
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(node.get(keyword), list):
+                union: frozenset[str] = frozenset()
+                for index, each in enumerate(node[keyword]):
+                    union |= self.types_of(each, place.at(keyword, index), depth + 1)
+                types &= union
+        return types
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

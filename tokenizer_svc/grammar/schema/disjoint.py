@@ -1,0 +1,161 @@
+"""Proof that no value matches two schemas. A proof is right; its absence says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizer_svc.grammar.backend import string_schema_is_empty
+from tokenizer_svc.grammar.schema.arrays import finite_values
+from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.shapes import FRACTION, key_of, type_of_value
+
+_MAX_DEPTH = 6
+_STRING_RULES = ("pattern", "minLength", "maxLength", "format")
+
+# A schema and where it stands.
+Located = tuple[Any, Place]
+
+
+class _View:
+    """The conjunction that a schema amounts to, seen through allOf and references."""
+
+    def __init__(self) -> None:
+        self.rules: list[dict[str, Any]] = []
+        self.places: list[Place] = []
+
+    def add(self, context: Context, node: Any, place: Place, depth: int = 0) -> None:
+        if not isinstance(node, dict) or depth > _MAX_DEPTH:
+            return
+        place = context.enter(node, place)
+        self.rules.append(node)
+        self.places.append(place)
+        if isinstance(node.get("$ref"), str):
+            target = context.resolve(node["$ref"], place)
+            if target is not None:
+                self.add(context, target.node, Place(target.path, target.base), depth + 1)
+        for index, each in enumerate(node.get("allOf", ())):
+            self.add(context, each, place.at("allOf", index), depth + 1)
+
+    def required(self) -> set[str]:
+        names: set[str] = set()
+        for rule in self.rules:
+            if isinstance(rule.get("required"), list):
+                names.update(name for name in rule["required"] if isinstance(name, str))
+        return names
+
+    def property(self, name: str) -> list[Located]:
+        """Schemas that a property must match."""
+        found: list[Located] = []
+        for rule, place in zip(self.rules, self.places, strict=True):
+            properties = rule.get("properties", {})
+            if name in properties:
+                found.append((properties[name], place.at("properties", name)))
+            elif "additionalProperties" in rule and not rule.get("patternProperties"):
+                found.append((rule["additionalProperties"], place.at("additionalProperties")))
+        return found
+
+    def numbers(self, *keywords: str) -> list[float]:
+        return [
+            rule[keyword]
+            for rule in self.rules
+            for keyword in keywords
+            if isinstance(rule.get(keyword), int | float) and not isinstance(rule.get(keyword), bool)
+        ]
+
+
+def disjoint(context: Context, left: Located, right: Located, depth: int = 0) -> bool:
+    """Whether it is proven that no value matches both."""
+    if left[0] is False or right[0] is False:
+        return True
+    if depth > _MAX_DEPTH:
+        return False
+    common = context.types_of(*left) & context.types_of(*right)
+    if not common:
+        return True
+    if _unions_apart(context, left, right, depth) or _unions_apart(context, right, left, depth):
+        return True
+    left_values, right_values = finite_values(context, *left), finite_values(context, *right)
+    if left_values is not None and right_values is not None:
+        return not {key_of(each) for each in left_values} & {key_of(each) for each in right_values}
+    first, second = _View(), _View()
+    first.add(context, *left)
+    second.add(context, *right)
+    return all(
+        _apart(context, kind, first, second, left_values, right_values, depth) for kind in common - {FRACTION}
+    ) and (FRACTION not in common or _ranges_apart(first, second))
+
+
+def _unions_apart(context: Context, union: Located, other: Located, depth: int) -> bool:
+    node, place = union
+    if not isinstance(node, dict):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        options = node.get(keyword)
+        if isinstance(options, list) and all(
+            disjoint(context, (each, place.at(keyword, index)), other, depth + 1)
+            for index, each in enumerate(options)
+        ):
+            return True
+    return False
+
+
+def _apart(
+    context: Context,
+    kind: str,
+    first: _View,
+    second: _View,
+    left_values: list[Any] | None,
+    right_values: list[Any] | None,
+    depth: int,
+) -> bool:
+    match kind:
+        case "object":
+            return any(
+                disjoint(context, one, other, depth + 1)
+                for name in sorted(first.required() | second.required())
+                for one in first.property(name) or [(True, Place("", ""))]
+                for other in second.property(name) or [(True, Place("", ""))]
+            )
+        case "array":
+            return _sizes_apart(first, second, "minItems", "maxItems")
+        case "string":
+            return _sizes_apart(first, second, "minLength", "maxLength") or _strings_apart(
+                first, second, left_values, right_values
+            )
+        case "integer":
+            return _ranges_apart(first, second)
+    return False
+
+
+def _sizes_apart(first: _View, second: _View, least: str, most: str) -> bool:
+    views = (first, second)
+    lower = max((each for view in views for each in view.numbers(least)), default=0)
+    upper = min((each for view in views for each in view.numbers(most)), default=float("inf"))
+    return lower > upper
+
+
+def _ranges_apart(first: _View, second: _View) -> bool:
+    views = (first, second)
+    lower = max((each for view in views for each in view.numbers("minimum", "exclusiveMinimum")), default=None)
+    upper = min((each for view in views for each in view.numbers("maximum", "exclusiveMaximum")), default=None)
+    if lower is None or upper is None:
+        return False
+    exclusive = lower in [x for view in views for x in view.numbers("exclusiveMinimum")] or upper in [
+        x for view in views for x in view.numbers("exclusiveMaximum")
+    ]
+    return lower > upper or (exclusive and lower == upper)
+
+
+def _strings_apart(
+    first: _View, second: _View, left_values: list[Any] | None, right_values: list[Any] | None
+) -> bool:
+    parts = [
+        {"type": "string", **{key: rule[key] for key in _STRING_RULES if key in rule}}
+        for view in (first, second)
+        for rule in view.rules
+        if any(key in rule for key in _STRING_RULES)
+    ]
+    for values in (left_values, right_values):
+        if values is not None:
+            parts.append({"enum": [value for value in values if type_of_value(value) == "string"]})
+    return bool(parts) and string_schema_is_empty(parts)

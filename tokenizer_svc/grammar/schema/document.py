@@ -1,0 +1,128 @@
+"""A schema document: which draft it speaks, and what its references point to."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+# Keywords whose values are data, not schemas.
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})
+_BASE = "http://schema.invalid/"
+
+
+class Draft(IntEnum):
+    """Versions of JSON Schema, in order."""
+
+    DRAFT4 = 4
+    DRAFT6 = 6
+    DRAFT7 = 7
+    DRAFT2019_09 = 2019
+    DRAFT2020_12 = 2020
+
+
+_DRAFT_OF = {
+    "http://json-schema.org/draft-03/schema": Draft.DRAFT4,
+    "http://json-schema.org/draft-04/schema": Draft.DRAFT4,
+    "http://json-schema.org/draft-06/schema": Draft.DRAFT6,
+    "http://json-schema.org/draft-07/schema": Draft.DRAFT7,
+    "https://json-schema.org/draft/2019-09/schema": Draft.DRAFT2019_09,
+    "https://json-schema.org/draft/2020-12/schema": Draft.DRAFT2020_12,
+}
+
+
+class UnresolvedReference(Exception):
+    """A $ref points to nothing in the document."""
+
+
+class Target:
+    """What a reference resolves to: the schema, where it is, and the base of references inside it."""
+
+    __slots__ = ("base", "node", "path")
+
+    def __init__(self, node: Any, path: str, base: str) -> None:
+        self.node = node
+        self.path = path
+        self.base = base
+
+
+class Document:
+    """Resolves references within one schema. Remote documents are not fetched."""
+
+    def __init__(self, root: Any, *, max_depth: int) -> None:
+        self.root = root
+        declared = root.get("$schema") if isinstance(root, dict) else None
+        name = declared.rstrip("#") if isinstance(declared, str) else ""
+        self.draft = _DRAFT_OF.get(name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-"),
+                                   Draft.DRAFT2020_12)
+        self._resources: dict[str, Target] = {_BASE: Target(root, "", _BASE)}
+        self._anchors: dict[tuple[str, str], Target] = {}
+        self._found: dict[tuple[str, str], Target] = {}
+        self._max_depth = max_depth
+        self._index(root, "", _BASE, 0)
+        self.base = self.base_of(root, _BASE)
+
+    def base_of(self, node: Any, base: str) -> str:
+        """The base of references inside `node`, which stands where `base` applies."""
+        if isinstance(node, dict):
+            identifier = node.get("$id", node.get("id") if self.draft is Draft.DRAFT4 else None)
+            if isinstance(identifier, str) and not identifier.startswith("#"):
+                return urldefrag(urljoin(base, identifier)).url
+        return base
+
+    def resolve(self, reference: str, base: str) -> Target:
+        """Raises UnresolvedReference."""
+        key = (base, reference)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._resolve(reference, base)
+        return found
+
+    def _resolve(self, reference: str, base: str) -> Target:
+        # A fragment alone stays in the resource, whatever scheme its address has.
+        local = not reference or reference.startswith("#")
+        url, fragment = (base, reference[1:]) if local else urldefrag(urljoin(base, reference))
+        resource = self._resources.get(url) or self._resources.get(url.rstrip("#"))
+        if resource is None:
+            raise UnresolvedReference(f"{reference!r} points outside the schema, and nothing is fetched")
+        fragment = unquote(fragment)
+        if not fragment or fragment == "/":
+            return resource
+        if not fragment.startswith("/"):
+            anchor = self._anchors.get((resource.base, fragment))
+            if anchor is None:
+                raise UnresolvedReference(f"{reference!r}: there is no such anchor")
+            return anchor
+        node, path, inner = resource.node, resource.path, resource.base
+        for part in fragment[1:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, dict) and key in node:
+                node = node[key]
+            elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
+                node = node[int(key)]
+            else:
+                raise UnresolvedReference(f"{reference!r} points to nothing")
+            path = f"{path}/{part}"
+            inner = self.base_of(node, inner)
+        return Target(node, path, inner)
+
+    def _index(self, node: Any, path: str, base: str, depth: int) -> None:
+        if depth > self._max_depth:
+            raise RecursionError(f"the schema is nested deeper than {self._max_depth} levels")
+        if isinstance(node, list):
+            for index, each in enumerate(node):
+                if isinstance(each, dict | list):
+                    self._index(each, f"{path}/{index}", base, depth + 1)
+            return
+        inner = self.base_of(node, base)
+        if inner != base:
+            self._resources.setdefault(inner, Target(node, path, inner))
+        for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
+            value = node.get(keyword)
+            if isinstance(value, str):
+                name = value[1:] if value.startswith("#") else value if keyword.endswith("nchor") else ""
+                if name:
+                    self._anchors.setdefault((inner, name), Target(node, path, inner))
+        for key, value in node.items():
+            if isinstance(value, dict | list) and key not in _DATA:
+                self._index(value, f"{path}/{key}", inner, depth + 1)

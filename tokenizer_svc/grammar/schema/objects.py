@@ -1,0 +1,183 @@
+"""Object keywords that the back end lacks or takes only alone: counts with optional properties, names."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+from typing import Any
+
+import jsonschema_rs
+
+from tokenizer_svc.grammar.schema.arrays import finite_values
+from tokenizer_svc.grammar.schema.conditions import for_objects
+from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of
+
+_MAX_CASES = 300
+
+
+def count_properties(
+    context: Context, place: Place, types: frozenset[str], out: dict[str, Schema], extra: list[Schema]
+) -> None:
+    """minProperties and maxProperties beside optional properties, as cases of which of these are there."""
+    if "object" not in types or not ("minProperties" in out or "maxProperties" in out):
+        return
+    properties = out.get("properties", {})
+    required = list(dict.fromkeys(out.get("required", ())))
+    optional = [name for name in properties if name not in required and properties[name] is not False]
+    closed = out.get("additionalProperties") is False and not out.get("patternProperties")
+    least = max(0, _integer(out.get("minProperties"), 0) - len(required))
+    most = _integer(out["maxProperties"], 0) - len(required) if "maxProperties" in out else None
+    if closed and most is not None and most >= len(optional):
+        del out["maxProperties"]
+        most = None
+    if least == 0:
+        out.pop("minProperties", None)
+    if least >= 2 and not closed:
+        context.approximate("minProperties", place, "names that occur twice are counted twice")
+    if not optional or (least == 0 and most is None) or (most is not None and most < 0):
+        return
+    if closed and least <= 1 and most in (None, 1):
+        # At least one, at most one and exactly one are known to the back end.
+        return
+    sizes = range(least + 1) if most is None else range(min(most, len(optional)) + 1)
+    smallest, largest = out.pop("minProperties", None), out.pop("maxProperties", None)
+    if sum(comb(len(optional), size) for size in sizes) > _MAX_CASES:
+        keyword = "minProperties" if least else "maxProperties"
+        context.give_up(keyword, place, f"more than {_MAX_CASES} cases of which properties are there")
+        return
+    cases: list[Schema] = []
+    for size in sizes:
+        # Enough of the listed ones alone: the rest may be there or not.
+        enough = most is None and size == least
+        for chosen in combinations(optional, size):
+            case: dict[str, Schema] = {"required": list(chosen)}
+            if not enough:
+                case["properties"] = {name: False for name in optional if name not in chosen}
+                case |= {"minProperties": smallest} if smallest is not None and size < least else {}
+                case |= {"maxProperties": largest} if largest is not None else {}
+            if enough or size >= least or not closed:
+                cases.append(case)
+    extra.append(for_objects(types, any_of(cases)))
+
+
+def property_names(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], out: dict[str, Schema]
+) -> None:
+    """Names as listed properties, or as the one pattern of patternProperties."""
+    rule = node["propertyNames"]
+    inside = place.at("propertyNames")
+    if rule is True or rule == {}:
+        return
+    if "object" not in types:
+        return
+    allowed = context.positive(rule, inside, frozenset({"string"}))
+    if allowed is False:
+        out["maxProperties"] = 0
+        return
+    names = finite_values(context, rule, inside)
+    rest = out.get("additionalProperties", True)
+    properties: dict[str, Schema] = dict(out.get("properties", {}))
+    accepts = _name_test(context, allowed)
+    if accepts is None:
+        context.give_up("propertyNames", place, "the names' schema refers to itself")
+        return
+    properties = {name: each if accepts(name) else False for name, each in properties.items()}
+    patterns = out.get("patternProperties", {})
+    if names is not None:
+        for name in names:
+            if isinstance(name, str) and name not in properties and accepts(name):
+                matching = [each for pattern, each in patterns.items() if _matches(pattern, name)]
+                properties[name] = {"allOf": matching} if matching else rest
+        out.pop("patternProperties", None)
+        out["properties"] = properties
+        out["additionalProperties"] = False
+        return
+    pattern = name_pattern(allowed)
+    if pattern is None or patterns:
+        context.give_up("propertyNames", place, "only a set of names, one pattern or one length is expressible")
+        return
+    out["properties"] = properties
+    out["patternProperties"] = {pattern: rest}
+    out["additionalProperties"] = False
+
+
+def name_pattern(schema: Schema) -> str | None:
+    """The one pattern that a schema of strings amounts to; None when it is more than that."""
+    if not isinstance(schema, dict):
+        return None
+    rules = {key: value for key, value in schema.items() if key != "type"}
+    if set(rules) == {"pattern"}:
+        return str(rules["pattern"])
+    if rules and set(rules) <= {"minLength", "maxLength"}:
+        least, most = rules.get("minLength", 0), rules.get("maxLength", "")
+        return f"^(?s:.{{{least},{most}}})$"
+    return None
+
+
+def unevaluated_properties(
+    context: Context, node: dict[str, Any], place: Place, out: dict[str, Schema], extra: list[Schema]
+) -> None:
+    """Where nothing depends on the value, the evaluated names are known and this is additionalProperties."""
+    rule = node["unevaluatedProperties"]
+    if rule is True:
+        return
+    names: dict[str, Schema] = {}
+    patterns: dict[str, Schema] = {}
+    known = _evaluated(context, node, place, names, patterns, 0)
+    if known is None:
+        context.give_up("unevaluatedProperties", place, "which properties are evaluated depends on the value")
+    elif known:
+        rest = context.positive(rule, place.at("unevaluatedProperties"), ALL_TYPES)
+        extra.append({"properties": names, "patternProperties": patterns, "additionalProperties": rest})
+
+
+def _evaluated(
+    context: Context,
+    node: Any,
+    place: Place,
+    names: dict[str, Schema],
+    patterns: dict[str, Schema],
+    depth: int,
+) -> bool | None:
+    """Collects names; False when every property is evaluated, None when it depends."""
+    if not isinstance(node, dict):
+        return True
+    if depth > 8 or any(
+        keyword in node
+        for keyword in ("anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef")
+    ):
+        return None
+    if "additionalProperties" in node or (depth and "unevaluatedProperties" in node):
+        return False
+    names.update(dict.fromkeys(node.get("properties", {}), True))
+    patterns.update(dict.fromkeys(node.get("patternProperties", {}), True))
+    parts = [(each, place.at("allOf", index)) for index, each in enumerate(node.get("allOf", ()))]
+    if isinstance(node.get("$ref"), str):
+        target = context.resolve(node["$ref"], place)
+        if target is None:
+            return None
+        parts.append((target.node, Place(target.path, target.base)))
+    for part, inside in parts:
+        known = _evaluated(context, part, inside, names, patterns, depth + 1)
+        if not known:
+            return known
+    return True
+
+
+def _name_test(context: Context, schema: Schema) -> Any:
+    # The definitions that the schema needs are finished unless it is part of one of them.
+    try:
+        validator = jsonschema_rs.validator_for({"$defs": context.finished(), "allOf": [schema]})
+    except (ValueError, jsonschema_rs.ReferencingError):
+        return None
+    return validator.is_valid
+
+
+def _matches(pattern: str, name: str) -> bool:
+    validator = jsonschema_rs.validator_for({"type": "string", "pattern": pattern})
+    return bool(validator.is_valid(name))
+
+
+def _integer(value: Any, otherwise: int) -> int:
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise

@@ -1,0 +1,246 @@
+"""A schema as the back end takes it: what it knows is copied, the rest is rewritten exactly or reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizer_svc.grammar.schema.arrays import contains, unique_items
+from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
+from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
+from tokenizer_svc.grammar.schema.document import Draft, Target
+from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
+from tokenizer_svc.grammar.schema.one_of import one_of
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, types_of_keyword
+from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, split_lookaheads
+
+# Copied as they are.
+_COPIED = frozenset(
+    {
+        "const", "enum", "minItems", "maxItems", "required", "minLength", "maxLength", "minimum", "maximum",
+        "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties",
+    }
+)  # fmt: skip
+_SCHEMA_MAPS = frozenset({"properties", "patternProperties"})
+_SCHEMA_LISTS = frozenset({"allOf", "anyOf"})
+# Rewritten from the whole node, in a second pass.
+_REWRITTEN = frozenset(
+    {
+        "oneOf", "not", "if", "dependencies", "dependentRequired", "dependentSchemas", "uniqueItems", "contains",
+        "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+# First drafts of keywords that older ones do not have; there they are annotations.
+_SINCE = {
+    "contains": Draft.DRAFT6,
+    "propertyNames": Draft.DRAFT6,
+    "if": Draft.DRAFT7,
+    "dependentRequired": Draft.DRAFT2019_09,
+    "dependentSchemas": Draft.DRAFT2019_09,
+    "unevaluatedProperties": Draft.DRAFT2019_09,
+    "unevaluatedItems": Draft.DRAFT2019_09,
+    "prefixItems": Draft.DRAFT2020_12,
+    "$dynamicRef": Draft.DRAFT2020_12,
+    "$recursiveRef": Draft.DRAFT2019_09,
+}
+
+
+def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
+    """The schema for the back end. Only values of `types` can occur here."""
+    context.count()
+    if isinstance(node, bool):
+        return node
+    if not isinstance(node, dict):
+        return context.give_up("schema", place, "a schema must be an object or a boolean")
+    place = context.enter(node, place)
+    types &= context.types_of(node, place)
+    if not types:
+        return False
+    if "$ref" in node and (closing := _closing_loop(context, node, place)) is not None:
+        return closing
+    out: dict[str, Schema] = {}
+    extra: list[Schema] = []
+    for keyword, value in node.items():
+        if keyword in _SINCE and context.document.draft < _SINCE[keyword]:
+            continue
+        if keyword in _COPIED:
+            context.met(keyword, place)
+            out[keyword] = value
+        elif keyword == "type":
+            context.met(keyword, place)
+            if not types_of_keyword(value):
+                return context.give_up("type", place, f"unknown type {value!r}")
+            out[keyword] = value
+        elif keyword in _REWRITTEN:
+            context.met(keyword, place)
+            _rewritten(context, node, keyword, place, types, out, extra)
+        else:
+            _nested(context, node, keyword, value, place, types, out, extra)
+    if "propertyNames" in node and context.document.draft >= Draft.DRAFT6:
+        property_names(context, node, place, types, out)
+    if "unevaluatedProperties" in node and context.document.draft >= Draft.DRAFT2019_09 and "object" in types:
+        unevaluated_properties(context, node, place, out, extra)
+    count_properties(context, place, types, out, extra)
+    return all_of([out, *extra])
+
+
+def _nested(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+        context.met(keyword, place)
+        out[keyword] = {
+            name: _any_type(context, each, place.at(keyword, name)) for name, each in value.items()
+        }
+    elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+        context.met(keyword, place)
+        out[keyword] = [
+            context.positive(each, place.at(keyword, index), types) for index, each in enumerate(value)
+        ]
+    elif keyword == "additionalProperties":
+        context.met(keyword, place)
+        out[keyword] = _any_type(context, value, place.at(keyword))
+    elif keyword in ("items", "prefixItems", "additionalItems"):
+        _items(context, node, keyword, value, place, out)
+    elif keyword == "$ref":
+        context.met(keyword, place)
+        _reference(context, value, place, out, extra)
+    elif keyword == "pattern":
+        context.met(keyword, place)
+        _pattern(context, value, place, out, extra)
+    elif keyword == "format" and isinstance(value, str):
+        # A format that the specification does not define, or leaves to implementations, is an annotation.
+        if value in BACKEND_FORMATS:
+            context.met(keyword, place)
+            out[keyword] = value
+        elif value in STANDARD_FORMATS:
+            context.met(keyword, place)
+            extra.append({"type": "string", "pattern": STANDARD_FORMATS[value]} if "string" in types else True)
+
+
+def _any_type(context: Context, node: Any, place: Place) -> Schema:
+    return context.positive(node, place, ALL_TYPES)
+
+
+def _items(
+    context: Context, node: dict[str, Any], keyword: str, value: Any, place: Place, out: dict[str, Schema]
+) -> None:
+    """Arrays of schemas are written as prefixItems, and what follows them as items, for every draft."""
+    context.met(keyword, place)
+    is_list = isinstance(node.get("items"), list)
+    if keyword == "items" and is_list or keyword == "prefixItems" and isinstance(value, list):
+        out["prefixItems"] = [
+            _any_type(context, each, place.at(keyword, index)) for index, each in enumerate(value)
+        ]
+    elif keyword == "additionalItems":
+        if is_list:
+            out["items"] = _any_type(context, value, place.at(keyword))
+    elif keyword == "items":
+        out["items"] = _any_type(context, value, place.at(keyword))
+
+
+def _reference(
+    context: Context, reference: Any, place: Place, out: dict[str, Schema], extra: list[Schema]
+) -> None:
+    if not isinstance(reference, str):
+        context.give_up("$ref", place, "a reference must be a text")
+        return
+    target = context.resolve(reference, place)
+    if target is None:
+        if reference.rstrip("#") in METASCHEMAS:
+            out["$ref"] = reference
+        else:
+            context.give_up("$ref", place, f"{reference!r} points outside the schema, or to nothing")
+        return
+    name = context.define(target, "p", ALL_TYPES, context.positive)
+    definition = context.definitions[name]
+    if isinstance(definition, bool):
+        extra.append(definition)
+    else:
+        out["$ref"] = f"#/$defs/{name}"
+
+
+def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schema | None:
+    """A reference with constraints beside it, inside what it refers to.
+
+    The back end cannot intersect a definition that is still open. The intersection becomes a definition of
+    its own, with the body of the referred one written out; inside it the same place is a plain reference.
+    """
+    if not isinstance(node["$ref"], str) or not has_constraints(node):
+        return None
+    target = context.resolve(node["$ref"], place)
+    if target is None or not context.is_defining(target, "p", ALL_TYPES):
+        return None
+
+    def written_out(_: Any, inside: Place, types: frozenset[str]) -> Schema:
+        body = context.positive(target.node, Place(target.path, target.base), types)
+        beside = {key: value for key, value in node.items() if key != "$ref"}
+        return all_of([body, context.positive(beside, inside, types)])
+
+    here = Target(node, place.path, place.base)
+    return {"$ref": f"#/$defs/{context.define(here, 'c', ALL_TYPES, written_out)}"}
+
+
+def has_constraints(node: dict[str, Any]) -> bool:
+    """Whether there is anything that constrains beside $ref."""
+    return any(
+        key in _COPIED or key in _REWRITTEN or key in _SCHEMA_MAPS or key in _SCHEMA_LISTS or key in _BESIDE_REF
+        for key in node
+    )
+
+
+_BESIDE_REF = frozenset({"type", "items", "prefixItems", "additionalProperties", "pattern", "format"})
+
+
+def _pattern(context: Context, value: Any, place: Place, out: dict[str, Schema], extra: list[Schema]) -> None:
+    if not isinstance(value, str):
+        context.give_up("pattern", place, "a pattern must be a text")
+        return
+    parts = split_lookaheads(value)
+    if parts is None:
+        context.give_up("pattern", place, "look-arounds other than leading positive ones have no equivalent")
+        return
+    out["pattern"] = parts[-1]
+    extra += [{"pattern": part} for part in parts[:-1]]
+
+
+def _rewritten(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    value = node[keyword]
+    match keyword:
+        case "oneOf":
+            one_of(context, value, place, types, out, extra)
+        case "not":
+            extra.append(context.negative(value, place.at("not"), types))
+        case "if":
+            extra.append(conditional(context, node, place, types))
+        case "dependencies" | "dependentRequired" | "dependentSchemas":
+            if "object" in types:
+                extra += dependencies(context, keyword, value, place, types)
+        case "uniqueItems":
+            if value is True and "array" in types:
+                extra.append(unique_items(context, node, place))
+        case "contains":
+            if "array" in types:
+                extra.append(contains(context, node, place))
+        case "propertyNames" | "unevaluatedProperties":
+            # Once the other object keywords are there.
+            pass
+        case "unevaluatedItems":
+            if "array" in types and value is not True:
+                context.give_up(keyword, place, "has no exact equivalent")
+        case _:
+            context.give_up(keyword, place, "dynamic references are not resolved")

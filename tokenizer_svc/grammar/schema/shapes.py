@@ -1,0 +1,104 @@
+"""Building blocks: JSON types as sets, and schemas joined by and, or, without empty layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+# A schema as llguidance takes it: an object or a boolean.
+Schema = Any
+
+# Numbers are two disjoint types here, so that sets of types have complements: whole ones and the others.
+FRACTION = "fraction"
+ALL_TYPES = frozenset({"null", "boolean", "integer", FRACTION, "string", "array", "object"})
+NUMBERS = frozenset({"integer", FRACTION})
+_NAMES = ("null", "boolean", "string", "array", "object")
+
+
+def types_of_keyword(value: Any) -> frozenset[str]:
+    """The types that `type: value` admits; unknown names admit nothing."""
+    names = value if isinstance(value, list) else [value]
+    found: set[str] = set()
+    for name in names:
+        if name == "number":
+            found |= NUMBERS
+        elif name in ALL_TYPES and name != FRACTION:
+            found.add(name)
+    return frozenset(found)
+
+
+def type_of_value(value: Any) -> str:
+    """The type of a JSON value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else FRACTION
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def type_names(types: frozenset[str]) -> list[str] | None:
+    """Names for `type`; None when the set is not expressible (all fractions but no whole numbers)."""
+    if FRACTION in types and "integer" not in types:
+        return None
+    names = [name for name in _NAMES if name in types]
+    if FRACTION in types:
+        names.append("number")
+    elif "integer" in types:
+        names.append("integer")
+    return names
+
+
+def any_of(options: Iterable[Schema]) -> Schema:
+    """The union; True and False simplify."""
+    flat: dict[str, Schema] = {}
+    for option in options:
+        if option is True or option == {}:
+            return True
+        if option is False:
+            continue
+        nested = option["anyOf"] if set(option) == {"anyOf"} else [option]
+        for each in nested:
+            flat.setdefault(key_of(each), each)
+    if not flat:
+        return False
+    values = list(flat.values())
+    return values[0] if len(values) == 1 else {"anyOf": values}
+
+
+def all_of(parts: Iterable[Schema]) -> Schema:
+    """The intersection; True and False simplify."""
+    flat: dict[str, Schema] = {}
+    for part in parts:
+        if part is False:
+            return False
+        if part is True or part == {}:
+            continue
+        nested = part["allOf"] if set(part) == {"allOf"} else [part]
+        for each in nested:
+            flat.setdefault(key_of(each), each)
+    if not flat:
+        return True
+    values = list(flat.values())
+    return values[0] if len(values) == 1 else {"allOf": values}
+
+
+def key_of(value: Any) -> str:
+    """Equal for equal JSON values, whatever the order of keys; 1 and 1.0 are equal, 1 and true are not."""
+    return json.dumps(_canonical(value), sort_keys=True)
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_canonical(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _canonical(each) for key, each in value.items()}
+    return value
