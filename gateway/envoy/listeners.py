@@ -17,6 +17,8 @@ _CLIENT_REQUEST_ID = "x-client-request-id"
 
 # Pages and calls that need no key.
 _PUBLIC_PATHS = ("/health", "/openapi.json")
+# Pages of the gateway that are not for clients.
+_HIDDEN_PATHS = ("/metrics",)
 _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/",)
 
 _ACCESS_LOG_FIELDS = {
@@ -154,6 +156,14 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
         "direct_response": {"status": 413},
         "typed_per_filter_config": PUBLIC_ROUTE,
     }
+    hidden = [
+        {
+            "match": {"path": path},
+            "direct_response": {"status": 404},
+            "typed_per_filter_config": PUBLIC_ROUTE,
+        }
+        for path in _HIDDEN_PATHS
+    ]
     public = [
         _route({"path": path}, clusters.GATEWAY_HTTP, typed_per_filter_config=PUBLIC_ROUTE)
         for path in _PUBLIC_PATHS
@@ -171,6 +181,7 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
                 "rate_limits": RATE_LIMITS,
                 "routes": [
                     too_large,
+                    *hidden,
                     *public,
                     _route({"prefix": "/", **is_grpc}, clusters.GATEWAY_GRPC),
                     _route({"prefix": "/"}, clusters.GATEWAY_HTTP),

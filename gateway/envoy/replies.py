@@ -16,11 +16,6 @@ _IS_GRPC: dict[str, Any] = {
 # What Envoy says by its response flags (%RESPONSE_FLAGS% in its documentation), as the suite says it.
 # Not here: UAEX and RL, whose bodies the gateway wrote itself.
 _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
-    (
-        ("NR",),
-        Reason.ROUTE_NOT_FOUND,
-        "there is no such path; the paths of this API are listed at /openapi.json",
-    ),
     (("UH", "UF", "UC", "LR", "UR"), Reason.ENGINE_UNAVAILABLE, _NO_GATEWAY),
     (
         ("UO", "OM"),
@@ -37,6 +32,7 @@ _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
 # The authorization service failed; a denial by it has another status and the gateway's own body.
 _UNAUTHORIZED_BY_FAILURE = ("UAEX", 503)
 _BY_STATUS: tuple[tuple[int, Reason, str], ...] = (
+    (404, Reason.ROUTE_NOT_FOUND, "there is no such path here"),
     (408, Reason.DEADLINE_EXCEEDED, "the request was not sent in time"),
     (431, Reason.REQUEST_TOO_LARGE, "the request's headers are larger than the edge accepts"),
     (400, Reason.MALFORMED_BODY, "the request is not valid HTTP"),

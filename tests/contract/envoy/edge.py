@@ -23,7 +23,6 @@ from starlette.routing import Route
 from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.auth.servicer import AuthorizationServicer
-from gateway.envoy.binary import envoy_path
 from gateway.envoy.bootstrap import build
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
@@ -35,6 +34,7 @@ from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.context import CONTEXT_HEADER, from_header, verify
 from services.server import GrpcServer
+from services.supervisor.edge import envoy_binary
 
 SECRET = "a secret for contract tests"
 GOOD_KEY = "mr-good"
@@ -156,7 +156,7 @@ class Edge:
         admin_file = self._folder / "admin"
         config.write_text(yaml.safe_dump(bootstrap))
         self._process = await asyncio.create_subprocess_exec(
-            str(envoy_path()),
+            str(envoy_binary()),
             *("-c", str(config), "--use-dynamic-base-id", "--log-level", "warning"),
             *("--concurrency", "1", "--admin-address-path", str(admin_file)),
         )

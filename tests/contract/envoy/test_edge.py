@@ -217,6 +217,11 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
         await edge.stop()
 
 
+async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) -> None:
+    response = await client.get("/metrics", headers=BEARER)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
+
+
 async def test_malformed_http_is_an_openai_error(edge: Edge) -> None:
     reader, writer = await asyncio.open_connection(*edge.address.split(":"))
     writer.write(b"GET / HTTP/1.1\r\n\r\n")

@@ -1,0 +1,125 @@
+"""Who a credential belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.auth.directory import KeyDirectory, hash_key
+from gateway.config import KeyEntry
+from gateway.settings import load_settings
+from services.errors import MillraceError, Reason
+
+
+def directory(clock: float = 1000.0, **tables: Any) -> KeyDirectory:
+    base: dict[str, Any] = {
+        "security": {"context_secret": "a secret for unit tests"},
+        "tiers": {"standard": {}, "gold": {}},
+        "tenants": {
+            "acme": {"tier": "gold", "allowed_tiers": ["standard"], "allowed_models": ["a", "b"]},
+            "shared": {"cache_shared": True},
+        },
+        "keys": {
+            "entries": [
+                {"id": "plain", "tenant": "acme", "hash": hash_key("mr-plain")},
+                {
+                    "id": "narrow",
+                    "tenant": "acme",
+                    "hash": hash_key("mr-narrow"),
+                    "tier": "standard",
+                    "allowed_models": ["b", "c"],
+                    "requests_per_minute": 5,
+                },
+                {"id": "old", "tenant": "acme", "hash": hash_key("mr-old"), "expires_unix_s": 1000},
+                {"id": "off", "tenant": "shared", "hash": hash_key("mr-off"), "disabled": True},
+            ],
+            "jwt": {
+                "issuer": "https://id.example",
+                "jwks_file": "/keys.json",
+                "tier_claim": "plan",
+                "tenants": {"org-7": "acme"},
+            },
+        },
+    }
+    return KeyDirectory(load_settings({**base, **tables}), clock=lambda: clock)
+
+
+def reason(call: Any, *arguments: Any) -> Reason:
+    with pytest.raises(MillraceError) as caught:
+        call(*arguments)
+    return caught.value.reason
+
+
+def test_key_has_the_tier_and_models_of_its_tenant() -> None:
+    principal = directory().authenticate("mr-plain")
+    assert (principal.tenant, principal.key_id, principal.tier) == ("acme", "plain", "gold")
+    assert principal.allowed_models == ("a", "b")
+
+
+def test_key_can_narrow_but_not_widen() -> None:
+    principal = directory().authenticate("mr-narrow")
+    assert (principal.tier, principal.allowed_models) == ("standard", ("b",))
+    assert directory().key_limits("narrow").requests_per_minute == 5
+
+
+@pytest.mark.parametrize("secret", ["", "mr-unknown", "mr-old", "mr-off", hash_key("mr-plain")])
+def test_unknown_expired_and_revoked_keys_are_refused(secret: str) -> None:
+    assert reason(directory().authenticate, secret) is Reason.INVALID_CREDENTIALS
+
+
+def test_key_expires_at_its_moment() -> None:
+    assert directory(clock=999.9).authenticate("mr-old").key_id == "old"
+
+
+def test_prefix_caches_are_apart_unless_shared() -> None:
+    found = directory()
+    stored = [KeyEntry(id="s", tenant="shared", hash=hash_key("mr-s"))]
+    found.replace_stored(stored)
+    acme = found.authenticate("mr-plain").cache_salt
+    assert len(acme) == 16
+    assert found.authenticate("mr-narrow").cache_salt == acme
+    assert found.authenticate("mr-s").cache_salt == b""
+
+
+def test_stored_keys_come_and_go_and_the_file_wins() -> None:
+    found = directory()
+    found.replace_stored(
+        [
+            KeyEntry(id="new", tenant="acme", hash=hash_key("mr-new"), tokens_per_minute=7),
+            KeyEntry(id="plain", tenant="shared", hash=hash_key("mr-usurper")),
+            KeyEntry(id="orphan", tenant="nobody", hash=hash_key("mr-orphan")),
+        ]
+    )
+    assert found.authenticate("mr-new").key_id == "new"
+    assert found.key_limits("new").tokens_per_minute == 7
+    assert found.authenticate("mr-plain").tenant == "acme"
+    for secret in ("mr-usurper", "mr-orphan"):
+        assert reason(found.authenticate, secret) is Reason.INVALID_CREDENTIALS
+    found.replace_stored([])
+    assert reason(found.authenticate, "mr-new") is Reason.INVALID_CREDENTIALS
+    assert found.key_limits("new").tokens_per_minute is None
+
+
+def test_claims_name_tenant_and_tier() -> None:
+    principal = directory().principal_of_claims({"sub": "u1", "tenant": "org-7", "plan": "standard"})
+    assert (principal.tenant, principal.key_id, principal.tier) == ("acme", "jwt:u1", "standard")
+    assert directory().principal_of_claims({"tenant": "shared"}).tier == "standard"
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ({}, Reason.TENANT_NOT_ALLOWED),
+        ({"tenant": "nobody"}, Reason.TENANT_NOT_ALLOWED),
+        ({"tenant": "shared", "plan": "gold"}, Reason.TIER_NOT_ALLOWED),
+    ],
+)
+def test_claims_beyond_the_agreement_are_refused(claims: dict[str, str], expected: Reason) -> None:
+    assert reason(directory().principal_of_claims, claims) is expected
+
+
+def test_development_key_belongs_to_a_tenant_of_its_own() -> None:
+    found = directory(keys={"development_hash": hash_key("mr-dev-local")})
+    principal = found.authenticate("mr-dev-local")
+    assert (principal.tenant, principal.tier, principal.allowed_models) == ("development", "standard", ())

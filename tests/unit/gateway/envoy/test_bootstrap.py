@@ -1,0 +1,84 @@
+"""The rendered configuration is one that Envoy accepts, in every profile and with every option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.envoy.bootstrap import PROFILES, render
+from gateway.envoy.filters import IDENTITY_HEADERS
+from services.errors import ConfigError
+from services.supervisor.edge import envoy_binary
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "traced": {"observability": {"otlp_endpoint": "http://collector:4317"}},
+    "several gateways": {
+        "envoy": {"gateway_grpc": ["127.0.0.1:1", "127.0.0.1:2"], "gateway_http": ["[::1]:3"]}
+    },
+    "metrics and file log": {"envoy": {"metrics_listen": "127.0.0.1:9902", "access_log": "access.log"}},
+    "keys by URL": {"keys": {"jwt": {"issuer": "https://id", "jwks_url": "https://id.example/keys"}}},
+}
+
+
+def validate(text: str, folder: Path) -> None:
+    path = folder / "envoy.yaml"
+    path.write_text(text)
+    command = [str(envoy_binary()), "--mode", "validate", "-c", str(path), "--use-dynamic-base-id"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "deprecated" not in result.stderr.lower()
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_envoy_accepts_it(profile: Any, option: str, tmp_path: Path) -> None:
+    validate(render(OPTIONS[option], profile), tmp_path)
+
+
+def test_containers_listen_to_the_world_and_administrators_do_not() -> None:
+    for profile in ("compose", "kubernetes"):
+        config = yaml.safe_load(render({}, profile))
+        assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+        public = config["static_resources"]["listeners"][0]["address"]["socket_address"]
+        assert (public["address"], public["port_value"]) == ("0.0.0.0", 8080)
+
+
+def test_configured_values_win_over_the_profile() -> None:
+    config = yaml.safe_load(render({"envoy": {"gateway_http": ["edge-gateway:9"]}}, "compose"))
+    endpoint = config["static_resources"]["clusters"][1]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
+    assert endpoint["endpoint"]["address"]["socket_address"] == {"address": "edge-gateway", "port_value": 9}
+
+
+def test_every_identity_header_is_dropped_before_any_filter() -> None:
+    manager = yaml.safe_load(render({}))["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    (mutation,) = manager["typed_config"]["early_header_mutation_extensions"]
+    dropped = {step.get("remove") for step in mutation["typed_config"]["mutations"]}
+    assert set(IDENTITY_HEADERS) <= dropped
+
+
+def test_command_prints_it_and_names_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gateway.envoy", "--profile", "compose", "--config"]
+    good = tmp_path / "good.toml"
+    good.write_text("[envoy]\nmax_requests = 7\n")
+    result = subprocess.run([*command, str(good)], capture_output=True, text=True, check=True)
+    breakers = yaml.safe_load(result.stdout)["static_resources"]["clusters"][0]["circuit_breakers"]
+    assert breakers["thresholds"][0]["max_requests"] == 7
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[envoy]\nlisten_on = 'x'\n")
+    result = subprocess.run([*command, str(bad)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "listen_on" in result.stderr
+
+
+def test_development_key_cannot_leave_the_machine() -> None:
+    tables = {"keys": {"development_hash": "sha256:" + "0" * 64}}
+    render(tables, "local")
+    with pytest.raises(ConfigError, match=r"keys\.development_hash"):
+        render(tables, "compose")

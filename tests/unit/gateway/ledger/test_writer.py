@@ -1,0 +1,165 @@
+"""Entries reach the database, whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select, text
+
+from gateway.config import LedgerConfig, PriceConfig
+from gateway.identity import Identity
+from gateway.ledger.tables import REQUESTS, open_database
+from gateway.ledger.writer import LedgerWriter
+from gateway.limits.prices import Prices
+from gateway.pipeline.ports import FinishedRequest
+from observability.metrics import Metrics
+from services.errors import ConfigError
+
+PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)})
+
+
+def finished(request_id: str, **fields: Any) -> FinishedRequest:
+    values: dict[str, Any] = {
+        "identity": Identity(request_id=request_id, tenant="acme", key_id="k", tier="standard"),
+        "model": "m",
+        "tier": "standard",
+        "face": "http",
+        "outcome": "stop",
+        "ended_unix_s": 1_790_000_000.5,
+        "prompt_tokens": 100,
+        "cached_prompt_tokens": 60,
+        "completion_tokens": 10,
+        "reasoning_tokens": 0,
+        "num_choices": 1,
+        "num_engines_lost": 0,
+        "drafted_tokens": 9,
+        "accepted_tokens": 5,
+        "recomputed_tokens": 3,
+        "num_preemptions": 1,
+        "grammar_s": 0.001,
+        "queue_s": 0.02,
+        "ttft_s": 0.1,
+        "duration_s": 1.5,
+        "metadata": {"team": "a"},
+    }
+    return FinishedRequest(**{**values, **fields})
+
+
+def rows(engine: Engine) -> list[Any]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(REQUESTS).order_by(REQUESTS.c.request_id)).mappings())
+
+
+def writer(url: str, **config: Any) -> LedgerWriter:
+    return LedgerWriter(open_database(url), PRICES, LedgerConfig(url=url, **config), Metrics())
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/deep/ledger.sqlite"
+
+
+def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:
+    ledger = writer(url)
+    ledger.record(finished("r1"))
+    ledger.record(finished("r2", ttft_s=None))
+    ledger.close()
+    first, second = rows(open_database(url))
+    assert (first["tenant"], first["tier"], first["outcome"]) == ("acme", "standard", "stop")
+    assert first["ended_unix_ms"] == 1_790_000_000_500
+    assert (first["speculative_waste_tokens"], first["recomputed_tokens"]) == (4, 3)
+    assert (first["queue_ms"], first["ttft_ms"], second["ttft_ms"]) == (20.0, 100.0, None)
+    # 40 computed at 1, 60 cached at 0.1 and 10 completed at 2 units a million.
+    assert first["cost_nanos"] == 40_000 + 6_000 + 20_000
+    assert first["labels"] == '{"team":"a"}'
+
+
+def test_entries_are_written_without_being_asked_to(url: str) -> None:
+    ledger = writer(url, flush_interval_s=0.01)
+    ledger.record(finished("r1"))
+    reader = open_database(url)
+    while not rows(reader):
+        threading.Event().wait(0.005)
+    ledger.close()
+
+
+def test_many_threads_lose_nothing(url: str) -> None:
+    ledger = writer(url, flush_interval_s=0.01, flush_entries=7)
+
+    def record(name: str) -> None:
+        for number in range(50):
+            ledger.record(finished(f"{name}{number}"))
+
+    threads = [threading.Thread(target=record, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ledger.close()
+    assert len({row["request_id"] for row in rows(open_database(url))}) == 200
+
+
+def test_database_that_is_away_is_tried_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.ledger.writer._RETRY_S", 0.01)
+    database = open_database(url)
+    with database.begin() as connection:
+        connection.execute(text("ALTER TABLE requests RENAME TO away"))
+    ledger = LedgerWriter(database, PRICES, LedgerConfig(url=url, flush_interval_s=0.01), Metrics())
+    ledger.record(finished("r1"))
+    # The writer has taken the entry, failed and put it back.
+    while not ledger._waiting:
+        threading.Event().wait(0.002)
+    with open_database(url).begin() as connection:
+        connection.execute(text("DROP TABLE requests"))
+        connection.execute(text("ALTER TABLE away RENAME TO requests"))
+    ledger.close()
+    assert [row["request_id"] for row in rows(open_database(url))] == ["r1"]
+
+
+def test_batch_that_was_written_after_all_is_not_written_twice(url: str) -> None:
+    ledger = writer(url)
+    batch = [ledger._row(finished(name)) for name in ("r1", "r2")]
+    assert ledger._write(batch[:1])
+    assert ledger._write(batch)
+    ledger.close()
+    assert [row["request_id"] for row in rows(open_database(url))] == ["r1", "r2"]
+
+
+def _record_and_die(url: str, ready: Any) -> None:
+    ledger = writer(url, flush_interval_s=0.05)
+    for number in range(100):
+        ledger.record(finished(f"r{number}"))
+    # Longer than the stated window, then a death without any chance to flush.
+    time.sleep(1.0)
+    ready.set()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sigkill_loses_nothing_beyond_the_window(url: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_record_and_die, args=(url, ready))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(rows(open_database(url))) == 100
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ("nonsense", "gateway.ledger.url"),
+        ("oracle-of-delphi://x", "gateway.ledger.url"),
+        ("sqlite:////proc/nowhere/ledger.sqlite", "gateway.ledger.url"),
+    ],
+)
+def test_unusable_url_is_a_configuration_error(bad: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        open_database(bad)

@@ -1,0 +1,206 @@
+"""Reservations: what is charged, what is given back, and what a refusal says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.auth.directory import KeyDirectory, hash_key
+from gateway.identity import Identity
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.memory import MemoryLimitStore
+from gateway.limits.prices import Prices
+from gateway.limits.requests import RequestLimiter
+from gateway.settings import load_settings
+from gateway.tiers import Tiers
+from services.errors import MillraceError, Reason
+
+NOW_S = 1_790_000_000.0
+CHUNK = 100
+
+
+class Rig:
+    """A limiter over a memory store with a clock of its own."""
+
+    def __init__(self, tenant: dict[str, Any], key: dict[str, Any] | None = None) -> None:
+        self.now_s = NOW_S
+        entry = {"id": "k", "tenant": "acme", "hash": hash_key("mr-k"), **(key or {})}
+        settings = load_settings(
+            {
+                "security": {"context_secret": "a secret for unit tests"},
+                "gateway": {
+                    "limits": {"default_completion_tokens": CHUNK},
+                    "prices": {"*": {"prompt": 1.0, "cached_prompt": 0.5, "completion": 4.0}},
+                },
+                "tiers": {"standard": {"max_concurrency": 3}},
+                "tenants": {"acme": tenant},
+                "keys": {"entries": [entry]},
+            }
+        )
+        self.store = MemoryLimitStore(lease_ttl_s=30, clock=lambda: round(self.now_s * 1000))
+        self.directory = KeyDirectory(settings)
+        self.tier = Tiers(settings).named("standard")
+        self.limiter = TokenLimiter(
+            self.store,
+            self.directory,
+            Prices(settings.gateway.prices),
+            settings.gateway.limits,
+            clock=lambda: self.now_s,
+        )
+        self.requests = RequestLimiter(self.store, self.directory, clock=lambda: self.now_s)
+        self.identity = Identity(request_id="r", tenant="acme", key_id="k", tier="standard")
+
+    async def reserve(self, prompt: int, completion: int | None) -> Any:
+        return await self.limiter.reserve(self.identity, prompt, completion, tier=self.tier, model="m")
+
+    async def refusal(self, prompt: int, completion: int | None) -> MillraceError:
+        with pytest.raises(MillraceError) as caught:
+            await self.reserve(prompt, completion)
+        return caught.value
+
+
+async def test_unlimited_tenant_costs_no_store_call() -> None:
+    rig = Rig({})
+    reservation = await rig.limiter.reserve(rig.identity, 10, None)
+    assert reservation.remaining_completion_budget() is None
+    await reservation.settle(10, 5)
+    assert rig.store._windows == {}
+
+
+async def test_settling_gives_the_unused_tokens_back() -> None:
+    rig = Rig({"tokens_per_minute": 1000})
+    reservation = await rig.reserve(100, 900)
+    assert (await rig.refusal(1, 1)).reason is Reason.TOKEN_RATE_EXCEEDED
+    await reservation.settle(100, 50)
+    await reservation.settle(100, 900)
+    await reservation.cancel()
+    await rig.reserve(50, 800)
+    assert (await rig.refusal(1, 0)).metadata == {"limit": "1000", "used": "1000", "requested": "1"}
+
+
+async def test_cancelling_gives_everything_back() -> None:
+    rig = Rig({"tokens_per_minute": 1000, "max_concurrent_streams": 1, "monthly_tokens": 1000})
+    for _ in range(3):
+        reservation = await rig.reserve(100, 900)
+        await reservation.cancel()
+
+
+async def test_refusal_says_whose_limit_and_when_to_come_back() -> None:
+    rig = Rig({"tokens_per_minute": 1000}, {"tokens_per_minute": 100})
+    await rig.reserve(60, 20)
+    rig.now_s += 20
+    error = await rig.refusal(30, 0)
+    assert error.message.startswith("key k has used 80 of 100 tokens")
+    assert error.retry_after_s == pytest.approx(40.5, abs=0.5)
+    rig.now_s += error.retry_after_s
+    await rig.reserve(30, 0)
+
+
+async def test_request_larger_than_the_limit_is_not_told_to_retry() -> None:
+    error = await Rig({"tokens_per_minute": 100}).refusal(60, 50)
+    assert (error.retry_after_s, error.field) == (None, "max_tokens")
+
+
+async def test_unbounded_answer_is_charged_chunk_by_chunk() -> None:
+    rig = Rig({"tokens_per_minute": 350})
+    reservation = await rig.reserve(100, None)
+    assert rig.limiter.headers(rig.identity)["x-ratelimit-remaining-tokens"] == "150"
+    # It may go on beyond the limit, but nobody else is admitted meanwhile.
+    for _ in range(3):
+        assert await reservation.extend() == CHUNK
+    assert (await rig.refusal(1, 1)).metadata["used"] == "500"
+    await reservation.settle(100, 240)
+    await rig.reserve(5, 5)
+
+
+async def test_stream_slots_of_tenant_and_tier() -> None:
+    rig = Rig({"max_concurrent_streams": 2})
+    first = await rig.reserve(1, 1)
+    await rig.reserve(1, 1)
+    error = await rig.refusal(1, 1)
+    assert error.reason is Reason.CONCURRENCY_EXCEEDED
+    assert "tenant acme has 2 streams running; the limit is 2" in error.message
+    await first.settle(1, 1)
+    await rig.reserve(1, 1)
+    rig = Rig({})
+    for _ in range(3):
+        await rig.reserve(1, 1)
+    assert (await rig.refusal(1, 1)).metadata["scope"] == "tier standard"
+
+
+async def test_monthly_tokens_cut_the_answer_where_they_end() -> None:
+    rig = Rig({"monthly_tokens": 1000})
+    reservation = await rig.reserve(100, 500)
+    assert reservation.remaining_completion_budget() == 500
+    last = await rig.reserve(100, 500)
+    assert last.remaining_completion_budget() == 300
+    error = await rig.refusal(1, 1)
+    assert (error.reason, error.retry_after_s) == (Reason.BUDGET_EXHAUSTED, None)
+    await reservation.settle(100, 10)
+    assert (await rig.reserve(90, 400)).remaining_completion_budget() == 400
+
+
+async def test_month_begins_anew() -> None:
+    rig = Rig({"monthly_tokens": 100})
+    await rig.reserve(90, 10)
+    await rig.refusal(1, 1)
+    rig.now_s += 31 * 24 * 3600
+    await rig.reserve(90, 10)
+
+
+async def test_budget_in_money_counts_cached_tokens_at_their_price() -> None:
+    # 1 unit a million prompt tokens, 4 a million completion tokens: 100 + 200 tokens cost 0.0009 units.
+    rig = Rig({"monthly_budget": 0.0009})
+    reservation = await rig.reserve(100, 1000)
+    assert reservation.remaining_completion_budget() == 200
+    await reservation.settle(100, 50, cached_prompt_tokens=100)
+    # 100 x 0.5 + 50 x 4 = 250 of 900 are used; 650 - 50 prompt leave 150 tokens.
+    assert (await rig.reserve(50, 1000)).remaining_completion_budget() == 150
+    error = await rig.refusal(1, 1)
+    assert error.reason is Reason.BUDGET_EXHAUSTED
+    assert error.metadata["limit"] == "0.0009"
+
+
+async def test_unbounded_answer_ends_with_its_budget() -> None:
+    rig = Rig({"monthly_tokens": 250})
+    reservation = await rig.reserve(10, None)
+    assert reservation.remaining_completion_budget() == 100
+    assert await reservation.extend() == 100
+    assert await reservation.extend() == 40
+    assert await reservation.extend() == 0
+    assert reservation.remaining_completion_budget() == 240
+    await reservation.settle(10, 240)
+    assert await reservation.extend() == 0
+
+
+async def test_settlement_survives_the_cancellation_of_its_caller() -> None:
+    rig = Rig({"max_concurrent_streams": 1})
+    reservation = await rig.reserve(1, 1)
+    settling = asyncio.create_task(reservation.settle(1, 1))
+    await asyncio.sleep(0)
+    settling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await settling
+    await rig.limiter.close()
+    await rig.reserve(1, 1)
+
+
+async def test_requests_per_minute_headers_and_refusal() -> None:
+    rig = Rig({"requests_per_minute": 10}, {"requests_per_minute": 2})
+    headers = await rig.requests.admit("acme", "k")
+    assert headers == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "1",
+        "x-ratelimit-reset-requests": "1m0s",
+    }
+    await rig.requests.admit("acme", "k")
+    with pytest.raises(MillraceError) as caught:
+        await rig.requests.admit("acme", "k")
+    assert caught.value.reason is Reason.REQUEST_RATE_EXCEEDED
+    assert caught.value.metadata == {"limit": "2", "scope": "key k"}
+    assert caught.value.retry_after_s is not None
+    rig.now_s += caught.value.retry_after_s
+    await rig.requests.admit("acme", "k")
+    assert await rig.requests.admit("acme", "other key") != {}
