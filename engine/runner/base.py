@@ -36,7 +36,8 @@ class PendingStep(Protocol):
         A step that failed as a whole either raises or returns a StepResult with `failure` set. Either way
         nothing of it counts: no token was sampled, and the runner's states of sequences are as before the
         launch except for `released`, `new_sequences` and `forks`. Contents of the scheduled slots are
-        undefined. The core then releases every sequence of the failed step and submits it anew.
+        undefined. The core then releases every sequence of the failed step and submits it anew. What a step
+        launched before that computed upon the failed one is ignored, whether it succeeds or fails.
         """
         ...
 

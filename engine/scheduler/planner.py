@@ -37,6 +37,8 @@ class PlanDraft:
         self.new_blocks: dict[int, tuple[int, ...]] = {}
         # Their blocks are read by this plan's copies.
         self.fork_parents: set[int] = set()
+        # Their further choices may start with the next plan: copies come before the forward.
+        self.computed_prompts: list[Sequence] = []
         self.preempted_for_blocks = False
 
     def add(self, row: Row) -> None:
@@ -108,6 +110,8 @@ class Planner:
             offloads=offloads,
             restores=restores,
         )
+        for sequence in draft.computed_prompts:
+            state.release_held(sequence.group, draft.now)
         if plan.scheduled or plan.released:
             state.released.clear()
             state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows))
@@ -227,7 +231,7 @@ class Planner:
                 skipped.add(sequence.sequence_id)
                 return True
             return False
-        start, prefix = self._starting_point(sequence)
+        start, prefix = self._starting_point(draft, sequence)
         if self._is_long(sequence.num_known - start) and draft.long_budget <= 0:
             sequence.waits_for("long_prefill", draft.now)
             skipped.add(sequence.sequence_id)
@@ -235,22 +239,16 @@ class Planner:
         if not self._has_blocks(sequence, prefix):
             displaced = self._displace_for_blocks(draft, sequence, prefix)
             # Displacing changed what is referenced.
-            start, prefix = self._starting_point(sequence)
+            start, prefix = self._starting_point(draft, sequence)
             if not displaced or not self._has_blocks(sequence, prefix):
                 sequence.waits_for("kv_pressure", draft.now)
                 return False
         self._admit(draft, sequence, start, prefix)
         return True
 
-    def _starting_point(self, sequence: Sequence) -> tuple[int, Prefix | None]:
+    def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
-        parent = sequence.fork_parent
-        if (
-            parent is not None
-            and parent.status is Status.RUNNING
-            and parent.num_computed >= sequence.num_prompt_tokens
-            and sequence.num_known == sequence.num_prompt_tokens
-        ):
+        if self._can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
         cache = self._state.cache
@@ -260,6 +258,16 @@ class Planner:
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
         prefix = cache.find_prefix(sequence.hasher, sequence.num_known)
         return prefix.num_blocks * cache.block_size, prefix
+
+    @staticmethod
+    def _can_fork(draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
+        parent = sequence.fork_parent
+        if parent is None or parent.status is not Status.RUNNING or sequence.num_preemptions:
+            return False
+        row = draft.rows.get(parent.sequence_id)
+        computed_before = parent.num_computed if row is None else row.start
+        return computed_before >= sequence.num_prompt_tokens
 
     def _blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
         cache = self._state.cache
@@ -393,4 +401,4 @@ class Planner:
         sequence.draft_token_ids = ()
         draft.add(row)
         if row.is_prefill and end >= sequence.num_prompt_tokens:
-            state.release_held(sequence.group, draft.now)
+            draft.computed_prompts.append(sequence)

@@ -1,0 +1,184 @@
+"""A runner that keeps a model of the KV cache and objects to every plan that reads what was never written.
+
+Each slot holds a digest of all tokens up to its position. Before a row is computed, every earlier position of
+its sequence must hold the right digest in the block that the table names: so wrong prefix hits, copies after
+the fact, early reuse of blocks, lost restores and rows out of order all fail, as wrong numbers would on a
+real device. Tokens follow the formula of engine.runner.simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.config import SimulatedConfig
+from engine.types import (
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+    TokenLogprobs,
+)
+
+CONFIG = SimulatedConfig()
+
+
+def expected_token(prompt: tuple[int, ...], seed: int, choice_index: int, position: int) -> int:
+    """The formula, written out a second time."""
+    span = CONFIG.last_token_id - CONFIG.first_token_id
+    return CONFIG.first_token_id + (sum(prompt) + 13 * seed + 7 * choice_index + position) % span
+
+
+@dataclass
+class State:
+    """One sequence on the device."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choice_index: int
+    adapter: str
+    table: list[int]
+
+    def digest(self, position: int, tokens: list[int]) -> int:
+        return hash((self.adapter, tuple(tokens[: position + 1])))
+
+
+@dataclass
+class CheckedRunner:
+    """Steps are computed when they are launched; results are handed out later, in order."""
+
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int = 0
+    max_tokens_per_step: int = 1 << 30
+    # Called with every plan; a text makes the step fail with it.
+    fault: Callable[[SchedulerOutput], str] = lambda plan: ""
+    # Drafts to propose after a sequence's tokens, for speculation.
+    propose: Callable[[State], tuple[int, ...]] = lambda state: ()
+    poison_token_id: int = -1
+    states: dict[int, State] = field(default_factory=dict)
+    num_computed_tokens: int = 0
+    num_released: int = 0
+    # A step failed and the other side has not heard of it.
+    unanswered_failure: bool = False
+
+    def __post_init__(self) -> None:
+        self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_host_blocks)]
+
+    def launch(self, plan: SchedulerOutput) -> FinishedStep:
+        assert plan.num_tokens <= self.max_tokens_per_step
+        for sequence_id in plan.released:
+            assert sequence_id in self.states, f"{sequence_id} released but unknown"
+            del self.states[sequence_id]
+            self.num_released += 1
+        for new in plan.new_sequences:
+            assert new.sequence_id not in self.states, f"{new.sequence_id} is new twice"
+            self.states[new.sequence_id] = self._new_state(new)
+        self._copy(plan)
+        failure = self.fault(plan)
+        if any(self.poison_token_id in self.states[row.sequence_id].tokens for row in plan.scheduled):
+            failure = "poisoned"
+        if not failure and self.unanswered_failure:
+            failure = "planned upon a step that failed"
+        if failure:
+            self.unanswered_failure = True
+            for row in plan.scheduled:
+                # Undefined contents after a failure.
+                state = self.states[row.sequence_id]
+                state.table += row.new_block_ids
+                for position in range(row.start, row.start + row.num_tokens):
+                    self._slot(state, position, -1)
+            return FinishedStep(StepResult(plan.step_id, (), failure=failure), self)
+        results = tuple(self._compute(row) for row in plan.scheduled)
+        return FinishedStep(StepResult(plan.step_id, results, 0.001), self)
+
+    def num_states(self) -> int:
+        return len(self.states)
+
+    def close(self) -> None:
+        self.states.clear()
+
+    def _new_state(self, new: NewSequence) -> State:
+        return State(
+            list(new.token_ids),
+            new.num_prompt_tokens,
+            new.sampling,
+            new.choice_index,
+            new.adapter,
+            list(new.block_ids),
+        )
+
+    def _copy(self, plan: SchedulerOutput) -> None:
+        for device, host in plan.offloads:
+            self.host[host] = list(self.device[device])
+        for host, device in plan.restores:
+            self.device[device] = list(self.host[host])
+        sources = {source for source, _ in plan.block_copies}
+        destinations = [destination for _, destination in plan.block_copies]
+        assert len(set(destinations)) == len(destinations), "two copies into one block"
+        assert not sources & set(destinations), "a copy reads what another one writes"
+        for source, destination in plan.block_copies:
+            self.device[destination] = list(self.device[source])
+
+    def _slot(self, state: State, position: int, value: int | None) -> None:
+        self.device[state.table[position // self.block_size]][position % self.block_size] = value
+
+    def _compute(self, row: ScheduledSequence) -> SequenceResult:
+        state = self.states[row.sequence_id]
+        state.table += row.new_block_ids
+        tokens = state.tokens + list(row.draft_token_ids)
+        end = row.start + row.num_tokens
+        assert end <= len(tokens), f"row reaches {end}, only {len(tokens)} tokens exist"
+        for position in range(row.start):
+            block = state.table[position // self.block_size]
+            found = self.device[block][position % self.block_size]
+            assert found == state.digest(position, tokens), f"wrong content at position {position}"
+        for position in range(row.start, end):
+            self._slot(state, position, state.digest(position, tokens))
+        self.num_computed_tokens += row.num_tokens
+        assert row.samples == (end == len(tokens)), "a row samples exactly when it reaches the last token"
+        if not row.samples:
+            return SequenceResult(row.sequence_id, ())
+        return self._sample(row, state)
+
+    def _sample(self, row: ScheduledSequence, state: State) -> SequenceResult:
+        prompt = tuple(state.tokens[: state.num_prompt_tokens])
+        first = len(state.tokens) - state.num_prompt_tokens
+
+        def token(position: int) -> int:
+            return expected_token(prompt, state.sampling.seed, state.choice_index, position)
+
+        sampled = [token(first)]
+        for draft in row.draft_token_ids:
+            if draft != sampled[-1]:
+                break
+            sampled.append(token(first + len(sampled)))
+        state.tokens += sampled
+        logprobs = ()
+        if state.sampling.logprobs is not None:
+            logprobs = tuple(TokenLogprobs(each, -(each % 7) / 10 - 0.01) for each in sampled)
+        return SequenceResult(
+            row.sequence_id,
+            tuple(sampled),
+            logprobs,
+            next_draft_token_ids=self.propose(state),
+            num_drafted=len(row.draft_token_ids),
+            num_accepted=len(sampled) - 1,
+        )
+
+
+@dataclass
+class FinishedStep:
+    """A pending step that is done already."""
+
+    result: StepResult
+    runner: CheckedRunner
+
+    def wait(self) -> StepResult:
+        if self.result.failure:
+            self.runner.unanswered_failure = False
+        return self.result

@@ -1,0 +1,192 @@
+"""Drives a scheduler with the checked runner, step by step, and checks everything after every operation."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler.isolation import Verdict
+from engine.types import FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
+from tests.unit.engine.checked_runner import CheckedRunner, expected_token
+
+
+def memory_plan(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128) -> MemoryPlan:
+    """A plan in which only the counts matter."""
+    return MemoryPlan(
+        total_bytes=num_blocks * block_size,
+        weights_bytes=0,
+        workspace_bytes=0,
+        headroom_bytes=0,
+        kv_cache_bytes=num_blocks * block_size,
+        kv_bytes_per_token=1,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+
+
+class Driver:
+    """Scheduler and runner with a clock that only `step` and `wait` move."""
+
+    def __init__(
+        self,
+        *,
+        memory: MemoryPlan | None = None,
+        overlap: bool = False,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        check: bool = True,
+        step_s: float = 0.01,
+        **config: object,
+    ) -> None:
+        memory = memory or memory_plan()
+        options: dict[str, object] = {
+            "max_num_batched_tokens": 32,
+            "max_num_seqs": 8,
+            "long_prefill_tokens": 16,
+        }
+        self.config = SchedulerConfig(**{**options, **config})  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            self.config,
+            CacheConfig(prefix_caching=prefix_caching),
+            memory,
+            model="m",
+            num_host_blocks=num_host_blocks,
+        )
+        self.runner = CheckedRunner(
+            memory.num_blocks,
+            memory.block_size,
+            num_host_blocks,
+            max_tokens_per_step=self.config.max_num_batched_tokens,
+        )
+        self.memory = memory
+        self.overlap = overlap
+        self.check = check
+        self.step_s = step_s
+        self.now = 0.0
+        self.broken = False
+        self.requests: dict[int, Request] = {}
+        self.events: dict[int, list[TokenEvent]] = {}
+        self.plans: list = []
+        self._pending: deque = deque()
+        self._next_id = 1
+
+    def submit(
+        self, prompt: list[int] | tuple[int, ...], *, max_tokens: int = 4, n: int = 1, **fields: object
+    ) -> int:
+        """Submits a request; keyword arguments go to SamplingParams where it has them, else to Request."""
+        sampling_names = SamplingParams.__struct_fields__
+        sampling = {key: fields.pop(key) for key in list(fields) if key in sampling_names}
+        sampling.setdefault("best_of", n)
+        request = Request(
+            request_id=self._next_id,
+            external_id=f"r{self._next_id}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, n=n, **sampling),  # type: ignore[arg-type]
+            **{"arrival_s": self.now, **fields},  # type: ignore[arg-type]
+        )
+        self._next_id += 1
+        self.requests[request.request_id] = request
+        self.events[request.request_id] = []
+        self.scheduler.submit(request, self.now)
+        self._after()
+        return request.request_id
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self.scheduler.cancel(request_id, self.now, reason)
+        self._after()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def step(self) -> None:
+        """One turn of the core loop, overlapped or not."""
+        plan = self.scheduler.schedule(self.now)
+        self._after()
+        launched = bool(plan.scheduled or plan.released)
+        if launched:
+            self.plans.append(plan)
+            self._pending.append((plan, self.runner.launch(plan)))
+        self.now += self.step_s
+        keep = 1 if self.overlap and launched and not self.scheduler.isolating else 0
+        while len(self._pending) > keep:
+            self._collect(self._pending.popleft()[1].wait())
+
+    def _collect(self, result: StepResult) -> None:
+        if not result.failure:
+            self.scheduler.update(result, self.now)
+        elif self.scheduler.fail(result.step_id, result.failure, self.now) is Verdict.BROKEN:
+            self.broken = True
+        self._after()
+
+    def run(self, max_steps: int = 3000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(max_steps):
+            self.step()
+            if not self._pending and not self.scheduler.has_work:
+                return
+        raise AssertionError(f"{self.scheduler.num_requests} requests did not end in {max_steps} steps")
+
+    def _after(self) -> None:
+        for event in self.scheduler.take_events():
+            self.events[event.request_id].append(event)
+        if self.check:
+            self.scheduler.check_invariants()
+
+    # What came out.
+
+    def tokens(self, request_id: int, choice: int = 0) -> list[int]:
+        return [
+            token
+            for event in self.events[request_id]
+            if event.choice_index == choice
+            for token in event.token_ids
+        ]
+
+    def finish(self, request_id: int, choice: int = 0) -> FinishReason | None:
+        for event in self.events[request_id]:
+            if event.finish_reason is not None and (event.choice_index == choice or event.failure):
+                return event.finish_reason
+        return None
+
+    def failure(self, request_id: int) -> str:
+        return next((e.failure.reason for e in self.events[request_id] if e.failure), "")
+
+    def first_token_s(self, request_id: int) -> float:
+        event = next(event for event in self.events[request_id] if event.first_token)
+        assert event.first_token
+        return event.first_token.first_token_s - self.requests[request_id].arrival_s
+
+    def expected(self, request_id: int, choice: int = 0) -> list[int]:
+        """What the choice yields when nothing stops it but max_tokens, continuation left out."""
+        request = self.requests[request_id]
+        given = len(request.output_token_ids)
+        return [
+            expected_token(request.prompt_token_ids, request.sampling.seed, choice, position)
+            for position in range(given, request.sampling.max_tokens)
+        ]
+
+    def check_everything(self) -> None:
+        """After the end: exactly one terminal event each, right tokens, and nothing left behind."""
+        for request_id, request in self.requests.items():
+            events = self.events[request_id]
+            failures = [event for event in events if event.failure]
+            assert len(failures) <= 1
+            terminal = [event for event in events if event.finish_reason is not None]
+            if failures:
+                assert terminal[-1].failure, "nothing may follow a failure"
+                assert events[-1].failure
+            else:
+                assert sorted(event.choice_index for event in terminal) == list(range(request.sampling.n))
+            for choice in range(request.sampling.n):
+                got = self.tokens(request_id, choice)
+                expected = self.expected(request_id, choice)
+                assert got == expected[: len(got)], f"request {request_id} choice {choice}"
+                if self.finish(request_id, choice) is FinishReason.LENGTH:
+                    limit = self.memory.max_model_len - len(request.prompt_token_ids)
+                    assert len(got) == min(len(expected), limit - len(request.output_token_ids))
+            assert sum(event.first_token is not None for event in events) <= 1
+        assert self.scheduler.num_requests == 0
+        assert self.scheduler.num_unreferenced_blocks == self.memory.num_blocks
+        assert self.runner.num_states() == 0

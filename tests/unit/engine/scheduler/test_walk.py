@@ -1,0 +1,142 @@
+"""Random walks: whatever is submitted, cancelled, failed and preempted, the books stay whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.engine.checked_runner import expected_token
+from tests.unit.engine.driver import Driver, memory_plan
+
+OPERATIONS = (
+    "submit",
+    "submit_shared",
+    "submit_n",
+    "submit_high",
+    "cancel",
+    "step",
+    "step",
+    "step",
+    "wait",
+    "fail",
+)
+
+
+# Shrinking a walk takes minutes and the seed alone reproduces it.
+FAST = (Phase.explicit, Phase.reuse, Phase.generate)
+
+
+class Walk:
+    """Random operations on one driver."""
+
+    def __init__(self, seed: int, *, faults: bool, **options: object) -> None:
+        self.random = random.Random(seed)
+        self.driver = Driver(**options)  # type: ignore[arg-type]
+        self.faults = faults
+        self.fail_next = False
+        self.driver.runner.fault = self._fault
+
+    def _fault(self, plan: object) -> str:
+        failing, self.fail_next = self.fail_next, False
+        return "injected" if failing else ""
+
+    def operate(self, operation: str) -> None:
+        rng, driver = self.random, self.driver
+        if operation == "submit":
+            self._submit([rng.randrange(300) for _ in range(rng.randrange(1, 60))])
+        elif operation == "submit_shared":
+            prefix = [1 + rng.randrange(2)] * 24
+            self._submit(prefix + [rng.randrange(300) for _ in range(rng.randrange(1, 12))])
+        elif operation == "submit_n":
+            self._submit([rng.randrange(300) for _ in range(rng.randrange(1, 20))], n=rng.randrange(2, 5))
+        elif operation == "submit_high":
+            self._submit([rng.randrange(300) for _ in range(rng.randrange(1, 40))], priority=10)
+        elif operation == "cancel" and driver.scheduler.num_requests:
+            driver.cancel(rng.choice(driver.scheduler.request_ids()))
+        elif operation == "wait":
+            driver.wait(rng.random() * 3)
+        elif operation == "fail" and self.faults:
+            self.fail_next = True
+        else:
+            driver.step()
+
+    def _submit(self, prompt: list[int], n: int = 1, priority: int = 0) -> None:
+        rng = self.random
+        deadline = self.driver.now + rng.random() * 5 if rng.random() < 0.1 else None
+        continued = n == 1 and rng.random() < 0.1
+        seed = rng.randrange(5)
+        output = tuple(expected_token(tuple(prompt), seed, 0, i) for i in range(2)) if continued else ()
+        self.driver.submit(
+            prompt,
+            max_tokens=rng.randrange(3, 40),
+            n=n,
+            seed=seed,
+            priority=priority,
+            tenant=rng.choice("abc"),
+            deadline_s=deadline,
+            output_token_ids=output,
+        )
+
+    def finish(self) -> None:
+        self.fail_next = False
+        self.driver.run()
+        self.driver.check_everything()
+
+
+@settings(max_examples=60, deadline=None, phases=FAST)
+@given(
+    seed=st.integers(0, 1 << 30),
+    operations=st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=60),
+    overlap=st.booleans(),
+    prefix_caching=st.booleans(),
+    num_blocks=st.sampled_from((34, 48, 200)),
+    num_host_blocks=st.sampled_from((0, 0, 8, 40)),
+)
+def test_any_walk_keeps_the_books(
+    seed: int,
+    operations: list[str],
+    overlap: bool,
+    prefix_caching: bool,
+    num_blocks: int,
+    num_host_blocks: int,
+) -> None:
+    walk = Walk(
+        seed,
+        faults=False,
+        memory=memory_plan(num_blocks),
+        overlap=overlap,
+        prefix_caching=prefix_caching,
+        num_host_blocks=num_host_blocks,
+    )
+    for operation in operations:
+        walk.operate(operation)
+    walk.finish()
+
+
+@settings(max_examples=40, deadline=None, phases=FAST)
+@given(
+    seed=st.integers(0, 1 << 30),
+    operations=st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=60),
+    overlap=st.booleans(),
+    num_host_blocks=st.sampled_from((0, 16)),
+)
+def test_walks_with_failing_steps_end_every_request(
+    seed: int, operations: list[str], overlap: bool, num_host_blocks: int
+) -> None:
+    walk = Walk(seed, faults=True, memory=memory_plan(40), overlap=overlap, num_host_blocks=num_host_blocks)
+    for operation in operations:
+        walk.operate(operation)
+    walk.finish()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ten_thousand_operations_with_failures(overlap: bool) -> None:
+    walk = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20)
+    for _ in range(10_000):
+        busy = walk.driver.scheduler.num_requests > 40
+        walk.operate("step" if busy else walk.random.choice(OPERATIONS))
+    walk.finish()
+    assert len(walk.driver.requests) > 1000
