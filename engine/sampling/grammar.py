@@ -40,7 +40,7 @@ class Matcher:
     def accept(self, tokens: Sequence[int]) -> None:
         """Moves along tokens. Raises GrammarError when one is not allowed."""
         if tokens and not self._inner.consume_tokens(list(tokens)):
-            raise GrammarError(f"grammar: {self._inner.get_error() or 'a token outside the grammar'}")
+            raise GrammarError(f"grammar: {_reason(self._inner) or 'a token outside the grammar'}")
 
     def forced(self) -> list[int]:
         """Tokens that must come next, when the grammar leaves no choice and tokenization is unambiguous."""
@@ -73,10 +73,10 @@ class Matcher:
 
     def _fill_row(self, masks: NDArray[np.int32], row: int) -> None:
         if self._inner.is_error():
-            raise GrammarError(f"grammar: {self._inner.get_error()}")
+            raise GrammarError(f"grammar: {_reason(self._inner)}")
         llguidance.numpy.fill_next_token_bitmask(self._inner, masks, row)
         if self._inner.is_error():
-            raise GrammarError(f"grammar: {self._inner.get_error()}")
+            raise GrammarError(f"grammar: {_reason(self._inner)}")
 
 
 class GrammarEngine:
@@ -98,7 +98,7 @@ class GrammarEngine:
             raise GrammarError(f"grammar: back end {grammar.backend!r} is not supported, only {BACKEND!r}")
         inner = llguidance.LLMatcher(self._load_tokenizer(), grammar.payload.decode(), log_level=0)
         if inner.is_error():
-            raise GrammarError(f"grammar: {inner.get_error()}")
+            raise GrammarError(f"grammar: {_reason(inner)}")
         matcher = Matcher(inner)
         matcher.accept(output)
         return matcher
@@ -146,3 +146,8 @@ class GrammarMasks:
         self.masks = masks
         self.problems = problems
         self.seconds = seconds
+
+
+def _reason(inner: llguidance.LLMatcher) -> str:
+    """What llguidance says is wrong, without the dump of its state that follows on further lines."""
+    return str(inner.get_error()).split("\n", 1)[0]

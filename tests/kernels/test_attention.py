@@ -1,4 +1,6 @@
-"""Attention back ends against the reference, over odd sizes and NaN-poisoned memory; and their rows' independence."""
+"""Attention back ends against the reference, over odd sizes and NaN-poisoned memory; and their rows'
+independence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def filled_cache(
     dtype: torch.dtype,
     block_size: int = 16,
 ) -> tuple[LayerCache, np.ndarray, torch.Tensor]:
-    """A cache holding random histories in shuffled blocks, NaN elsewhere; block tables; and the spare slot."""
+    """A cache of random histories in shuffled blocks, NaN elsewhere; block tables; and the generator."""
     generator = torch.Generator().manual_seed(sum(lengths))
     num_blocks = sum(-(-length // block_size) for length in lengths) + 3
     cache = allocate_layer(
@@ -120,7 +122,7 @@ def test_shared_latent_and_small_blocks() -> None:
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 16])
 @pytest.mark.parametrize("window", [None, 100])
 def test_rows_do_not_depend_on_batch_or_chunk(num_heads: int, window: int | None) -> None:
-    """Bit for bit: any span of a sequence, alone or among others, gives the rows of the whole prompt at once."""
+    """Bit for bit: any span, alone or among others, gives the rows of the whole prompt at once."""
     lengths = [600, 333, 90, 511, 7]
     cache, tables, generator = filled_cache(
         lengths, num_heads=2, key_dim=32, value_dim=32, dtype=torch.float32

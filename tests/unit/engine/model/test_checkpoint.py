@@ -31,8 +31,8 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     """Replaces (or with None removes) tensors; "__" in a name stands for "."."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for name, tensor in changes.items():
-        name = name.replace("__", ".")
+    for keyword, tensor in changes.items():
+        name = keyword.replace("__", ".")
         if tensor is None:
             del tensors[name]
         else:

@@ -104,7 +104,9 @@ def test_longrope_follows_the_served_length(max_model_len: int, tmp_path: Path) 
 
 
 def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
-    """`rope_theta` with `rope_scaling` (type or rope_type) and `torch_dtype` mean what `rope_parameters` means."""
+    """`rope_theta` with `rope_scaling` (type or rope_type) and `torch_dtype` mean what `rope_parameters`
+    means.
+    """
     from engine.model.families import read_spec
 
     make_checkpoint(tmp_path, "llama", rope_parameters=LLAMA3)

@@ -1,4 +1,4 @@
-"""Drives a real TorchRunner with a scheduler of a few lines: chunks, shuffled blocks, batches, prefix hits."""
+"""Drives a real TorchRunner with a few lines of scheduler: chunks, shuffled blocks, prefix hits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Driver:
             new.append(
                 NewSequence(
                     sequence_id,
-                    tuple(job.prompt),
+                    (*job.prompt, *job.output),
                     len(job.prompt),
                     job.sampling,
                     job.choice,

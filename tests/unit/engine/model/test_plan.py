@@ -1,0 +1,110 @@
+"""The memory plan: its sums, its defaults, its refusals, and that what is allocated is what was planned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.model.plan import CPU_CACHE_LIMIT_BYTES, PlanInput, choose_dtype, make_plan, plan_input
+from engine.runner.torch_runner import TorchRunner, build
+from services.config import ModelConfig
+from services.errors import ConfigError
+
+BUNDLED = ModelConfig(path="models/millrace-nano")
+GIB = 1 << 30
+
+
+def given(config: EngineConfig | None = None, *, available: int = 8 * GIB, device: str = "cpu") -> PlanInput:
+    return plan_input(config or EngineConfig(), BUNDLED, device=device, available_bytes=available)
+
+
+def test_parts_fit_into_the_total() -> None:
+    plan = make_plan(given())
+    parts = (plan.weights_bytes, plan.workspace_bytes, plan.headroom_bytes, plan.kv_cache_bytes)
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= plan.total_bytes
+    assert plan.kv_cache_bytes == plan.num_blocks * plan.block_size * plan.kv_bytes_per_token
+    assert plan.capacity_tokens >= plan.max_model_len
+
+
+def test_default_on_a_cpu_is_modest_and_on_an_accelerator_is_not() -> None:
+    assert make_plan(given(available=64 * GIB)).kv_cache_bytes <= CPU_CACHE_LIMIT_BYTES
+    assert make_plan(given(available=GIB)).kv_cache_bytes <= GIB // 4
+    assert make_plan(given(available=64 * GIB, device="cuda")).kv_cache_bytes > 40 * GIB
+
+
+def test_configured_size_is_taken() -> None:
+    config = EngineConfig(cache=CacheConfig(kv_cache_bytes=100 << 20))
+    plan = make_plan(given(config))
+    assert 0 <= (100 << 20) - plan.kv_cache_bytes < plan.block_size * plan.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
+    config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
+    runner, plan, facts = build(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, TorchRunner)
+    try:
+        tensors = [tensor for layer in runner.storage.layers for tensor in layer.tensors()]
+        allocated = sum(tensor[:-1].nbytes for tensor in tensors)
+        assert allocated == plan.kv_cache_bytes
+        model = runner.model
+        assert facts.vocab_size == model.embedding.shape[0]
+        assert facts.num_layers == len(model.layers)
+    finally:
+        runner.close()
+
+
+def test_impossible_plans_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"4096 needs 24\.0 MiB.*lower engine\.max_model_len"):
+        make_plan(given(EngineConfig(cache=CacheConfig(kv_cache_bytes=1 << 20))))
+    with pytest.raises(ConfigError, match=r"60\.0 MiB available"):
+        make_plan(given(available=60 << 20))
+    with pytest.raises(ConfigError, match=r"max_model_len = 9999 exceeds the 4096 positions"):
+        make_plan(given(EngineConfig(max_model_len=9999)))
+    with pytest.raises(ConfigError, match=r"block_size = 24.*power of two"):
+        make_plan(given(EngineConfig(cache=CacheConfig(block_size=24))))
+
+
+def test_serving_type_follows_device_and_size() -> None:
+    spec = given().spec
+    assert choose_dtype(EngineConfig(), spec, "cuda", 10**6) == "bfloat16"
+    assert choose_dtype(EngineConfig(), spec, "cpu", 10**6) == "float32"
+    assert choose_dtype(EngineConfig(), spec, "cpu", 10**10) == "bfloat16"
+    assert choose_dtype(EngineConfig(dtype="bfloat16"), spec, "cpu", 10**6) == "bfloat16"
+
+
+def test_larger_steps_need_more_workspace() -> None:
+    small, large = (
+        make_plan(
+            given(EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=tokens)))
+        ).workspace_bytes
+        for tokens in (256, 4096)
+    )
+    assert large > 4 * small
+
+
+def test_command_prints_the_plan_and_names_what_is_wrong(tmp_path: Path) -> None:
+    def run(text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "config.toml"
+        path.write_text(text)
+        command = [sys.executable, "-m", "engine.model.plan", "--config", str(path), *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    found = run('[model]\npath = "models/millrace-nano"\n[engine]\ndevice = "cpu"\n', "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["max_model_len"] == 4096
+    table = run("[engine]\nmax_model_len = 1024\n")
+    assert "KV cache" in table.stdout
+    assert "of 1024" in " ".join(table.stdout.split())
+    wrong = run("[engine]\nmax_modellen = 3\n")
+    assert wrong.returncode == 2
+    assert "max_modellen" in wrong.stderr
+    nowhere = run('[model]\npath = "/nowhere/at/all"\n')
+    assert nowhere.returncode == 2
+    assert "/nowhere/at/all" in nowhere.stderr

@@ -1,0 +1,239 @@
+"""The runner's contract: failures stay with their sequence, copies, forks, overlap, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from engine.runner.torch_runner import TorchRunner, build
+from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from services.config import ModelConfig
+from services.errors import ConfigError
+from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy, reference_logits
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+
+BUNDLED = Path("models/millrace-nano")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> transformers.PreTrainedModel:
+    return make_checkpoint(folder, "llama")
+
+
+@pytest.fixture
+def runner(folder: Path, oracle: transformers.PreTrainedModel) -> Iterator[TorchRunner]:
+    runner = open_runner(folder, cache={"host_bytes": 1 << 20})
+    yield runner
+    runner.close()
+
+
+def new_sequence(sequence_id: int, prompt: list[int], blocks: list[int], **changes: object) -> NewSequence:
+    fields = {"sampling": GREEDY, "choice_index": 0, "grammar": None, "adapter": ""} | changes
+    return NewSequence(
+        sequence_id=sequence_id,
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        block_ids=tuple(blocks),
+        **fields,
+    )
+
+
+def test_bundled_model_equals_transformers() -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    texts = ["Once upon a time", "The capital of", "name: Ada\nage:", "12 + 35 ="]
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 12 + 35?"}], add_generation_prompt=True
+    )
+    prompts = [tokenizer(text)["input_ids"] for text in texts] + [list(chat["input_ids"])]
+    runner = open_runner(BUNDLED)
+    try:
+        jobs = Driver(runner).run([Job(prompt, num_tokens=24, chunk=16) for prompt in prompts])
+    finally:
+        runner.close()
+    for job in jobs:
+        assert job.output == reference_greedy(oracle, job.prompt, 24)
+
+
+def test_a_poisoned_sequence_fails_alone(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+    """An id outside the vocabulary, a bias outside it, and a contradiction of masks end their own sequence
+    only.
+    """
+    good = prompt_of(12, 199)
+    jobs = Driver(runner).run(
+        [
+            Job(good),
+            Job([5, 999, 7]),
+            Job(good, sampling=SamplingParams(temperature=0.0, logit_bias={-1: 1.0})),
+            Job(
+                good,
+                sampling=SamplingParams(
+                    temperature=0.0, allowed_token_ids=(3,), logit_bias={3: float("-inf")}
+                ),
+            ),
+            Job([]),
+        ]
+    )
+    assert jobs[0].output == reference_greedy(oracle, good, 8)
+    causes = ["", "token id 999", "logit_bias: token id -1", "no token is allowed", "prompt is empty"]
+    for job, cause in zip(jobs, causes, strict=True):
+        assert bool(job.failure) == bool(cause)
+        assert cause in job.failure
+
+
+def test_non_finite_logits_fail_their_own_row(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel
+) -> None:
+    """Keys that are NaN, as after a fault of the memory, spoil one history and no other."""
+    good, bad = prompt_of(20, 199, seed=1), prompt_of(20, 199, seed=2)
+    driver = Driver(runner)
+    blocks = driver.take_blocks(40), driver.take_blocks(40)
+    new = tuple(new_sequence(index, prompt, blocks[index]) for index, prompt in enumerate((good, bad)))
+    first = driver.step(
+        SchedulerOutput(0, new, tuple(ScheduledSequence(index, 0, 20, (), True) for index in (0, 1)))
+    )
+    runner.storage.layers[0].tensors()[0][blocks[1][0]] = float("nan")
+    plan = SchedulerOutput(1, scheduled=tuple(ScheduledSequence(index, 20, 1, (), True) for index in (0, 1)))
+    second = driver.step(plan)
+    assert [bool(result.failure) for result in second.results] == [False, True]
+    assert "not finite" in second.results[1].failure
+    tokens = [result.token_ids[0] for result in (first.results[0], second.results[0])]
+    assert tokens == reference_greedy(oracle, good, 2)
+    third = driver.step(SchedulerOutput(2, scheduled=plan.scheduled[1:], released=(0,)))
+    assert third.results[0].failure == second.results[1].failure
+    driver.step(SchedulerOutput(3, released=(0, 1)))
+    assert runner.num_states() == 0
+
+
+def test_overlapped_launch_finds_the_token_of_the_step_before(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel
+) -> None:
+    prompt = prompt_of(30, 199)
+    blocks = Driver(runner).take_blocks(60)
+    pending = [
+        runner.launch(
+            SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 30, (), True),))
+        )
+    ]
+    tokens = []
+    for step in range(9):
+        pending.append(
+            runner.launch(SchedulerOutput(step + 1, (), (ScheduledSequence(1, 30 + step, 1, (), True),)))
+        )
+        tokens.extend(pending.pop(0).wait().results[0].token_ids)
+    tokens.extend(pending.pop().wait().results[0].token_ids)
+    assert tokens == reference_greedy(oracle, prompt, 10)
+
+
+def test_fork_continues_both_ways(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+    """A child with a copied last block goes its own way: both continue from what they share."""
+    prompt = prompt_of(20, 199)
+    driver = Driver(runner)
+    blocks = driver.take_blocks(48)
+    spare = driver.take_blocks(16)[0]
+    driver.step(
+        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 20, (), True),))
+    )
+    child = new_sequence(
+        2, prompt, [blocks[0], spare], sampling=SamplingParams(temperature=0.0, logit_bias={4: 1e4})
+    )
+    results = []
+    for step in range(3):
+        plan = SchedulerOutput(
+            step + 1,
+            (child,) if step == 0 else (),
+            (
+                ScheduledSequence(1, 20 + step, 1, (), True),
+                ScheduledSequence(2, 19 + step, 1, (), True),
+            ),
+            block_copies=((blocks[1], spare),) if step == 0 else (),
+            forks=((1, 2),) if step == 0 else (),
+        )
+        results.append(driver.step(plan).results)
+    assert [result[0].token_ids[0] for result in results] == reference_greedy(oracle, prompt, 4)[1:]
+    assert [result[1].token_ids[0] for result in results] == [4, 4, 4]
+
+
+def test_fork_without_a_new_sequence_copies_everything(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel
+) -> None:
+    prompt = prompt_of(16, 199)
+    driver = Driver(runner)
+    blocks = driver.take_blocks(16)
+    driver.step(
+        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 16, (), True),))
+    )
+    fresh = driver.take_blocks(32)
+    scheduled = tuple(ScheduledSequence(index + 1, 16, 1, (fresh[index],), True) for index in (0, 1))
+    results = driver.step(SchedulerOutput(1, scheduled=scheduled, forks=((1, 2),))).results
+    assert results[0].token_ids == results[1].token_ids == (reference_greedy(oracle, prompt, 2)[1],)
+
+
+def test_offload_and_restore_bring_a_history_back(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel
+) -> None:
+    prompt = prompt_of(32, 199)
+    driver = Driver(runner)
+    blocks = driver.take_blocks(32)
+    driver.step(
+        SchedulerOutput(0, (new_sequence(1, prompt, blocks),), (ScheduledSequence(1, 0, 32, (), True),))
+    )
+    driver.step(SchedulerOutput(1, offloads=((blocks[0], 3), (blocks[1], 0)), released=(1,)))
+    for tensor in (tensor for layer in runner.storage.layers for tensor in layer.tensors()):
+        tensor[blocks] = float("nan")
+    elsewhere = driver.take_blocks(48)
+    first = reference_greedy(oracle, prompt, 2)
+    plan = SchedulerOutput(
+        2,
+        (new_sequence(2, prompt + first[:1], elsewhere),),
+        (ScheduledSequence(2, 32, 1, (), True),),
+        restores=((3, elsewhere[0]), (0, elsewhere[1])),
+    )
+    assert driver.step(plan).results[0].token_ids == (first[1],)
+
+
+def test_logprobs_are_the_models_own(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+    """Log-probabilities are of the model's distribution, not of what penalties and temperature made of it."""
+    prompt = prompt_of(25, 199)
+    sampling = SamplingParams(temperature=2.0, seed=3, top_k=4, frequency_penalty=1.0, logprobs=5)
+    (job,) = Driver(runner).run([Job(prompt, sampling=sampling)])
+    expected = torch.log_softmax(reference_logits(oracle, prompt + job.output[:-1]), -1)[len(prompt) - 1 :]
+    for entry, token, row in zip(job.logprobs, job.output, expected, strict=True):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = torch.topk(row, 5)
+        assert list(entry.top_ids) == best.indices.tolist()
+        assert list(entry.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_step_that_breaks_raises_and_the_next_one_works(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(10, 199)
+    driver = Driver(runner)
+    plan = SchedulerOutput(
+        0, (new_sequence(1, prompt, driver.take_blocks(32)),), (ScheduledSequence(1, 0, 10, (), True),)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.launch(plan).wait()
+    again = SchedulerOutput(1, scheduled=plan.scheduled)
+    assert driver.step(again).results[0].token_ids == (reference_greedy(oracle, prompt, 1)[0],)
+
+
+def test_unknown_attention_back_end_is_refused_by_name(
+    folder: Path, oracle: transformers.PreTrainedModel
+) -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend = 'warp'.*reference, torch"):
+        build(EngineConfig(attention_backend="warp"), ModelConfig(path=str(folder)), lambda phase, part: None)
