@@ -7,7 +7,8 @@ from math import perm
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of, type_of_value
+from tokenizer_svc.grammar.schema.strings import listed
 
 # Arrangements written out for uniqueItems, and positions tried for contains.
 _MAX_ARRANGEMENTS = 400
@@ -46,8 +47,6 @@ def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> 
     if isinstance(node.get("enum"), list):
         unique = {key_of(value): value for value in node["enum"]}
         types = context.types_of(node, place)
-        from tokenizer_svc.grammar.schema.shapes import type_of_value
-
         return [value for value in unique.values() if type_of_value(value) in types]
     if node.get("type") == "boolean":
         return [True, False]
@@ -57,8 +56,14 @@ def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> 
         target = context.resolve(node["$ref"], context.enter(node, place))
         if target is not None:
             return finite_values(context, target.node, Place(target.path, target.base), depth + 1)
-    if isinstance(node.get("allOf"), list) and len(node["allOf"]) == 1:
-        return finite_values(context, node["allOf"][0], place.at("allOf", 0), depth + 1)
+    if node.get("type") == "string" and isinstance(node.get("pattern"), str):
+        texts = listed(node["pattern"])
+        if texts is not None:
+            return list(texts)
+    for index, each in enumerate(node.get("allOf", ())):
+        values = finite_values(context, each, place.at("allOf", index), depth + 1)
+        if values is not None:
+            return values
     return None
 
 

@@ -68,6 +68,8 @@ class Context:
         self._types: dict[int, frozenset[str]] = {}
         # Which branches of oneOf exclude each other: (path of the first, index of the second).
         self.apart: dict[tuple[str, int], bool] = {}
+        # References followed while negating beside something known.
+        self.depth_of_given = 0
         self._num_nodes = 0
 
     def count(self) -> None:

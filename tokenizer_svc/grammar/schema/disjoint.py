@@ -7,7 +7,7 @@ from typing import Any
 from tokenizer_svc.grammar.backend import string_schema_is_empty
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import FRACTION, key_of, type_of_value
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, FRACTION, key_of, same, type_of_value
 
 _MAX_DEPTH = 6
 _STRING_RULES = ("pattern", "minLength", "maxLength", "format")
@@ -16,7 +16,7 @@ _STRING_RULES = ("pattern", "minLength", "maxLength", "format")
 Located = tuple[Any, Place]
 
 
-class _View:
+class View:
     """The conjunction that a schema amounts to, seen through allOf and references."""
 
     def __init__(self) -> None:
@@ -54,6 +54,28 @@ class _View:
                 found.append((rule["additionalProperties"], place.at("additionalProperties")))
         return found
 
+    def names(self) -> set[str] | None:
+        """All names that properties can have; None when any others can be there."""
+        allowed: set[str] | None = None
+        for rule in self.rules:
+            if rule.get("additionalProperties") is False and not rule.get("patternProperties"):
+                names = set(rule.get("properties", {}))
+                allowed = names if allowed is None else allowed & names
+        return allowed
+
+    def states(self, keyword: str, value: Any) -> bool:
+        """Whether the very same constraint is part of it."""
+        if keyword == "if":
+            return False
+        return any(keyword in rule and same(rule[keyword], value) for rule in self.rules)
+
+    def types(self, context: Context) -> frozenset[str]:
+        """Types that its values can have."""
+        types = ALL_TYPES
+        for rule, place in zip(self.rules, self.places, strict=True):
+            types &= context.types_of(rule, place)
+        return types
+
     def numbers(self, *keywords: str) -> list[float]:
         return [
             rule[keyword]
@@ -63,21 +85,23 @@ class _View:
         ]
 
 
-def disjoint(context: Context, left: Located, right: Located, depth: int = 0) -> bool:
-    """Whether it is proven that no value matches both."""
+def disjoint(
+    context: Context, left: Located, right: Located, types: frozenset[str] = ALL_TYPES, depth: int = 0
+) -> bool:
+    """Whether it is proven that no value of `types` matches both."""
     if left[0] is False or right[0] is False:
         return True
     if depth > _MAX_DEPTH:
         return False
-    common = context.types_of(*left) & context.types_of(*right)
+    common = types & context.types_of(*left) & context.types_of(*right)
     if not common:
         return True
-    if _unions_apart(context, left, right, depth) or _unions_apart(context, right, left, depth):
+    if _unions_apart(context, left, right, common, depth) or _unions_apart(context, right, left, common, depth):
         return True
     left_values, right_values = finite_values(context, *left), finite_values(context, *right)
     if left_values is not None and right_values is not None:
         return not {key_of(each) for each in left_values} & {key_of(each) for each in right_values}
-    first, second = _View(), _View()
+    first, second = View(), View()
     first.add(context, *left)
     second.add(context, *right)
     return all(
@@ -85,14 +109,16 @@ def disjoint(context: Context, left: Located, right: Located, depth: int = 0) ->
     ) and (FRACTION not in common or _ranges_apart(first, second))
 
 
-def _unions_apart(context: Context, union: Located, other: Located, depth: int) -> bool:
+def _unions_apart(
+    context: Context, union: Located, other: Located, types: frozenset[str], depth: int
+) -> bool:
     node, place = union
     if not isinstance(node, dict):
         return False
     for keyword in ("anyOf", "oneOf"):
         options = node.get(keyword)
         if isinstance(options, list) and all(
-            disjoint(context, (each, place.at(keyword, index)), other, depth + 1)
+            disjoint(context, (each, place.at(keyword, index)), other, types, depth + 1)
             for index, each in enumerate(options)
         ):
             return True
@@ -102,8 +128,8 @@ def _unions_apart(context: Context, union: Located, other: Located, depth: int) 
 def _apart(
     context: Context,
     kind: str,
-    first: _View,
-    second: _View,
+    first: View,
+    second: View,
     left_values: list[Any] | None,
     right_values: list[Any] | None,
     depth: int,
@@ -111,7 +137,7 @@ def _apart(
     match kind:
         case "object":
             return any(
-                disjoint(context, one, other, depth + 1)
+                disjoint(context, one, other, depth=depth + 1)
                 for name in sorted(first.required() | second.required())
                 for one in first.property(name) or [(True, Place("", ""))]
                 for other in second.property(name) or [(True, Place("", ""))]
@@ -127,14 +153,14 @@ def _apart(
     return False
 
 
-def _sizes_apart(first: _View, second: _View, least: str, most: str) -> bool:
+def _sizes_apart(first: View, second: View, least: str, most: str) -> bool:
     views = (first, second)
     lower = max((each for view in views for each in view.numbers(least)), default=0)
     upper = min((each for view in views for each in view.numbers(most)), default=float("inf"))
     return lower > upper
 
 
-def _ranges_apart(first: _View, second: _View) -> bool:
+def _ranges_apart(first: View, second: View) -> bool:
     views = (first, second)
     lower = max((each for view in views for each in view.numbers("minimum", "exclusiveMinimum")), default=None)
     upper = min((each for view in views for each in view.numbers("maximum", "exclusiveMaximum")), default=None)
@@ -147,7 +173,7 @@ def _ranges_apart(first: _View, second: _View) -> bool:
 
 
 def _strings_apart(
-    first: _View, second: _View, left_values: list[Any] | None, right_values: list[Any] | None
+    first: View, second: View, left_values: list[Any] | None, right_values: list[Any] | None
 ) -> bool:
     parts = [
         {"type": "string", **{key: rule[key] for key in _STRING_RULES if key in rule}}

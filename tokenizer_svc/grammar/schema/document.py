@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+import jsonschema_rs
 
 # Keywords whose values are data, not schemas.
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
@@ -29,6 +32,16 @@ _DRAFT_OF = {
     "https://json-schema.org/draft/2019-09/schema": Draft.DRAFT2019_09,
     "https://json-schema.org/draft/2020-12/schema": Draft.DRAFT2020_12,
 }
+
+
+_CLASSES: dict[Draft, Any] = {
+    Draft.DRAFT4: jsonschema_rs.Draft4Validator,
+    Draft.DRAFT6: jsonschema_rs.Draft6Validator,
+    Draft.DRAFT7: jsonschema_rs.Draft7Validator,
+    Draft.DRAFT2019_09: jsonschema_rs.Draft201909Validator,
+    Draft.DRAFT2020_12: jsonschema_rs.Draft202012Validator,
+}
+_WHOLE = "http://schema.invalid/whole"
 
 
 class UnresolvedReference(Exception):
@@ -77,6 +90,15 @@ class Document:
         if found is None:
             found = self._found[key] = self._resolve(reference, base)
         return found
+
+    def matcher(self, path: str) -> Callable[[Any], bool] | None:
+        """Decides whether a value matches the schema at `path`; None when a validator cannot be made."""
+        try:
+            registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
+            target = {"$ref": f"{_WHOLE}#{quote(path)}"}
+            return _CLASSES[self.draft](target, registry=registry).is_valid  # type: ignore[no-any-return]
+        except (ValueError, jsonschema_rs.ReferencingError):
+            return None
 
     def _resolve(self, reference: str, base: str) -> Target:
         # A fragment alone stays in the resource, whatever scheme its address has.

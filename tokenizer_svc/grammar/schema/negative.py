@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.disjoint import Located, View
 from tokenizer_svc.grammar.schema.document import Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
@@ -20,17 +21,23 @@ from tokenizer_svc.grammar.schema.shapes import (
     Schema,
     all_of,
     any_of,
+    same,
     type_names,
     type_of_value,
     types_of_keyword,
 )
-from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, excluding
+from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, excluding, listed
 
 _MAX_LISTED = 4
 
 
-def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
-    """A schema that, among values of `types`, admits those that `node` does not."""
+def negative(
+    context: Context, node: Any, place: Place, types: frozenset[str], given: View | None = None
+) -> Schema:
+    """A schema that, among values of `types`, admits those that `node` does not.
+
+    Values are known to match `given` already, so ways of not matching that it rules out are left away.
+    """
     context.count()
     if isinstance(node, bool):
         return not node
@@ -38,15 +45,22 @@ def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -
         return context.give_up("schema", place, "a schema must be an object or a boolean")
     place = context.enter(node, place)
     options: list[Schema] = []
+    if given is not None:
+        types &= given.types(context)
     if "type" in node:
         admitted = types_of_keyword(node["type"])
         options.append(_of_types(context, types - admitted, place))
         types &= admitted
     if not types:
         return any_of(options)
-    for keyword in node:
-        complement = _KEYWORDS.get(keyword)
-        if complement is not None:
+    for keyword, value in node.items():
+        if given is not None and keyword in _SCALARS and given.states(keyword, value):
+            if not isinstance(node.get("exclusive" + keyword.capitalize()), bool):
+                continue
+        if given is not None and keyword in _WITH_GIVEN:
+            context.met(keyword, place)
+            options.append(_WITH_GIVEN[keyword](context, node, place, types, given))
+        elif (complement := _KEYWORDS.get(keyword)) is not None:
             context.met(keyword, place)
             options.append(complement(context, node, place, types))
     return any_of(options)
@@ -167,6 +181,16 @@ def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
         return _of_types(context, relevant, place)
 
     return complement
+
+
+def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    if "string" not in types:
+        return False
+    texts = listed(node["pattern"]) if isinstance(node["pattern"], str) else None
+    if texts is not None:
+        return {"type": "string", "pattern": excluding(texts)}
+    context.give_up("pattern", place, "strings outside a pattern have no exact form")
+    return {"type": "string"}
 
 
 def _format(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
@@ -356,6 +380,136 @@ def _reference(context: Context, node: dict[str, Any], place: Place, types: froz
     return definition if isinstance(definition, bool) else {"$ref": f"#/$defs/{name}"}
 
 
+def _required_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    missing = [name for name in node["required"] if name not in given.required()]
+    return _required(context, {"required": missing}, place, types)
+
+
+def _properties_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    if "object" not in types:
+        return False
+    options = []
+    for name, rule in node["properties"].items():
+        inside = place.at("properties", name)
+        known = given.property(name)
+        if any(_implies(context, each, (rule, inside)) for each in known):
+            continue
+        inner = View()
+        for each in known:
+            inner.add(context, *each)
+        outside = negative(context, rule, inside, ALL_TYPES, inner)
+        if outside is not False:
+            options.append({"type": "object", "properties": {name: outside}, "required": [name]})
+    return any_of(options)
+
+
+def _implies(context: Context, known: Located, rule: Located) -> bool:
+    """Whether every value that matches `known` matches `rule`, as far as that is easy to see."""
+    node, place = rule
+    if known[0] is False or node is True or node == {}:
+        return True
+    if known[1].base == place.base and same(known[0], node):
+        return True
+    if isinstance(node, dict) and isinstance(node.get("$ref"), str) and isinstance(known[0], dict):
+        reference = known[0].get("$ref")
+        one = context.resolve(node["$ref"], place)
+        other = context.resolve(reference, known[1]) if isinstance(reference, str) else None
+        return one is not None and other is not None and one.node is other.node and not has_rules(node)
+    return False
+
+
+def has_rules(node: dict[str, Any]) -> bool:
+    """Whether there are constraints beside $ref."""
+    return any(key in _KEYWORDS or key == "type" for key in node if key != "$ref")
+
+
+def _additional_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    names = given.names()
+    if names is not None and names <= set(node.get("properties", {})):
+        return False
+    if given.states("additionalProperties", node["additionalProperties"]) and given.states(
+        "properties", node.get("properties")
+    ):
+        return False
+    if names is not None and node["additionalProperties"] is False and not node.get("patternProperties"):
+        # Only the names that `given` admits can be there.
+        more = sorted(names - set(node.get("properties", {})))
+        return any_of(_typed("object", types, {"required": [name]}) for name in more)
+    return _additional(context, node, place, types)
+
+
+def _items_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    same = all(given.states(key, node.get(key)) for key in ("items", "prefixItems") if key in node)
+    return False if same else _items(context, node, place, types)
+
+
+def _reference_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    target = context.resolve(node["$ref"], place)
+    if target is None:
+        return _reference(context, node, place, types)
+    if any(rule is target.node for rule in given.rules):
+        return False
+    # Written out, because the complement holds only beside `given`.
+    if context.depth_of_given >= _MAX_GIVEN:
+        return _reference(context, node, place, types)
+    context.depth_of_given += 1
+    try:
+        return negative(context, target.node, Place(target.path, target.base), types, given)
+    finally:
+        context.depth_of_given -= 1
+
+
+def _all_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    return any_of(
+        negative(context, each, place.at("allOf", index), types, given)
+        for index, each in enumerate(node["allOf"])
+    )
+
+
+def _any_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    if given.states("anyOf", node["anyOf"]):
+        return False
+    return all_of(
+        negative(context, each, place.at("anyOf", index), types, given)
+        for index, each in enumerate(node["anyOf"])
+    )
+
+
+_WITH_GIVEN: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str], View], Schema]] = {
+    "required": _required_given,
+    "properties": _properties_given,
+    "additionalProperties": _additional_given,
+    "items": _items_given,
+    "allOf": _all_given,
+    "anyOf": _any_given,
+    "$ref": _reference_given,
+}
+# Keywords whose complement is ruled out where the very same one is known to hold.
+_SCALARS = frozenset(
+    {
+        "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
+        "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "pattern", "format",
+        "uniqueItems", "contains", "propertyNames", "patternProperties", "oneOf", "not", "if",
+        "dependencies", "dependentRequired", "dependentSchemas",
+    }
+)  # fmt: skip
+_MAX_GIVEN = 8
+
+
 _KEYWORDS: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str]], Schema]] = {
     "const": _values,
     "enum": _values,
@@ -370,7 +524,7 @@ _KEYWORDS: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str]], 
     "maxItems": _size("array", "maxItems", "minItems", 1),
     "minProperties": _size("object", "minProperties", "maxProperties", -1),
     "maxProperties": _size("object", "maxProperties", "minProperties", 1),
-    "pattern": _no_form("string", "pattern", "strings outside a pattern have no exact form"),
+    "pattern": _pattern,
     "format": _format,
     "required": _required,
     "properties": _properties,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.disjoint import disjoint
+from tokenizer_svc.grammar.schema.disjoint import View, disjoint
+from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of
 
 
@@ -28,10 +29,12 @@ def one_of(
     live = [index for index, branch in enumerate(branches) if branch is not False]
     options = []
     for index in live:
+        given = View()
+        given.add(context, value[index], places[index])
         others = [
-            context.negative(value[other], places[other], types)
+            negative(context, value[other], places[other], types, given)
             for other in live
-            if other != index and not _apart(context, value, places, index, other)
+            if other != index and not _apart(context, value, places, types, index, other)
         ]
         options.append(all_of([branches[index], *others]))
     union = any_of(options)
@@ -41,11 +44,13 @@ def one_of(
         extra.append(union)
 
 
-def _apart(context: Context, value: list[Any], places: list[Place], one: int, other: int) -> bool:
+def _apart(
+    context: Context, value: list[Any], places: list[Place], types: frozenset[str], one: int, other: int
+) -> bool:
     first, second = min(one, other), max(one, other)
     key = (places[first].path, second)
     known = context.apart.get(key)
     if known is None:
-        known = disjoint(context, (value[first], places[first]), (value[second], places[second]))
+        known = disjoint(context, (value[first], places[first]), (value[second], places[second]), types)
         context.apart[key] = known
     return known

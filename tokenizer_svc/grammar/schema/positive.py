@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizer_svc.grammar.schema.arrays import contains, unique_items
+from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
 from tokenizer_svc.grammar.schema.document import Draft, Target
@@ -29,6 +29,8 @@ _REWRITTEN = frozenset(
         "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
+# Values of a listing that are tried one by one.
+_MAX_FILTERED = 500
 # First drafts of keywords that older ones do not have; there they are annotations.
 _SINCE = {
     "contains": Draft.DRAFT6,
@@ -55,6 +57,9 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
     types &= context.types_of(node, place)
     if not types:
         return False
+    values = _filtered(context, node, place)
+    if values is not None:
+        return {"enum": values} if values else False
     if "$ref" in node and (closing := _closing_loop(context, node, place)) is not None:
         return closing
     out: dict[str, Schema] = {}
@@ -81,6 +86,22 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
         unevaluated_properties(context, node, place, out, extra)
     count_properties(context, place, types, out, extra)
     return all_of([out, *extra])
+
+
+def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
+    """The values that match, where a schema with keywords to rewrite lists its values anyway."""
+    if not any(keyword in node for keyword in _REWRITTEN) and "allOf" not in node:
+        return None
+    values = finite_values(context, node, place)
+    if values is None or len(values) > _MAX_FILTERED:
+        return None
+    matches = context.document.matcher(place.path)
+    if matches is None:
+        return None
+    for keyword in node:
+        if keyword in _COPIED or keyword in _REWRITTEN or keyword in _SCHEMA_LISTS or keyword == "type":
+            context.met(keyword, place)
+    return [value for value in values if matches(value)]
 
 
 def _nested(

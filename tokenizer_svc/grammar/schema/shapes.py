@@ -94,6 +94,11 @@ def key_of(value: Any) -> str:
     return json.dumps(_canonical(value), sort_keys=True)
 
 
+def same(one: Any, other: Any) -> bool:
+    """JSON equality. Python's alone takes 1 for true."""
+    return bool(one == other) and key_of(one) == key_of(other)
+
+
 def _canonical(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)

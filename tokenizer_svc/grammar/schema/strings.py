@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import re._parser as sre_parse
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 # Formats that llguidance enforces itself.
 BACKEND_FORMATS = frozenset(
@@ -74,6 +76,58 @@ def _outside(node: dict[str, dict[str, object]]) -> str:
 
 def _escape_in_class(character: str) -> str:
     return "\\" + character if character in "\\]^-[&~" else _escape(character)
+
+
+_BEGIN, _END = "\ue000", "\ue001"
+_MAX_LISTED = 64
+
+
+def listed(pattern: str) -> list[str] | None:
+    """The strings that a pattern matches when they are few, such as ^(on|off)$; None otherwise."""
+    try:
+        found = _texts(sre_parse.parse(pattern).data)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    texts = []
+    for text in found or ():
+        if not (text.startswith(_BEGIN) and text.endswith(_END) and len(text) > 1):
+            return None
+        inner = text[1:-1]
+        if _BEGIN in inner or _END in inner:
+            return None
+        texts.append(inner)
+    return sorted(set(texts)) if found is not None else None
+
+
+def _texts(items: Sequence[tuple[Any, Any]]) -> list[str] | None:
+    texts = [""]
+    for operation, argument in items:
+        choices = _choices(operation, argument)
+        if choices is None or len(texts) * len(choices) > _MAX_LISTED:
+            return None
+        texts = [text + choice for text in texts for choice in choices]
+    return texts
+
+
+def _choices(operation: Any, argument: Any) -> list[str] | None:
+    name = str(operation)
+    choices: list[str] | None = None
+    if name == "LITERAL":
+        choices = [chr(argument)]
+    elif name == "AT":
+        choices = {"AT_BEGINNING": [_BEGIN], "AT_END": [_END]}.get(str(argument))
+    elif name == "SUBPATTERN" and not argument[1] and not argument[2]:
+        choices = _texts(argument[3].data)
+    elif name == "BRANCH":
+        parts = [_texts(part.data) for part in argument[1]]
+        if all(part is not None for part in parts):
+            choices = [text for part in parts for text in part or ()]
+    elif name == "IN" and all(str(kind) == "LITERAL" for kind, _ in argument):
+        choices = [chr(code) for _, code in argument]
+    elif name == "MAX_REPEAT" and argument[:2] == (0, 1):
+        once = _texts(argument[2].data)
+        choices = ["", *once] if once is not None else None
+    return choices
 
 
 _LOOKAHEAD = re.compile(r"\(\?([=!])")
