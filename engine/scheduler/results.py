@@ -66,7 +66,8 @@ class ResultHandler:
         self._confirm(row, num_rejected)
         request = sequence.group.request
         self._state.counters.charge(account_of(sequence), request.weight, 0, len(token_ids))
-        sequence.draft_token_ids = outcome.next_draft_token_ids
+        # A step in flight already samples the token that the drafts begin with.
+        sequence.draft_token_ids = () if sequence.num_pending else outcome.next_draft_token_ids
         event = TokenEvent(
             request_id=request.request_id,
             choice_index=sequence.choice_index,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.engine.checked_runner import expected_token
+from tests.unit.engine.checked_runner import State, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
 
 OPERATIONS = (
@@ -38,10 +38,19 @@ class Walk:
         self.faults = faults
         self.fail_next = False
         self.driver.runner.fault = self._fault
+        if self.random.random() < 0.3:
+            self.driver.runner.propose = self._propose
 
     def _fault(self, plan: object) -> str:
         failing, self.fail_next = self.fail_next, False
         return "injected" if failing else ""
+
+    def _propose(self, state: State) -> tuple[int, ...]:
+        count = self.random.randrange(4)
+        right = [300 + (state.tokens[-1] - 300 + step) % 700 for step in range(1, count + 1)]
+        if right and self.random.random() < 0.5:
+            right[self.random.randrange(count)] = 7
+        return tuple(right)
 
     def operate(self, operation: str) -> None:
         rng, driver = self.random, self.driver
