@@ -70,6 +70,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_imbalance_tokens: Annotated[int, msgspec.Meta(ge=0)] = 4096
     # How often a stream whose engine died is resumed on another one.
     max_continuations: Annotated[int, msgspec.Meta(ge=0)] = 3
+    # How long such a stream waits for an engine when none is attached.
+    continuation_wait_s: PositiveFloat = 5.0
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,10 +216,12 @@ class KeysConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`[keys]`: who may come in."""
 
     entries: tuple[KeyEntry, ...] = ()
-    # SQLite file that `millrace keys` writes; read besides `entries`. "" uses `entries` alone.
+    # SQLite file or SQLAlchemy URL that `millrace keys` writes; read besides `entries`. "" uses those alone.
     store: str = ""
     # A key created or revoked in `store` takes effect after at most this long.
     refresh_interval_s: PositiveFloat = 2.0
+    # Keys from a store that cannot be read are believed for this long; then only `entries` are.
+    max_staleness_s: PositiveFloat = 300.0
     # Hash of the key for local development; accepted only while every listener is on loopback.
     development_hash: str = ""
     development_tenant: str = DEVELOPMENT_TENANT

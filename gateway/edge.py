@@ -8,9 +8,11 @@ from envoy_api.service.auth.v3 import external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 
 from gateway.auth.directory import KeyDirectory
+from gateway.auth.key_store import KeyStore
+from gateway.auth.key_watch import KeyWatch
 from gateway.auth.servicer import AuthorizationServicer
 from gateway.config import LedgerConfig, LimitsConfig
-from gateway.ledger.tables import open_database
+from gateway.ledger.tables import open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
@@ -35,6 +37,7 @@ class Edge:
     def __init__(self, settings: Settings, telemetry: Telemetry, metrics: Metrics) -> None:
         self.tiers = Tiers(settings)
         self.directory = KeyDirectory(settings)
+        self._key_watch = _key_watch(settings, self.directory)
         self.prices = Prices(settings.gateway.prices)
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         self._store = limit_store(settings.gateway.limits, metrics)
@@ -61,10 +64,14 @@ class Edge:
         """Begins background work; needs the running loop that the servers use."""
         if isinstance(self._store, ResilientLimitStore):
             self._store.start()
+        if self._key_watch is not None:
+            await self._key_watch.start()
         self.limiter.start()
 
     async def close(self) -> None:
         """Settles what is in flight, writes what the ledger still holds, and releases connections."""
+        if self._key_watch is not None:
+            await self._key_watch.close()
         await self.limiter.close()
         await self._store.close()
         if isinstance(self.ledger, LedgerWriter):
@@ -87,7 +94,19 @@ def ledger(config: LedgerConfig, prices: Prices, metrics: Metrics) -> Ledger:
     """The ledger that the configuration names; raises ConfigError when its database cannot be opened."""
     if not config.url:
         return NoLedger()
-    return LedgerWriter(open_database(config.url), prices, config, metrics)
+    return LedgerWriter(open_ledger(config.url), prices, config, metrics)
+
+
+def _key_watch(settings: Settings, directory: KeyDirectory) -> KeyWatch | None:
+    keys = settings.keys
+    if not keys.store:
+        return None
+    return KeyWatch(
+        KeyStore(keys.store),
+        directory,
+        interval_s=keys.refresh_interval_s,
+        max_staleness_s=keys.max_staleness_s,
+    )
 
 
 def limit_store(config: LimitsConfig, metrics: Metrics) -> LimitStore:

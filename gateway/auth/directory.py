@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.auth.keys import KEY_PREFIX
+from gateway.auth.secret import KEY_PREFIX
 from gateway.config import KeyEntry, LimitValues, TenantConfig
 from gateway.settings import Settings
 from services.errors import MillraceError, Reason
@@ -117,18 +117,21 @@ class KeyDirectory:
 
     def _build(self, stored: Iterable[KeyEntry]) -> _Snapshot:
         keys = self._settings.keys
-        entries = {entry.id: entry for entry in (*stored, *keys.entries)}
+        configured = list(keys.entries)
         if keys.development_hash:
-            entries[DEVELOPMENT_KEY_ID] = KeyEntry(
-                id=DEVELOPMENT_KEY_ID, tenant=keys.development_tenant, hash=keys.development_hash
+            configured.append(
+                KeyEntry(id=DEVELOPMENT_KEY_ID, tenant=keys.development_tenant, hash=keys.development_hash)
             )
+        names = {entry.id for entry in configured}
+        # While a key is rotated, it has two secrets under one id.
+        entries = [*(entry for entry in stored if entry.id not in names), *configured]
         by_hash: dict[str, _Key] = {}
-        for entry in entries.values():
+        for entry in entries:
             tenant = self._settings.tenants.get(entry.tenant)
             # A stored key outlives its tenant; until the tenant is back, it is not known.
             if tenant is not None:
                 by_hash[entry.hash] = _Key(entry, self._principal_of_key(entry, tenant))
-        limits = {entry.id: entry.limits for entry in entries.values() if entry.limits != _UNLIMITED}
+        limits = {entry.id: entry.limits for entry in entries if entry.limits != _UNLIMITED}
         return _Snapshot(by_hash, limits)
 
     def _principal_of_key(self, entry: KeyEntry, tenant: TenantConfig) -> Principal:

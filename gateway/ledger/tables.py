@@ -1,28 +1,10 @@
-"""The ledger's one table, and how its database is opened."""
+"""The ledger's one table."""
 
 from __future__ import annotations
 
-import sqlite3
-from pathlib import Path
-from typing import Any
+from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    Float,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-)
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError, ProgrammingError
-
-from services.errors import ConfigError
+from gateway.database import open_database
 
 _METADATA = MetaData()
 
@@ -61,48 +43,6 @@ REQUESTS = Table(
 )
 
 
-def open_database(url: str) -> Engine:
-    """Connects and creates the table where it is missing; raises ConfigError naming gateway.ledger.url."""
-    try:
-        parsed = make_url(url)
-        is_sqlite = parsed.get_backend_name() == "sqlite"
-        if is_sqlite and parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        engine = create_engine(parsed)
-        if is_sqlite:
-            event.listen(engine, "connect", _prepare_sqlite)
-        _create_tables(engine)
-    except (ArgumentError, NoSuchModuleError, OSError, OperationalError) as error:
-        raise ConfigError(f"gateway.ledger.url: {_redacted(url)}: {_first_line(error)}") from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"gateway.ledger.url: {_redacted(url)}: the database driver is not installed "
-            f"({error.name}); for PostgreSQL: pip install 'psycopg[binary]' and postgresql+psycopg://..."
-        ) from error
-    return engine
-
-
-def _create_tables(engine: Engine) -> None:
-    try:
-        _METADATA.create_all(engine)
-    except (OperationalError, ProgrammingError):
-        # Several gateways start at once and another one was first: now the tables are there.
-        _METADATA.create_all(engine)
-
-
-def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    # With a write-ahead log readers do not wait for the writer. NORMAL: a committed batch survives the death
-    # of the process; the last ones may be lost when the machine loses power.
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000"):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _redacted(url: str) -> str:
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "not a database URL"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def open_ledger(url: str) -> Engine:
+    """The ledger's database; raises ConfigError naming gateway.ledger.url."""
+    return open_database(url, _METADATA, key="gateway.ledger.url")

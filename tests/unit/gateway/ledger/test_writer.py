@@ -15,7 +15,7 @@ from sqlalchemy import Engine, select, text
 
 from gateway.config import LedgerConfig, PriceConfig
 from gateway.identity import Identity
-from gateway.ledger.tables import REQUESTS, open_database
+from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
@@ -58,7 +58,7 @@ def rows(engine: Engine) -> list[Any]:
 
 
 def writer(url: str, **config: Any) -> LedgerWriter:
-    return LedgerWriter(open_database(url), PRICES, LedgerConfig(url=url, **config), Metrics())
+    return LedgerWriter(open_ledger(url), PRICES, LedgerConfig(url=url, **config), Metrics())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:
     ledger.record(finished("r1"))
     ledger.record(finished("r2", ttft_s=None))
     ledger.close()
-    first, second = rows(open_database(url))
+    first, second = rows(open_ledger(url))
     assert (first["tenant"], first["tier"], first["outcome"]) == ("acme", "standard", "stop")
     assert first["ended_unix_ms"] == 1_790_000_000_500
     assert (first["speculative_waste_tokens"], first["recomputed_tokens"]) == (4, 3)
@@ -84,7 +84,7 @@ def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:
 def test_entries_are_written_without_being_asked_to(url: str) -> None:
     ledger = writer(url, flush_interval_s=0.01)
     ledger.record(finished("r1"))
-    reader = open_database(url)
+    reader = open_ledger(url)
     while not rows(reader):
         threading.Event().wait(0.005)
     ledger.close()
@@ -103,12 +103,12 @@ def test_many_threads_lose_nothing(url: str) -> None:
     for thread in threads:
         thread.join()
     ledger.close()
-    assert len({row["request_id"] for row in rows(open_database(url))}) == 200
+    assert len({row["request_id"] for row in rows(open_ledger(url))}) == 200
 
 
 def test_database_that_is_away_is_tried_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.ledger.writer._RETRY_S", 0.01)
-    database = open_database(url)
+    database = open_ledger(url)
     with database.begin() as connection:
         connection.execute(text("ALTER TABLE requests RENAME TO away"))
     ledger = LedgerWriter(database, PRICES, LedgerConfig(url=url, flush_interval_s=0.01), Metrics())
@@ -116,11 +116,11 @@ def test_database_that_is_away_is_tried_again(url: str, monkeypatch: pytest.Monk
     # The writer has taken the entry, failed and put it back.
     while not ledger._waiting:
         threading.Event().wait(0.002)
-    with open_database(url).begin() as connection:
+    with open_ledger(url).begin() as connection:
         connection.execute(text("DROP TABLE requests"))
         connection.execute(text("ALTER TABLE away RENAME TO requests"))
     ledger.close()
-    assert [row["request_id"] for row in rows(open_database(url))] == ["r1"]
+    assert [row["request_id"] for row in rows(open_ledger(url))] == ["r1"]
 
 
 def test_batch_that_was_written_after_all_is_not_written_twice(url: str) -> None:
@@ -129,7 +129,7 @@ def test_batch_that_was_written_after_all_is_not_written_twice(url: str) -> None
     assert ledger._write(batch[:1])
     assert ledger._write(batch)
     ledger.close()
-    assert [row["request_id"] for row in rows(open_database(url))] == ["r1", "r2"]
+    assert [row["request_id"] for row in rows(open_ledger(url))] == ["r1", "r2"]
 
 
 def _record_and_die(url: str, ready: Any) -> None:
@@ -149,17 +149,17 @@ def test_sigkill_loses_nothing_beyond_the_window(url: str) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(rows(open_database(url))) == 100
+    assert len(rows(open_ledger(url))) == 100
 
 
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        ("nonsense", "gateway.ledger.url"),
+        ("://nonsense", "gateway.ledger.url"),
         ("oracle-of-delphi://x", "gateway.ledger.url"),
         ("sqlite:////proc/nowhere/ledger.sqlite", "gateway.ledger.url"),
     ],
 )
 def test_unusable_url_is_a_configuration_error(bad: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        open_database(bad)
+        open_ledger(bad)

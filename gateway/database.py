@@ -1,0 +1,71 @@
+"""Opens the databases of the gateway: SQLite by default, PostgreSQL by URL."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Engine, MetaData, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import (
+    ArgumentError,
+    IntegrityError,
+    NoSuchModuleError,
+    OperationalError,
+    ProgrammingError,
+)
+
+from services.errors import ConfigError
+
+
+def database_url(text: str) -> URL:
+    """A SQLAlchemy URL; a text without "://" is the path of an SQLite file. Raises ArgumentError."""
+    return make_url(text if "://" in text else f"sqlite:///{text}")
+
+
+def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
+    """Connects and creates what is missing of `tables`; raises ConfigError naming the configuration key."""
+    try:
+        parsed = database_url(url)
+        is_sqlite = parsed.get_backend_name() == "sqlite"
+        if is_sqlite and parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        # A connection that the server closed meanwhile is replaced instead of failing the next write.
+        engine = create_engine(parsed, pool_pre_ping=not is_sqlite)
+        if is_sqlite:
+            event.listen(engine, "connect", _prepare_sqlite)
+        _create_tables(engine, tables)
+    except (ArgumentError, NoSuchModuleError, OSError, OperationalError) as error:
+        raise ConfigError(f"{key}: {_redacted(url)}: {str(error).splitlines()[0]}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}: {_redacted(url)}: the database driver {error.name!r} is not installed; "
+            "for PostgreSQL: pip install 'psycopg[binary]' and a URL postgresql+psycopg://..."
+        ) from error
+    return engine
+
+
+def _create_tables(engine: Engine, tables: MetaData) -> None:
+    try:
+        tables.create_all(engine)
+    except (OperationalError, ProgrammingError, IntegrityError):
+        # Several gateways start at once and another one was first: now the tables are there.
+        tables.create_all(engine)
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
+    # Another process may hold the write lock for a moment; waited for in milliseconds, set before all else
+    # because switching to the log takes the lock too.
+    connection.execute("PRAGMA busy_timeout=5000")
+    # With a write-ahead log readers do not wait for the writer. NORMAL: what is committed survives the death
+    # of the process; the last commits may be lost when the machine loses power.
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _redacted(url: str) -> str:
+    try:
+        return database_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "not a database URL"
