@@ -6,7 +6,7 @@ limit_s=${2:-900}
 
 admin() {
     exec 3<>"/dev/tcp/127.0.0.1/$port" || exit 0
-    printf '%s %s HTTP/1.0\r\nContent-Length: 0\r\n\r\n' "$1" "$2" >&3
+    printf '%s %s HTTP/1.1\r\nHost: envoy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n' "$1" "$2" >&3
     cat <&3
 }
 

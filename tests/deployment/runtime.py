@@ -1,0 +1,184 @@
+"""Runs a container's command on this machine: its files, packages, user and environment, with other ports.
+
+What a container engine adds (name spaces, mounts, limits) is not there; what can be wrong in a command, a
+path, a variable, a port or a missing file is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, lay_out_packages
+
+# Time for one service to become ready while others start beside it on a small machine.
+START_LIMIT_S = 120.0
+_USER = 10001
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Network:
+    """Every host:port of the deployment stands for a free port of this machine."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._ports: dict[tuple[str, str], int] = {}
+        names = "|".join(sorted(map(re.escape, hosts), key=len, reverse=True))
+        self._address = re.compile(rf"(?<![\w.-])({names}|0\.0\.0\.0|127\.0\.0\.1):(\d{{2,5}})\b")
+
+    def port(self, host: str, port: str | int) -> int:
+        """The port of this machine that stands for `port` of `host`."""
+        key = (host, str(port))
+        if key not in self._ports:
+            self._ports[key] = _free_port()
+        return self._ports[key]
+
+    def translate(self, text: str, here: str) -> str:
+        """`text` of the container `here` with addresses of this machine."""
+
+        def replace(match: re.Match[str]) -> str:
+            host = here if match[1][0].isdigit() else match[1]
+            return f"127.0.0.1:{self.port(host, match[2])}"
+
+        return self._address.sub(replace, text)
+
+
+def can_switch_user() -> bool:
+    """Whether commands can run as the containers' user, who must be able to read the interpreter."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        tried = subprocess.run([sys.executable, "-c", ""], user=_USER, check=False, capture_output=True)
+    except PermissionError:
+        # The interpreter lies in somebody's home folder.
+        return False
+    return tried.returncode == 0
+
+
+class Image:
+    """The files of an image under a folder of this machine."""
+
+    def __init__(self, dockerfile: Dockerfile, root: Path) -> None:
+        self.dockerfile = dockerfile
+        self.root = root
+        context = Context()
+        for target, source in dockerfile.files().items():
+            context.copy(source, root / target.lstrip("/"))
+        packages = root / "opt/venv/packages"
+        lay_out_packages(dockerfile.requirements(), packages)
+        self._install_metadata(packages)
+        # What `python` means in the image: this interpreter, with the image's packages and no others.
+        python = root / "opt/venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(
+            f'#!/bin/sh\nPYTHONPATH="{packages}:$PYTHONPATH" exec {sys.executable} -S "$@"\n',
+            encoding="utf-8",
+        )
+        python.chmod(0o755)
+
+    def _install_metadata(self, packages: Path) -> None:
+        """Runs the part of the Dockerfile that makes the project count as installed."""
+        build = self.root / "build"
+        build.mkdir()
+        (build / "pyproject.toml").write_bytes((REPOSITORY / "pyproject.toml").read_bytes())
+        (command,) = [run for run in self.dockerfile.stages[0].every("RUN") if "dist-info" in run]
+        steps = [step for step in re.split(r" && ", command) if not step.startswith("python -m compileall")]
+        script = " && ".join(re.sub(r"metadata=.*", f"metadata={packages}", step) for step in steps)
+        subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
+
+    def environment(self) -> dict[str, str]:
+        """ENV of the image with paths of this machine."""
+        found = {name: self.locate(value) for name, value in self.dockerfile.environment().items()}
+        found["PATH"] = f"{self.root}/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
+        return found
+
+    def locate(self, text: str) -> str:
+        """Absolute paths of the image as paths of this machine."""
+        return re.sub(r"(?<![\w./-])/(app|etc|opt)(?=[/:\s\"']|$)", rf"{self.root}/\1", text)
+
+
+class Container:
+    """One running command."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        *,
+        as_user: bool,
+    ) -> None:
+        self.argv = list(argv)
+        self.log = log
+        self._process = subprocess.Popen(
+            self.argv,
+            env={"HOME": "/nonexistent", "LANG": "C.UTF-8", **environment},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **({"user": _USER, "group": _USER, "extra_groups": []} if as_user else {}),
+        )
+
+    def wait_for_line(self, start: str) -> str:
+        """The first line that begins with `start`; fails with the log when the command ends before it."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            text = self.log.read_text(errors="replace")
+            for line in text.splitlines():
+                if line.startswith(start):
+                    return line
+            code = self._process.poll()
+            assert code is None, f"{self.argv} ended with {code}:\n{text[-4000:]}"
+            time.sleep(0.1)
+        raise AssertionError(f"{self.argv} said no {start!r} in time:\n{self.log.read_text()[-4000:]}")
+
+    def wait(self) -> int:
+        """Exit status of a command that ends by itself."""
+        return self._process.wait(START_LIMIT_S)
+
+    def terminate(self) -> int:
+        """SIGTERM, as a container is stopped; the exit status."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            return self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, 9)
+            raise
+
+    def kill(self) -> None:
+        """Ends whatever is left of it."""
+        try:
+            os.killpg(self._process.pid, 9)
+        except ProcessLookupError:
+            return
+        self._process.wait()
+
+
+def give_to_user(path: Path, *, as_user: bool) -> None:
+    """Makes a folder that the containers' user may write to."""
+    path.mkdir(parents=True, exist_ok=True)
+    if as_user:
+        os.chown(path, _USER, _USER)
+
+
+def open_to_all(path: Path) -> None:
+    """Lets other users pass through the folders that lead to `path`."""
+    for folder in (path, *path.parents):
+        if folder == Path("/tmp"):
+            break
+        folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
