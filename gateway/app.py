@@ -138,7 +138,10 @@ class Gateway:
             vocabulary=vocabulary,
             tokenizer=self._tokenizer,
             fleet=fleet,
-            continuation=ContinuationConfig(max_losses=self._config.routing.max_continuations),
+            continuation=ContinuationConfig(
+                max_losses=self._config.routing.max_continuations,
+                wait_s=self._config.routing.continuation_wait_s,
+            ),
             limiter=self._edge.limiter,
             tiers=self._edge.tiers,
             callers=self._callers,
@@ -158,6 +161,16 @@ class Gateway:
                 await self.grpc.set_serving(ready)
                 serving = ready
             await self._fleet.wait_change(1.0)
+
+    @property
+    def num_open(self) -> int:
+        """Accepted requests that have not ended."""
+        return 0 if self._pipeline is None else self._pipeline.num_open
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines; raises while there is no vocabulary to attach them with."""
+        return self._current_pipeline().fleet
 
     def _current_pipeline(self) -> Pipeline:
         if self._pipeline is None:

@@ -141,9 +141,8 @@ async def test_client_that_leaves_cancels_the_engine() -> None:
             engine.changed.clear()
             await asyncio.wait_for(engine.changed.wait(), 10)
         assert engine.cancels[0].reason == 1
-        pipeline = stack.gateway._current_pipeline()
-        while pipeline.num_open:
-            await asyncio.sleep(0)
+        while stack.gateway.num_open:
+            await asyncio.sleep(0.01)
 
 
 async def test_models_and_tokens() -> None:

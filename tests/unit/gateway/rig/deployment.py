@@ -123,15 +123,11 @@ async def deployed(
             timeout=20,
         )
         await stack.enter_async_context(http)
-        channel = await stack.enter_async_context(
-            grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc.port}")
-        )
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc.port}"))
         yield Deployment(gateway, metrics, tokenizer, served, servers, http, channel)
 
 
-def _tables(
-    tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, Any]
-) -> dict[str, Any]:
+def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, Any]) -> dict[str, Any]:
     return {
         "security": {"context_secret": SECRET},
         "model": {"name": "tiny", "aliases": ["default"]},

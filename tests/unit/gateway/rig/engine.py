@@ -55,10 +55,16 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         tasks: dict[int, asyncio.Task[None]] = {}
         reader = asyncio.create_task(self._read(requests, outputs, tasks))
         try:
-            while (output := await outputs.get()) is not None:
-                step = engine_pb2.StepOutputs(outputs=[output])
-                while not outputs.empty() and (more := outputs.get_nowait()) is not None:
-                    step.outputs.append(more)
+            alive = True
+            while alive:
+                step = engine_pb2.StepOutputs()
+                piece = await outputs.get()
+                while piece is not None:
+                    step.outputs.append(piece)
+                    if outputs.empty():
+                        break
+                    piece = outputs.get_nowait()
+                alive = piece is not None
                 step.load.num_running = self.num_running
                 step.load.num_total_blocks = 100
                 step.load.num_free_blocks = 100

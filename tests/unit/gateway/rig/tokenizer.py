@@ -10,7 +10,6 @@ from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
 
 
-
 class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Keeps what it was asked, so that tests can look at it."""
 

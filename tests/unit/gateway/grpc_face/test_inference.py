@@ -1,0 +1,123 @@
+"""The gRPC face over a real socket: streams, rich errors, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
+from millrace.inference.v1 import inference_pb2
+
+from services.context import CONTEXT_HEADER
+from services.errors import MillraceError
+from services.status import from_rpc_error
+from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.vocabulary import encode
+
+METADATA = ((CONTEXT_HEADER, signed_context()),)
+
+
+def chat(**fields: object) -> inference_pb2.ChatRequest:
+    message = chat_pb2.Message(role=chat_pb2.ROLE_USER, content="hi")
+    conversation = chat_pb2.Conversation(messages=[message])
+    return inference_pb2.ChatRequest(model="tiny", conversation=conversation, **fields)  # type: ignore[arg-type]
+
+
+async def refusal(stack: Deployment, request: inference_pb2.ChatRequest) -> MillraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        async for _ in stack.inference.Chat(request, metadata=METADATA):
+            pass
+    return from_rpc_error(failure.value)
+
+
+async def test_chat_streams_and_ends_with_usage() -> None:
+    async with deployed() as stack:
+        responses = [r async for r in stack.inference.Chat(chat(include_timing=True), metadata=METADATA)]
+        text = "".join(choice.content for r in responses for choice in r.choices)
+        assert text == "hello 0"
+        assert responses[0].request_id == "request-1"
+        assert responses[0].service_tier == "standard"
+        assert responses[-2].choices[0].finish_reason == output_pb2.FINISH_REASON_STOP
+        assert [r.HasField("usage") for r in responses] == [False] * (len(responses) - 1) + [True]
+        ttft = responses[-1].usage.ttft
+        parts = ttft.queue_s + ttft.preprocess_s + ttft.prefill_s + ttft.first_decode_s
+        assert ttft.total_s == pytest.approx(parts + ttft.serialize_s + ttft.network_s)
+
+
+async def test_generate_returns_token_ids_and_echoes() -> None:
+    async with deployed() as stack:
+        request = inference_pb2.GenerateRequest(model="tiny", text="ab", echo=True)
+        request.sampling.max_tokens = 5
+        request.sampling.logprobs = 0
+        responses = [r async for r in stack.inference.Generate(request, metadata=METADATA)]
+        choices = [choice for r in responses for choice in r.choices]
+        assert "".join(choice.text for choice in choices) == "abhello"
+        assert [id_ for choice in choices for id_ in choice.token_ids] == encode("hello")
+        assert [each.text for choice in choices for each in choice.logprobs] == list("hello")
+
+
+async def test_count_and_list() -> None:
+    async with deployed() as stack:
+        counted = await stack.inference.CountTokens(
+            inference_pb2.CountTokensRequest(model="tiny", text="four"), metadata=METADATA
+        )
+        assert counted.num_tokens == 4
+        listed = await stack.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=METADATA)
+        assert [model.id for model in listed.models] == ["tiny", "default"]
+
+
+async def test_fields_at_fault_are_named_in_the_callers_terms() -> None:
+    async with deployed() as stack:
+        error = await refusal(stack, chat(sampling=sampling_pb2.SamplingOptions(temperature=9.0)))
+        assert (error.reason, error.field) == ("INVALID_ARGUMENT", "sampling.temperature")
+        error = await refusal(stack, chat(sampling=sampling_pb2.SamplingOptions(max_tokens=5000)))
+        assert (error.reason, error.field) == ("CONTEXT_LENGTH_EXCEEDED", "sampling.max_tokens")
+        empty = inference_pb2.ChatRequest(model="tiny")
+        assert (await refusal(stack, empty)).field == "conversation.messages"
+        role = inference_pb2.ChatRequest(
+            model="tiny", conversation=chat_pb2.Conversation(messages=[chat_pb2.Message(content="x")])
+        )
+        assert (await refusal(stack, role)).field == "conversation.messages[0].role"
+
+
+async def test_without_context_the_call_is_refused() -> None:
+    async with deployed() as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in stack.inference.Chat(chat()):
+                pass
+        assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        status = rpc_status.from_call(failure.value)
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info)
+        assert info.reason == "MISSING_CREDENTIALS"
+
+
+async def test_deadline_travels_to_the_engine_and_ends_the_call() -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    async with deployed(engine) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in stack.inference.Chat(chat(), metadata=METADATA, timeout=0.3):
+                pass
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        while not engine.cancels:
+            engine.changed.clear()
+            await engine.changed.wait()
+        assert engine.num_running in (0, 1)
+
+
+async def test_cancelled_call_releases_the_engine() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("x") * 4000, step_s=0.005)
+    async with deployed(engine) as stack:
+        call = stack.inference.Chat(chat(), metadata=METADATA)
+        await call.read()
+        call.cancel()
+        while not engine.cancels or engine.num_running:
+            engine.changed.clear()
+            await asyncio.wait_for(engine.changed.wait(), 10)
+        while stack.gateway.num_open:
+            await asyncio.sleep(0.01)
