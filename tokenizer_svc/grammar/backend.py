@@ -28,18 +28,15 @@ class Backend:
     def error(self, grammar: str) -> str:
         """Why `grammar` cannot be used, or ""."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            return _first_line(matcher.get_error())
-        return ""
+        if not matcher.is_error():
+            # A grammar can be well-formed and still have no way to begin.
+            matcher.compute_bitmask()
+        return str(matcher.get_error()) if matcher.is_error() else ""
 
 
 def serialize(grammars: list[Grammar]) -> str:
     """The payload that engines build matchers from; the first grammar is the start."""
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
-
-
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0] if message.strip() else "unknown error"
 
 
 def string_schema_is_empty(parts: list[Any]) -> bool:

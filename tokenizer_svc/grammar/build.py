@@ -17,6 +17,7 @@ from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.grammar.schema.repair import repair
 from tokenizer_svc.grammar.tools import ToolsRefused, tool_grammars
 from tokenizer_svc.types import (
     ChoiceFormat,
@@ -28,6 +29,10 @@ from tokenizer_svc.types import (
     RegexFormat,
     ResponseFormat,
 )
+
+
+# Definitions that are repaired one after the other.
+_MAX_REPAIRS = 12
 
 
 class BuildLimits:
@@ -52,16 +57,39 @@ def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> Wor
         grammars, enforcement = _grammars(request, limits, backend.named_tokens)
     except _Refusal as refusal:
         return WorkerReply(refused=refusal.refused)
-    grammar = serialize(grammars)
-    payload = grammar.encode()
-    if len(payload) > limits.max_artifact_bytes:
-        message = f"the grammar grows to {len(payload)} bytes; the limit is {limits.max_artifact_bytes}"
-        return WorkerReply(refused=Refused(message=message, field=field))
-    error = backend.error(grammar)
-    if error:
-        return WorkerReply(refused=Refused(message=error, field=field, enforcement=enforcement))
-    elapsed = time.perf_counter() - start
-    return WorkerReply(built=Built(payload=payload, enforcement=enforcement, compile_s=elapsed))
+    for _ in range(_MAX_REPAIRS):
+        payload = serialize(grammars)
+        if len(payload) > limits.max_artifact_bytes:
+            error = f"the grammar grows to {len(payload)} bytes; the limit is {limits.max_artifact_bytes}"
+            break
+        error = backend.error(payload)
+        if not error:
+            elapsed = time.perf_counter() - start
+            built = Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed)
+            return WorkerReply(built=built)
+        if not _repaired(grammars, error):
+            break
+    message = _told(error)
+    return WorkerReply(refused=Refused(message=message, field=field, enforcement=enforcement))
+
+
+def _repaired(grammars: list[Grammar], error: str) -> bool:
+    """Rewrites the schemas among `grammars` so that `error` goes away, if there is a way."""
+    changed = False
+    for grammar in grammars:
+        better = repair(grammar["json_schema"], error) if "json_schema" in grammar else None
+        if better is not None:
+            grammar["json_schema"] = better
+            changed = True
+    return changed
+
+
+def _told(error: str) -> str:
+    """The back end's error for the sender: without the names of rewritten definitions."""
+    line = error.strip().splitlines()[0] if error.strip() else "the grammar cannot be compiled"
+    if line.startswith("Unsatisfiable schema"):
+        return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
+    return line
 
 
 def _grammars(
