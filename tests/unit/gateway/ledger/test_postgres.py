@@ -1,0 +1,76 @@
+"""The same ledger and key store on a real PostgreSQL, where one is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.auth.key_store import KeyStore
+from gateway.config import KeyEntry
+from gateway.ledger.tables import open_ledger
+from gateway.ledger.usage import DIMENSIONS, usage
+
+from .test_writer import finished, rows, writer
+
+_BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    folder = _BINARIES[-1] if _BINARIES else Path(shutil.which("postgres") or "/nowhere").parent
+    if not (folder / "initdb").exists():
+        pytest.skip("PostgreSQL is not installed")
+    pytest.importorskip("psycopg")
+    # It refuses to run as root, and needs a directory of its own.
+    account: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory(prefix="millrace-pg-") as home:
+        if account:
+            shutil.chown(home, **account)
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": home}
+        subprocess.run(
+            [folder / "initdb", "-D", f"{home}/data", "-A", "trust", "-U", "millrace", "--no-sync"],
+            check=True,
+            **quiet,
+            **account,
+        )
+        options = f"-c listen_addresses='' -c unix_socket_directories='{home}' -c fsync=off"
+        control = [folder / "pg_ctl", "-D", f"{home}/data", "-w", "-o", options]
+        subprocess.run([*control, "start"], check=True, **quiet, **account)
+        yield f"postgresql+psycopg://millrace@/postgres?host={home}"
+        subprocess.run([*control, "-m", "immediate", "stop"], check=True, **quiet, **account)
+
+
+def test_ledger(url: str) -> None:
+    ledger = writer(url)
+    for name in ("r1", "r2"):
+        ledger.record(finished(name))
+    batch = [ledger._row(finished("r3"))]
+    assert ledger._write(batch)
+    assert ledger._write([*batch, ledger._row(finished("r4"))])
+    ledger.close()
+    engine = open_ledger(url)
+    assert [row["request_id"] for row in rows(engine)] == ["r1", "r2", "r3", "r4"]
+    for name in DIMENSIONS:
+        (row,) = usage(engine, [name], tenant="acme")
+        assert (row.num_requests, row.completion_tokens) == (4, 40)
+    engine.dispose()
+
+
+def test_keys(url: str) -> None:
+    store = KeyStore(url)
+    assert store.revision() == 0
+    store.create(KeyEntry(id="one", tenant="acme", hash="", monthly_tokens=5))
+    store.rotate("one", 3600)
+    store.revoke("one")
+    assert [(entry.id, entry.disabled, entry.monthly_tokens) for entry in store.entries()] == [
+        ("one", True, 5)
+    ] * 2
+    assert store.revision() == 3
+    store.close()
