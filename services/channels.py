@@ -20,7 +20,8 @@ CLIENT_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     # A peer that restarts is found again at once, not after two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In gRPC's core this is the time that one connection attempt is given, not a pause between attempts.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Two channels to the same address must not share a connection's flow control.
     ("grpc.use_local_subchannel_pool", 1),

@@ -72,6 +72,8 @@ def _serve(connection: CoreSocket) -> int:
     # What start-up left behind lives as long as the process; collections need not look at it again.
     gc.collect()
     gc.freeze()
+    # The first load report comes before readiness, so that whoever asks finds one.
+    loop.publish()
     connection.send(messages.Ready(memory, facts))
     try:
         loop.run()

@@ -74,6 +74,7 @@ class EngineLoop:
         self._clock = clock
         self._launched: _Launched | None = None
         self._checks: list[int] = []
+        self._totals: list[messages.StepTotals] = []
         self._last_step_id = 0
         self._stalled = False
         self.stopped = False
@@ -100,7 +101,7 @@ class EngineLoop:
                 self._launched = None
         except RunnerBroken as error:
             self._give_up(str(error))
-        self._publish()
+        self.publish()
         self._answer_checks()
 
     def _patience_s(self) -> float:
@@ -149,6 +150,7 @@ class EngineLoop:
         result = launched.wait()
         if not result.failure:
             self._scheduler.update(result, self._clock())
+            self._totals.append(_totals(launched.plan, result))
             return
         _log.warning("step %d failed: %s", result.step_id, result.failure)
         if self._scheduler.fail(result.step_id, result.failure, self._clock()) is Verdict.BROKEN:
@@ -166,20 +168,23 @@ class EngineLoop:
                 retry_after_s=5.0,
             )
         )
-        self._publish()
+        self.publish()
         self._mailbox.send(messages.Broken(cause))
         self.broken = True
         self.stopped = True
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Reports events and load."""
         self._mailbox.send(
             messages.StepDone(
                 self._last_step_id,
                 self._scheduler.take_events(),
                 self._scheduler.take_kv_events(),
                 self._scheduler.load(self._clock()),
+                tuple(self._totals),
             )
         )
+        self._totals.clear()
 
     def _answer_checks(self) -> None:
         if self._launched is not None or not self._checks or self.stopped:
@@ -201,3 +206,16 @@ class EngineLoop:
                 )
             )
         self._checks.clear()
+
+
+def _totals(plan: SchedulerOutput, result: StepResult) -> messages.StepTotals:
+    num_decodes = sum(
+        each.samples and each.num_tokens == 1 + len(each.draft_token_ids) for each in plan.scheduled
+    )
+    num_sequences = len(plan.scheduled)
+    kind = "mixed"
+    if num_decodes in {0, num_sequences}:
+        kind = "decode" if num_decodes else "prefill"
+    return messages.StepTotals(
+        kind=kind, num_tokens=plan.num_tokens, num_sequences=num_sequences, seconds=result.compute_s
+    )

@@ -74,6 +74,17 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
+class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and duration of the steps that ended since the last report; for metrics."""
+
+    # "prefill", "decode" or "mixed".
+    kind: str
+    num_tokens: int
+    num_sequences: int
+    # Forward and sampling.
+    seconds: float
+
+
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
     """Everything that happened in one step, or the load alone when idle."""
 
@@ -81,6 +92,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     events: list[TokenEvent]
     kv_events: tuple[KvEvent, ...]
     load: SchedulerLoad
+    totals: tuple[StepTotals, ...] = ()
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):

@@ -111,6 +111,8 @@ class Dispatcher:
             news = outputs.get(stream, [])
             if news or now - stream.last_sent_s > _QUIET_REPORT_S:
                 stream.put(step.step_id, news, load, now)
+                if not stream.is_open:
+                    self.close(stream)
 
     def core_lost(self, failure: RequestFailure) -> None:
         """The core is gone: every open request ends here."""

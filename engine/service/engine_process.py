@@ -14,7 +14,9 @@ from engine.core import messages
 from engine.service import convert
 from engine.service.core_client import CoreClient
 from engine.service.dispatcher import Dispatcher
+from engine.service.metrics import EngineMetrics
 from engine.types import RequestFailure
+from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.config import ModelConfig
 from services.errors import ConfigError, MillraceError, Reason
@@ -36,6 +38,7 @@ class EngineProcess:
         self.core = CoreClient(messages.Start(config, model), log_level=telemetry.config.log_level)
         self.core.on_report = self._take_report
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id)
+        self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._checks: dict[int, asyncio.Future[messages.Checked]] = {}
@@ -149,6 +152,8 @@ class EngineProcess:
     def _take_report(self, report: messages.Report) -> None:
         match report:
             case messages.StepDone():
+                # First the metrics: the dispatcher forgets requests that end.
+                self.metrics.step_done(report, self._tier_of)
                 self.dispatcher.step_done(report)
             case messages.Checked():
                 answer = self._checks.pop(report.token, None)
@@ -157,11 +162,16 @@ class EngineProcess:
             case messages.Progress(stage, fraction):
                 _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
             case messages.Ready():
+                self.metrics.ready(report.memory, self.model.served_name)
                 self._ready.set_result(report)
             case messages.Refused(message):
                 self._ready.set_exception(ConfigError(message))
             case messages.Broken(cause):
                 self._broken_cause = cause
+
+    def _tier_of(self, request_id: int) -> str:
+        opened = self.dispatcher.requests.get(request_id)
+        return "" if opened is None else opened.request.tier
 
     async def _listen(self) -> None:
         try:

@@ -46,7 +46,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See engine.proto."""
         hello = await self._read_hello(request_iterator)
         info = self._engine.info(accept_fingerprint=hello.vocabulary_fingerprint)
-        stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog)
+        handler = asyncio.current_task()
+        assert handler is not None
+        stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog, handler.cancel)
         dispatcher = self._engine.dispatcher
         dispatcher.open(stream)
         # The generator may be abandoned in the middle of a write; this runs in any case.

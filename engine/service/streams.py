@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from millrace.engine.v1 import engine_pb2
 
-from services.errors import MillraceError, Reason
+from services.errors import MillraceError
+
+_log = logging.getLogger(__name__)
 
 
 class GatewayStream:
     """One attached gateway. Messages wait in an outbox; one that grows too long ends the stream."""
 
-    def __init__(self, gateway: str, max_backlog: int) -> None:
+    def __init__(self, gateway: str, max_backlog: int, on_abandon: Callable[[], object]) -> None:
         self.gateway = gateway
+        self._on_abandon = on_abandon
         # Handle chosen by the gateway to request id, for requests that have not ended.
         self.requests: dict[int, int] = {}
         self.last_sent_s = 0.0
@@ -54,14 +58,19 @@ class GatewayStream:
         self._outbox.append(engine_pb2.AttachResponse(outputs=message))
         self._wake.set()
         if len(self._outbox) > self._max_backlog:
-            self._outbox.clear()
-            self.end(
-                MillraceError(
-                    Reason.CANCELLED,
-                    f"gateway {self.gateway!r} is more than {self._max_backlog} messages behind "
-                    "(engine.max_stream_backlog); the stream is ended and its requests are cancelled",
-                )
+            _log.warning(
+                "gateway %r is more than %d messages behind (engine.max_stream_backlog): its stream is ended "
+                "and its requests are cancelled",
+                self.gateway,
+                self._max_backlog,
             )
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the stream at once; the handler may be stuck in a write that nobody takes."""
+        self._closed = True
+        self._outbox.clear()
+        self._on_abandon()
 
     def end(self, error: MillraceError | None = None) -> None:
         """No more messages; those in the outbox are still sent, then the stream ends with `error`."""

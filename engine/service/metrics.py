@@ -1,0 +1,109 @@
+"""The engine's metrics, from what the core reports after every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib import metadata
+
+from engine.core import messages
+from engine.scheduler import SchedulerLoad
+from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, MemoryPlan, TokenEvent
+from engine.types.kv_events import BlocksEvicted
+from observability import names
+from observability.metrics import Metrics, set_build_info
+
+# Reasons for which a client, and not the model, ended a request.
+_CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
+
+
+class EngineMetrics:
+    """Writes one engine's gauges at every report and its counters at every event."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._num_preemptions = 0
+        # Families that alerts read exist from the start, at zero.
+        metrics.add(names.STEP_FAILURES, 0)
+        metrics.add(names.RECOMPUTED, 0)
+
+    def ready(self, memory: MemoryPlan, model: str) -> None:
+        """What does not change while the engine runs."""
+        set_build_info(self.metrics, names.ENGINE, metadata.version("millrace"), model)
+        self.metrics.set(
+            names.CACHE_INFO, 1, block_size=str(memory.block_size), num_blocks=str(memory.num_blocks)
+        )
+        # The endpoint picker wants the family even where no adapter is served.
+        self.metrics.set(
+            names.ADAPTERS_INFO,
+            time.time(),
+            max_lora="0",
+            running_lora_adapters="",
+            waiting_lora_adapters="",
+        )
+        for part, num_bytes in (
+            ("weights", memory.weights_bytes),
+            ("workspace", memory.workspace_bytes),
+            ("headroom", memory.headroom_bytes),
+            ("kv_cache", memory.kv_cache_bytes),
+        ):
+            self.metrics.set(names.MEMORY_PLAN, num_bytes, part=part)
+
+    def step_done(self, step: messages.StepDone, tier_of: Callable[[int], str]) -> None:
+        """Takes in one report. `tier_of` gives the tier of a request id; "" for one that is not known."""
+        self._take_load(step.load)
+        for event in step.events:
+            self._take_event(event, tier_of(event.request_id))
+        for change in step.kv_events:
+            if isinstance(change, BlocksEvicted):
+                self.metrics.add(names.EVICTIONS, len(change.block_hashes))
+        for totals in step.totals:
+            self.metrics.observe(names.STEP_SECONDS, totals.seconds, kind=totals.kind)
+            self.metrics.observe(names.STEP_TOKENS, totals.num_tokens)
+            self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences)
+
+    def _take_load(self, load: SchedulerLoad) -> None:
+        metrics = self.metrics
+        metrics.set(names.REQUESTS_RUNNING, load.num_running)
+        metrics.set(names.REQUESTS_WAITING, load.num_waiting)
+        metrics.set(names.OLDEST_WAIT, load.oldest_wait_s)
+        metrics.set(names.PENDING_PREFILL, load.pending_prefill_tokens)
+        used = load.num_total_blocks - load.num_free_blocks
+        metrics.set(names.KV_USAGE, used / max(1, load.num_total_blocks))
+        metrics.set(names.KV_BLOCKS, used, state="used")
+        metrics.set(names.KV_BLOCKS, load.num_free_blocks, state="free")
+        if load.num_preemptions > self._num_preemptions:
+            metrics.add(names.PREEMPTIONS, load.num_preemptions - self._num_preemptions)
+            self._num_preemptions = load.num_preemptions
+
+    def _take_event(self, event: TokenEvent, tier: str) -> None:
+        if event.token_ids:
+            self.metrics.add(names.GENERATED_TOKENS, len(event.token_ids), tier=tier)
+        if event.first_token is not None:
+            self._take_first_token(event.first_token, tier)
+        if event.statistics is not None:
+            self._take_statistics(event.statistics, tier)
+        if event.finish_reason in _CANCELLED:
+            self.metrics.add(names.ENGINE_CANCELLED, reason=_CANCELLED[event.finish_reason])
+        if event.failure is not None and event.failure.reason == "STEP_FAILED":
+            self.metrics.add(names.STEP_FAILURES)
+
+    def _take_first_token(self, first: FirstTokenTimings, tier: str) -> None:
+        metrics = self.metrics
+        metrics.observe(names.QUEUE_SECONDS, first.first_scheduled_s - first.arrival_s, tier=tier)
+        metrics.observe(names.PREFILL_SECONDS, first.prefill_end_s - first.first_scheduled_s, tier=tier)
+        computed = sum(num_tokens for _, _, num_tokens in first.prefill_chunks)
+        metrics.add(names.PREFIX_QUERIES, computed + first.cached_prompt_tokens)
+        metrics.add(names.PREFIX_HITS, first.cached_prompt_tokens)
+        metrics.add(names.PROMPT_TOKENS_DONE, computed, source="computed")
+        metrics.add(names.PROMPT_TOKENS_DONE, first.cached_prompt_tokens, source="cached")
+
+    def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
+        metrics = self.metrics
+        metrics.observe(names.DECODE_SECONDS, statistics.decode_s, tier=tier)
+        metrics.add(names.RECOMPUTED, statistics.recomputed_tokens)
+        metrics.add(names.DRAFTED, statistics.drafted_tokens)
+        metrics.add(names.ACCEPTED, statistics.accepted_tokens)
+        metrics.add(names.GRAMMAR_SECONDS, statistics.grammar_s)
+        for cause, seconds in statistics.delayed_by_s.items():
+            metrics.add(names.DELAYED_SECONDS, seconds, cause=cause, tier=tier)

@@ -1,0 +1,309 @@
+"""The engine over a real socket: streams, refusals, cancellation, drain and loss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from millrace.common.v1 import output_pb2
+from millrace.engine.v1 import engine_pb2
+
+from services.errors import MillraceError, Reason
+from services.status import from_rpc_error
+from tests.unit.engine.checked_runner import expected_token
+from tests.unit.engine.service.engine_client import Engine, Gateway, signed, start_engine, tokens
+
+PROMPT = list(range(10, 50))
+LOOP = pytest.mark.asyncio(loop_scope="module")
+pytestmark = LOOP
+
+FINISH = output_pb2.FinishReason
+
+
+def expected(count: int, *, prompt: list[int] = PROMPT, seed: int = 1, choice: int = 0) -> list[int]:
+    return [expected_token(tuple(prompt), seed, choice, position) for position in range(count)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[Engine]:
+    async with start_engine(SIMULATION__STEP_MS="1", MAX_STREAM_BACKLOG="200") as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def gateway(engine: Engine) -> AsyncIterator[Gateway]:
+    attached = Gateway(engine)
+    await attached.hello()
+    yield attached
+    attached.call.cancel()
+    books = await engine.wait_until_idle()
+    assert books.ok, books.violation
+    assert books.num_unreferenced_blocks == books.num_total_blocks
+    assert books.num_runner_states == 0
+
+
+async def test_info_names_what_is_served(engine: Engine) -> None:
+    info = await Gateway(engine, "whatever").hello()
+    assert info.model == "simulated"
+    assert info.vocabulary_fingerprint == "whatever"
+    assert info.block_size == 16
+    answer = await engine.stub.GetInfo(engine_pb2.GetInfoRequest())
+    assert answer.info.engine_id == info.engine_id
+    assert answer.load.num_total_blocks == info.num_blocks
+
+
+async def test_tokens_and_timings_of_one_request(gateway: Gateway) -> None:
+    await gateway.submit(7, PROMPT, max_tokens=5)
+    outputs = (await gateway.until_ended(1))[7, 0]
+    assert tokens(outputs) == expected(5)
+    assert outputs[0].HasField("first_token")
+    assert outputs[0].first_token.num_prefill_chunks == 1
+    assert not any(output.HasField("first_token") for output in outputs[1:])
+    assert outputs[-1].finish_reason == FINISH.FINISH_REASON_LENGTH
+    assert outputs[-1].statistics.num_steps == 5
+
+
+async def test_many_requests_at_once_share_each_steps_message(gateway: Gateway) -> None:
+    for handle in range(20):
+        await gateway.submit(handle, [*PROMPT, handle], max_tokens=30, seed=handle)
+    outputs = await gateway.until_ended(20)
+    for handle in range(20):
+        assert tokens(outputs[handle, 0]) == expected(30, prompt=[*PROMPT, handle], seed=handle)
+
+
+async def test_several_choices_and_log_probabilities(gateway: Gateway) -> None:
+    await gateway.submit(1, PROMPT, n=3, logprobs=2, prompt_logprobs=0)
+    outputs = await gateway.until_ended(3)
+    for choice in range(3):
+        assert tokens(outputs[1, choice]) == expected(4, choice=choice)
+        assert all(len(each.logprobs) == len(each.token_ids) for each in outputs[1, choice])
+    prompt_logprobs = [each for output in outputs[1, 0] for each in output.prompt_logprobs]
+    assert [each.token_id for each in prompt_logprobs] == PROMPT[1:]
+
+
+async def test_a_continued_request_yields_the_rest(gateway: Gateway) -> None:
+    await gateway.submit(1, PROMPT, max_tokens=8, output=expected(3))
+    outputs = await gateway.until_ended(1)
+    assert tokens(outputs[1, 0]) == expected(8)[3:]
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        (engine_pb2.CANCEL_REASON_CLIENT, FINISH.FINISH_REASON_CANCELLED),
+        (engine_pb2.CANCEL_REASON_STOP_STRING, FINISH.FINISH_REASON_STOP),
+    ],
+)
+async def test_cancelling_mid_stream_frees_the_blocks(gateway: Gateway, reason: int, finish: int) -> None:
+    await gateway.submit(1, PROMPT, max_tokens=10_000)
+    await gateway.read()
+    await gateway.cancel(1, reason)
+    outputs = await gateway.until_ended(1)
+    assert outputs[1, 0][-1].finish_reason == finish
+
+
+async def test_a_gateway_that_disconnects_takes_its_requests_along(engine: Engine) -> None:
+    leaving = Gateway(engine)
+    await leaving.hello()
+    for handle in range(5):
+        await leaving.submit(handle, PROMPT, max_tokens=10_000)
+    await leaving.read()
+    leaving.call.cancel()
+    books = await engine.wait_until_idle()
+    assert books.num_unreferenced_blocks == books.num_total_blocks
+    assert books.num_runner_states == 0
+
+
+async def test_half_closing_ends_the_stream_and_its_requests(engine: Engine) -> None:
+    leaving = Gateway(engine)
+    await leaving.hello()
+    await leaving.submit(1, PROMPT, max_tokens=10_000)
+    await leaving.read()
+    await leaving.call.done_writing()
+    assert await asyncio.wait_for(leaving.call.code(), 10) == grpc.StatusCode.OK
+    assert (await engine.wait_until_idle()).num_runner_states == 0
+
+
+async def test_a_bad_signature_is_refused_and_the_stream_goes_on(gateway: Gateway) -> None:
+    await gateway.submit(1, PROMPT, context=signed(secret=b"another secret entirely"))
+    refused = (await gateway.until_ended(1))[1, 0][0]
+    assert refused.error.reason == Reason.CONTEXT_SIGNATURE_INVALID
+    await gateway.submit(2, PROMPT)
+    assert tokens((await gateway.until_ended(1))[2, 0]) == expected(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "reason"),
+    [
+        ({"temperature": -1.0}, "sampling.temperature", Reason.INVALID_ARGUMENT),
+        ({"top_p": 0.0}, "sampling.top_p", Reason.INVALID_ARGUMENT),
+        ({"max_tokens": 0}, "sampling.max_tokens", Reason.INVALID_ARGUMENT),
+        ({"min_tokens": 9}, "sampling.min_tokens", Reason.INVALID_ARGUMENT),
+        ({"n": 1000}, "sampling.n", Reason.INVALID_ARGUMENT),
+        ({"logprobs": 99}, "sampling.logprobs", Reason.INVALID_ARGUMENT),
+        ({"logit_bias": {99_999_999: 1.0}}, "sampling.logit_bias", Reason.INVALID_ARGUMENT),
+        ({"stop_token_ids": [99_999_999]}, "sampling.stop_token_ids", Reason.INVALID_ARGUMENT),
+        ({"n": 2, "best_of": 1}, "sampling.best_of", Reason.INVALID_ARGUMENT),
+    ],
+)
+async def test_bad_options_are_refused_by_name(
+    gateway: Gateway, options: dict[str, object], field: str, reason: Reason
+) -> None:
+    await gateway.submit(3, PROMPT, **options)
+    refused = (await gateway.until_ended(1))[3, 0][0]
+    assert (refused.error.field, refused.error.reason) == (field, reason)
+    assert field in refused.error.message
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_the_limit(gateway: Gateway) -> None:
+    await gateway.submit(1, [1] * 40_000)
+    refused = (await gateway.until_ended(1))[1, 0][0]
+    assert refused.error.reason == Reason.CONTEXT_LENGTH_EXCEEDED
+    assert refused.error.metadata["limit_tokens"] == "32768"
+
+
+async def test_token_ids_outside_the_vocabulary_are_refused(gateway: Gateway) -> None:
+    await gateway.submit(1, [1, 2, 32_000])
+    refused = (await gateway.until_ended(1))[1, 0][0]
+    assert refused.error.field == "prompt_token_ids"
+
+
+async def test_a_deadline_that_has_passed_ends_the_request(gateway: Gateway) -> None:
+    past = time.time_ns() // 1_000_000 - 5
+    await gateway.submit(1, PROMPT, context=signed(deadline_unix_ms=past))
+    (output,) = (await gateway.until_ended(1))[1, 0]
+    assert output.finish_reason == FINISH.FINISH_REASON_DEADLINE
+
+
+async def test_streams_that_break_the_protocol_are_ended(engine: Engine) -> None:
+    silent = engine.stub.Attach()
+    await silent.write(engine_pb2.AttachRequest(cancel=engine_pb2.Cancel(handle=1)))
+    assert await silent.code() == grpc.StatusCode.INVALID_ARGUMENT
+    doubled = Gateway(engine)
+    await doubled.hello()
+    for _ in range(2):
+        await doubled.submit(1, PROMPT, max_tokens=10_000)
+    assert await doubled.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await engine.wait_until_idle()).num_runner_states == 0
+
+
+async def test_a_gateway_that_does_not_read_is_ended_and_others_are_not(
+    engine: Engine, gateway: Gateway
+) -> None:
+    deaf = Gateway(engine)
+    await deaf.hello()
+    # Large messages fill the transport's window; the outbox then grows to its limit.
+    for handle in range(40):
+        await deaf.submit(handle, PROMPT, max_tokens=10_000, logprobs=20)
+    books = await engine.wait_until_idle()
+    assert books.num_unreferenced_blocks == books.num_total_blocks
+    await gateway.submit(1, PROMPT)
+    assert tokens((await gateway.until_ended(1))[1, 0]) == expected(4)
+
+
+async def test_load_and_cache_events_reach_every_gateway(engine: Engine, gateway: Gateway) -> None:
+    other = Gateway(engine)
+    await other.hello()
+    seen: list[set[int]] = []
+    await gateway.submit(1, list(range(500, 548)))
+    for stream in (gateway, other):
+        stored: set[int] = set()
+        while len(stored) < 3:
+            message = await stream.read()
+            assert message.load.num_total_blocks
+            stored |= {each for event in message.kv_events for each in event.stored.block_hashes}
+        seen.append(stored)
+    assert seen[0] == seen[1]
+    other.call.cancel()
+
+
+async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.unit.engine.service.engine_client.MODEL_PATH", str(checkpoint))
+        async with start_engine() as engine:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await Gateway(engine, "another").hello()
+            error = from_rpc_error(refused.value)
+            assert isinstance(error, MillraceError)
+            assert error.reason is Reason.VOCABULARY_MISMATCH
+            info = await Gateway(engine, error.metadata["engine"]).hello()
+            assert info.vocabulary_fingerprint == error.metadata["engine"]
+
+
+async def test_a_poisoned_request_is_isolated_and_the_others_finish() -> None:
+    async with start_engine(SIMULATION__POISON_TOKEN_ID="666") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        for handle in range(6):
+            await gateway.submit(handle, [*PROMPT, 666 if handle == 3 else handle], max_tokens=20)
+        outputs = await gateway.until_ended(6)
+        assert outputs[3, 0][-1].error.reason == Reason.POISONED_REQUEST
+        for handle in (0, 1, 2, 4, 5):
+            assert tokens(outputs[handle, 0]) == expected(20, prompt=[*PROMPT, handle])
+        assert await engine.serving()
+        books = await engine.check()
+        assert books.ok, books.violation
+        assert books.num_unreferenced_blocks == books.num_total_blocks
+
+
+async def test_a_broken_runner_ends_every_stream_and_the_process() -> None:
+    async with start_engine(SIMULATION__BREAK_TOKEN_ID="666", SIMULATION__STEP_MS="5") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=10_000)
+        await gateway.read()
+        await gateway.submit(2, [*PROMPT, 666])
+        outputs = await gateway.until_ended(2)
+        assert {outputs[handle, 0][-1].error.reason for handle in (1, 2)} == {Reason.STEP_FAILED}
+        assert await gateway.call.code() == grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.wait_for(engine.process.wait(), 30) == 70
+
+
+async def test_killing_the_core_ends_every_stream_and_the_process() -> None:
+    async with start_engine(SIMULATION__STEP_MS="5") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=10_000)
+        await gateway.read()
+        os.kill(engine.core_pid, signal.SIGKILL)
+        outputs = await gateway.until_ended(1)
+        assert outputs[1, 0][-1].error.reason == Reason.ENGINE_LOST
+        assert await gateway.call.code() == grpc.StatusCode.UNAVAILABLE
+        assert not await engine.serving()
+        assert await asyncio.wait_for(engine.process.wait(), 30) == 70
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async with start_engine(SIMULATION__STEP_MS="5") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=100)
+        await gateway.read()
+        engine.process.terminate()
+        while await engine.serving():
+            pass
+        await gateway.submit(2, PROMPT)
+        outputs = await gateway.until_ended(2)
+        assert tokens(outputs[1, 0])[-1] == expected(100)[-1]
+        assert outputs[2, 0][-1].error.reason == Reason.DRAINING
+        assert await asyncio.wait_for(engine.process.wait(), 30) == 0
+
+
+async def test_the_drain_limit_ends_what_is_left() -> None:
+    async with start_engine(SIMULATION__STEP_MS="5") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=30_000)
+        await gateway.read()
+        answer = await engine.stub.Drain(engine_pb2.DrainRequest(limit_s=0.05))
+        assert answer.num_ended == 1
+        outputs = await gateway.until_ended(1)
+        assert outputs[1, 0][-1].error.reason == Reason.DRAINING

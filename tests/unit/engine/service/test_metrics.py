@@ -1,0 +1,112 @@
+"""What the core reports becomes the metrics that are declared."""
+
+from __future__ import annotations
+
+from engine.core.messages import StepDone, StepTotals
+from engine.scheduler import SchedulerLoad
+from engine.service.metrics import EngineMetrics
+from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, MemoryPlan, TokenEvent
+from engine.types.kv_events import BlocksEvicted, BlocksStored
+from observability import names
+from observability.metrics import Metrics
+
+LOAD = SchedulerLoad(
+    num_running=3,
+    num_waiting=2,
+    pending_prefill_tokens=40,
+    num_free_blocks=25,
+    num_total_blocks=100,
+    prefill_tokens_per_s=0.0,
+    decode_tokens_per_s=0.0,
+    oldest_wait_s=1.5,
+    num_preemptions=4,
+)
+
+
+def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def _taken(step: StepDone) -> Metrics:
+    metrics = Metrics()
+    EngineMetrics(metrics).step_done(step, lambda request_id: {7: "gold"}.get(request_id, ""))
+    return metrics
+
+
+def test_the_load_becomes_gauges_for_the_endpoint_picker() -> None:
+    metrics = _taken(StepDone(1, [], (), LOAD))
+    assert _value(metrics, names.REQUESTS_WAITING.name) == 2
+    assert _value(metrics, names.REQUESTS_RUNNING.name) == 3
+    assert _value(metrics, names.KV_USAGE.name) == 0.75
+    assert _value(metrics, names.OLDEST_WAIT.name) == 1.5
+    assert _value(metrics, names.KV_BLOCKS.name, state="free") == 25
+
+
+def test_counters_of_the_core_are_not_counted_twice() -> None:
+    metrics = Metrics()
+    engine = EngineMetrics(metrics)
+    for _ in range(3):
+        engine.step_done(StepDone(1, [], (), LOAD), lambda _: "")
+    assert _value(metrics, names.PREEMPTIONS.name) == 4
+
+
+def test_events_are_counted_under_the_tier_of_their_request() -> None:
+    first = FirstTokenTimings(
+        arrival_s=10.0,
+        first_scheduled_s=10.5,
+        prefill_end_s=11.5,
+        first_token_s=11.6,
+        cached_prompt_tokens=16,
+        prefill_chunks=((10.5, 11.0, 32), (11.0, 11.5, 8)),
+    )
+    statistics = ChoiceStatistics(
+        recomputed_tokens=5,
+        drafted_tokens=8,
+        accepted_tokens=6,
+        decode_s=2.0,
+        delayed_by_s={"kv_pressure": 0.25},
+    )
+    events = [
+        TokenEvent(request_id=7, token_ids=(1,), first_token=first),
+        TokenEvent(
+            request_id=7, token_ids=(2, 3), finish_reason=FinishReason.CANCELLED, statistics=statistics
+        ),
+    ]
+    metrics = _taken(StepDone(1, events, (), LOAD))
+    assert _value(metrics, names.GENERATED_TOKENS.name, tier="gold") == 3
+    assert _value(metrics, f"{names.QUEUE_SECONDS.name}_sum", tier="gold") == 0.5
+    assert _value(metrics, f"{names.PREFILL_SECONDS.name}_sum", tier="gold") == 1.0
+    assert _value(metrics, names.PREFIX_QUERIES.name) == 56
+    assert _value(metrics, names.PREFIX_HITS.name) == 16
+    assert _value(metrics, names.RECOMPUTED.name) == 5
+    assert _value(metrics, names.ACCEPTED.name) == 6
+    assert _value(metrics, names.DELAYED_SECONDS.name, cause="kv_pressure", tier="gold") == 0.25
+    assert _value(metrics, names.ENGINE_CANCELLED.name, reason="cancelled") == 1
+
+
+def test_steps_and_cache_changes_are_observed() -> None:
+    totals = StepTotals(kind="mixed", num_tokens=48, num_sequences=5, seconds=0.02)
+    changes = (BlocksStored((1, 2, 3)), BlocksEvicted((4, 5)))
+    metrics = _taken(StepDone(1, [], changes, LOAD, (totals,)))
+    assert _value(metrics, f"{names.STEP_SECONDS.name}_sum", kind="mixed") == 0.02
+    assert _value(metrics, f"{names.STEP_TOKENS.name}_sum") == 48
+    assert _value(metrics, f"{names.STEP_SEQUENCES.name}_sum") == 5
+    assert _value(metrics, names.EVICTIONS.name) == 2
+
+
+def test_the_memory_plan_is_exposed_once_ready() -> None:
+    metrics = Metrics()
+    memory = MemoryPlan(
+        total_bytes=1000,
+        weights_bytes=100,
+        workspace_bytes=200,
+        headroom_bytes=300,
+        kv_cache_bytes=400,
+        kv_bytes_per_token=1,
+        block_size=16,
+        num_blocks=25,
+        max_model_len=400,
+    )
+    EngineMetrics(metrics).ready(memory, "nano")
+    assert _value(metrics, names.MEMORY_PLAN.name, part="kv_cache") == 400
+    assert _value(metrics, names.CACHE_INFO.name, block_size="16", num_blocks="25") == 1
