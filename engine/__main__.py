@@ -51,17 +51,27 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
         await engine.stop()
         await server.stop(0)
         return 0
+    ready = f"ready engine grpc={config.listen.rpartition(':')[0]}:{server.port}"
     try:
         await starting
+        if config.metrics_listen:
+            ready += f" metrics={_serve_metrics(engine, config.metrics_listen)}"
     except BaseException:
         signalled.cancel()
         await engine.stop()
         await server.stop(0)
         raise
-    host = config.listen.rpartition(":")[0]
     await server.set_serving(True)
-    print(f"ready engine grpc={host}:{server.port}", flush=True)
+    print(ready, flush=True)
     return await _until_end(engine, server, signalled, config)
+
+
+def _serve_metrics(engine: EngineProcess, listen: str) -> str:
+    # On a daemon thread of its own, which ends with the process.
+    try:
+        return engine.metrics.metrics.serve(listen).address
+    except OSError as error:
+        raise ConfigError(f"engine.metrics_listen: {listen}: {error}") from error
 
 
 async def _until_end(

@@ -407,9 +407,6 @@ ADAPTERS_INFO = Metric(
     "Unix time of the last change; the labels name the adapters.",
     ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 )
-TIER_WAITING = Metric(
-    "millrace_engine_tier_requests_waiting", "gauge", "{request}", "Requests in the queue.", ("tier",)
-)
 OLDEST_WAIT = Metric(
     "millrace_engine_queue_oldest_age_seconds", "gauge", "s", "Age of the oldest request in the queue."
 )
@@ -462,7 +459,7 @@ PREFIX_QUERIES = Metric(
 )
 PREFIX_HITS = Metric("millrace_engine_prefix_cache_hits_total", "counter", "{token}", "Prompt tokens found.")
 PREEMPTIONS = Metric(
-    "millrace_engine_preemptions_total", "counter", "{preemption}", "Preemptions, by cause.", ("cause",)
+    "millrace_engine_preemptions_total", "counter", "{preemption}", "Sequences that lost their place."
 )
 RECOMPUTED = Metric(
     "millrace_engine_recomputed_tokens_total", "counter", "{token}", "Tokens computed again after preemption."
@@ -490,7 +487,9 @@ DELAYED_SECONDS = Metric(
     "Time that requests lost, by cause.",
     ("cause", "tier"),
 )
-STEP_FAILURES = Metric("millrace_engine_step_failures_total", "counter", "{step}", "Steps that failed.")
+STEP_FAILURES = Metric(
+    "millrace_engine_step_failures_total", "counter", "{request}", "Requests that a failed step ended."
+)
 MEMORY_PLAN = Metric(
     "millrace_engine_memory_plan_bytes",
     "gauge",
