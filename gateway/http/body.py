@@ -18,7 +18,7 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Body = TypeVar("Body")
 
 # msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`".
-_AT = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 

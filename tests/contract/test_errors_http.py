@@ -1,0 +1,174 @@
+"""Bad input in, OpenAI's error body out: the field is named, the status is the table's, the gateway stays well."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.errors import TABLE, Reason
+from tests.unit.gateway.rig.deployment import Deployment, deployed
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Deployment]:
+    async with deployed() as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# (body beyond model and messages, reason, field)
+CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
+    ({"temperature": 3}, Reason.INVALID_ARGUMENT, "temperature"),
+    ({"temperature": "hot"}, Reason.INVALID_ARGUMENT, "temperature"),
+    ({"top_p": 0}, Reason.INVALID_ARGUMENT, "top_p"),
+    ({"n": 0}, Reason.INVALID_ARGUMENT, "n"),
+    ({"n": 2, "temperature": 0}, Reason.INVALID_ARGUMENT, "n"),
+    ({"max_tokens": 0}, Reason.INVALID_ARGUMENT, "max_tokens"),
+    ({"max_completion_tokens": 100_000}, Reason.CONTEXT_LENGTH_EXCEEDED, "max_completion_tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, Reason.INVALID_ARGUMENT, "max_tokens"),
+    ({"stop": [""]}, Reason.INVALID_ARGUMENT, "stop"),
+    ({"stop": ["a"] * 17}, Reason.INVALID_ARGUMENT, "stop"),
+    ({"seed": -1}, Reason.INVALID_ARGUMENT, "seed"),
+    ({"logit_bias": {"7": 101}}, Reason.INVALID_ARGUMENT, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
+    ({"top_logprobs": 2}, Reason.INVALID_ARGUMENT, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, Reason.INVALID_ARGUMENT, "top_logprobs"),
+    ({"messages": []}, Reason.INVALID_ARGUMENT, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, Reason.INVALID_ARGUMENT, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, Reason.INVALID_ARGUMENT, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, Reason.INVALID_ARGUMENT, "messages[0].tool_call_id"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        Reason.UNSUPPORTED_FIELD,
+        "messages[0].content[0].type",
+    ),
+    ({"tool_choice": "required"}, Reason.INVALID_ARGUMENT, "tool_choice"),
+    ({"tools": [{"type": "custom"}]}, Reason.UNSUPPORTED_FIELD, "tools[0].type"),
+    ({"response_format": {"type": "xml"}}, Reason.INVALID_ARGUMENT, "response_format.type"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "impossible"}}}},
+        Reason.GRAMMAR_REFUSED,
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        Reason.INVALID_ARGUMENT,
+        "guided_regex",
+    ),
+    ({"stream_options": {"include_usage": True}}, Reason.INVALID_ARGUMENT, "stream_options"),
+    ({"service_tier": "platinum"}, Reason.TIER_NOT_ALLOWED, "service_tier"),
+    ({"model": "nobody"}, Reason.MODEL_NOT_FOUND, "model"),
+    ({"functions": [{"name": "f"}]}, Reason.UNSUPPORTED_FIELD, "functions"),
+    ({"store": True}, Reason.UNSUPPORTED_FIELD, "store"),
+    ({"modalities": ["audio"]}, Reason.UNSUPPORTED_FIELD, "modalities"),
+    ({"surprise": 1}, Reason.UNSUPPORTED_FIELD, "surprise"),
+    ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
+    ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
+    ({"metadata": {str(key): "" for key in range(17)}}, Reason.INVALID_ARGUMENT, "metadata"),
+    ({"best_of": 3, "stream": True}, Reason.INVALID_ARGUMENT, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("extra", "reason", "field"), CHAT_CASES, ids=lambda value: str(value)[:50])
+async def test_chat_names_the_field(
+    stack: Deployment, extra: dict[str, Any], reason: Reason, field: str
+) -> None:
+    response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, **extra})
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (reason.value, field), error["message"]
+    assert response.status_code == TABLE[reason].http_status
+    assert error["type"] == TABLE[reason].openai_type
+    assert field.split("[")[0].split(".")[-1] in error["message"] or reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert response.headers["x-request-id"] == "request-1"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": NaN}',
+        b'{"model": "tiny", "temperature": Infinity}',
+        b'{"model": "tiny", "messages": [], "temperature": 1e999}',
+        b"\xff\xfe{}",
+        b'{"model": "\xff"}',
+        b'{"metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b', "model": "tiny"}',
+    ],
+    ids=range(11),
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+async def test_what_is_not_a_request_is_refused(stack: Deployment, path: str, body: bytes) -> None:
+    response = await stack.http.post(path, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] in ("MALFORMED_BODY", "INVALID_ARGUMENT", "UNSUPPORTED_FIELD")
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [100_000]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_completions_name_the_field(stack: Deployment, extra: dict[str, Any], field: str) -> None:
+    response = await stack.http.post("/v1/completions", json={"model": "tiny", **extra})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+
+
+async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) -> None:
+    response = await stack.chat(prompt_cache_key="k", prediction=None, store=False, user="u")
+    assert response.status_code == 200
+    warnings = response.headers.get_list("x-millrace-warning")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("prompt_cache_key ")
+
+
+async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Deployment) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 1024 * 1024
+
+    response = await stack.http.post(CHAT, content=pieces())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "REQUEST_TOO_LARGE"
+
+
+async def test_wrong_paths_and_methods(stack: Deployment) -> None:
+    response = await stack.http.post("/v1/embeddings", json={})
+    assert response.status_code == 404
+    assert "embeddings" in response.json()["error"]["message"]
+    response = await stack.http.get(CHAT)
+    assert response.status_code == 405
+    assert response.headers["allow"]
+    assert response.json()["error"]["code"] == "METHOD_NOT_ALLOWED"
+
+
+async def test_requests_that_did_not_pass_the_edge_are_refused(stack: Deployment) -> None:
+    for header in ("", "forged", "AAAA"):
+        response = await stack.http.get("/v1/models", headers={"x-millrace-context": header})
+        assert response.status_code == 401
+
+
+async def test_nothing_is_left_behind(stack: Deployment) -> None:
+    assert stack.gateway.num_open == 0
+    assert (await stack.chat()).status_code == 200
