@@ -15,6 +15,9 @@ import yaml
 from envoy_api.service.auth.v3 import external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -98,8 +101,11 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
 class Edge:
     """Envoy and the gateway behind it, both on free ports."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **tables: dict[str, Any]) -> None:
+        """`tables` are merged over TABLES."""
         self.faces = Faces()
+        self.spans = InMemorySpanExporter()
+        self._tables = {name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in {*TABLES, *tables}}
         self.address = ""
         self.grpc = GrpcServer("127.0.0.1:0")
         self._folder = folder
@@ -116,8 +122,10 @@ class Edge:
 
     async def start(self, otlp_endpoint: str = "") -> None:
         """Starts the gateway's servers and then Envoy; returns when a request gets through."""
-        settings = load_settings(TABLES)
-        telemetry = Telemetry("gateway", ObservabilityConfig(), None)
+        settings = load_settings(self._tables)
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        telemetry = Telemetry("gateway", ObservabilityConfig(), provider)
         metrics = Metrics()
         directory = KeyDirectory(settings)
         store = MemoryLimitStore(lease_ttl_s=30, clock=unix_ms)
@@ -146,7 +154,7 @@ class Edge:
         while not self._http.started:
             await asyncio.sleep(0.01)
         http_port = self._http.servers[0].sockets[0].getsockname()[1]
-        tables = json.loads(json.dumps(TABLES))
+        tables = json.loads(json.dumps(self._tables))
         tables["envoy"]["gateway_grpc"] = [f"127.0.0.1:{self.grpc.port}"]
         tables["envoy"]["gateway_http"] = [f"127.0.0.1:{http_port}"]
         await self._start_envoy(build(load_settings(tables), otlp_endpoint))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -33,29 +30,12 @@ from gateway.limits.store import (
 LEASE_TTL_S = 0.3
 
 
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.skip("redis-server is not installed")
-    path = Path(tmp_path_factory.mktemp("redis")) / "socket"
-    process = subprocess.Popen(
-        [binary, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
-    while not path.exists():
-        assert process.poll() is None
-    yield f"unix://{path}"
-    process.terminate()
-    process.wait()
-
-
 @pytest_asyncio.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[LimitStore]:
     if request.param == "memory":
         yield MemoryLimitStore(lease_ttl_s=LEASE_TTL_S)
         return
-    url = request.getfixturevalue("redis_url")
+    url = request.getfixturevalue("redis_server").url
     with sync_redis.Redis.from_url(url) as client:
         client.flushall()
     store = RedisLimitStore(url, lease_ttl_s=LEASE_TTL_S, timeout_s=5)
