@@ -194,12 +194,9 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
 def _route(match: dict[str, Any], cluster: str, **fields: Any) -> dict[str, Any]:
     return {
         "match": match,
-        # No limit on the length of an answer; the idle time-out bounds silence.
-        "route": {
-            "cluster": cluster,
-            "timeout": "0s",
-            "max_stream_duration": {"grpc_timeout_header_max": "0s"},
-        },
+        # No limit on the length of an answer; the idle time-out bounds silence. A gRPC caller's own deadline
+        # is kept by the gateway, which says so in the status; Envoy would just reset the stream.
+        "route": {"cluster": cluster, "timeout": "0s"},
         "decorator": {"operation": str(names.ENVOY_INGRESS), "propagate": False},
         **fields,
     }

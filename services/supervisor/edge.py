@@ -15,6 +15,7 @@ from services.errors import ConfigError
 
 # Statistic that counts requests in flight from clients.
 _ACTIVE_REQUESTS = "downstream_rq_active"
+_PAUSE_S = 0.05
 
 
 def envoy_binary() -> Path:
@@ -47,21 +48,47 @@ async def render_configuration(config: Path | None, environment: Mapping[str, st
     return rendered
 
 
+async def wait_forwarding(address: str, limit_s: float) -> None:
+    """Returns when Envoy itself has found the gateways healthy, on both of their faces.
+
+    Raises TimeoutError after `limit_s` seconds.
+    """
+    base = f"http://{address.replace('0.0.0.0', '127.0.0.1').replace('[::]', '[::1]')}"
+    async with asyncio.timeout(limit_s), _client(base) as client:
+        # The gRPC face refuses a request without a key; the HTTP face tells its health to anybody.
+        while await _status(client, "/v1/models") != httpx.codes.UNAUTHORIZED:
+            await asyncio.sleep(_PAUSE_S)
+        while await _status(client, "/health") != httpx.codes.OK:
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _status(client: httpx.AsyncClient, path: str) -> int:
+    try:
+        return (await client.get(path)).status_code
+    except httpx.HTTPError:
+        return 0
+
+
 async def stop_accepting(admin: str) -> None:
     """Closes Envoy's listeners; requests in flight go on."""
-    async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=5.0, trust_env=False) as client:
+    async with _client(f"http://{admin}") as client:
         await client.post("/drain_listeners")
 
 
 async def wait_for_no_requests(admin: str, limit_s: float) -> None:
     """Returns when no client is in the middle of a request, or after `limit_s` seconds."""
-    async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=5.0, trust_env=False) as client:
+    async with _client(f"http://{admin}") as client:
         try:
             async with asyncio.timeout(limit_s):
                 while await _num_active(client) > 0:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(_PAUSE_S)
         except (TimeoutError, httpx.HTTPError):
             return
+
+
+def _client(base_url: str) -> httpx.AsyncClient:
+    # Nothing between this machine and itself is to be asked through a proxy.
+    return httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False)
 
 
 async def _num_active(client: httpx.AsyncClient) -> int:

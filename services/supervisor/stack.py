@@ -10,7 +10,12 @@ from collections.abc import Callable
 import httpx
 
 from services.supervisor.config import SupervisorConfig
-from services.supervisor.edge import render_configuration, stop_accepting, wait_for_no_requests
+from services.supervisor.edge import (
+    render_configuration,
+    stop_accepting,
+    wait_for_no_requests,
+    wait_forwarding,
+)
 from services.supervisor.health import wait_healthy
 from services.supervisor.layout import Layout
 from services.supervisor.process import ChildProcess, ProcessEnded, describe_code
@@ -20,6 +25,8 @@ from services.supervisor.state import ProcessState, RunState, own_create_time, r
 _CONFIG_EXIT = 2
 # Bytes on their way to slow clients get this long after the last gateway has finished.
 _FLUSH_LIMIT_S = 2.0
+# Envoy asks its gateways for their health several times a second.
+_FORWARD_LIMIT_S = 30.0
 
 
 class StartFailed(Exception):
@@ -65,6 +72,7 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 for child in self._children.values():
                     group.create_task(self._start_one(child, ready))
+            await wait_forwarding(self.layout.edge, _FORWARD_LIMIT_S)
         except* (ProcessEnded, TimeoutError, OSError) as failures:
             raise StartFailed(self._explain(failures.exceptions[0])) from failures
         self._write_state()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import openai
 import pytest
@@ -39,3 +39,15 @@ def stub(stack: Stack) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
 needs_weights = pytest.mark.skipif(
     not has_bundled_weights(), reason="the bundled model's weights are not here; tokens are simulated"
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the processes wrote belongs to the report of a test that failed."""
+    report = yield
+    if report.failed:
+        for name in ("shared_stack", "simulated"):
+            stack = getattr(item, "funcargs", {}).get(name)
+            if isinstance(stack, Stack):
+                report.sections.append((f"{name}: end of every log", stack.transcript()))
+    return report

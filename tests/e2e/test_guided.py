@@ -51,7 +51,7 @@ def test_json_schema_holds(client: openai.OpenAI, stack: Stack, name: str, seed:
     answer = client.chat.completions.create(
         model=stack.model,
         messages=ASK,
-        max_tokens=200,
+        max_tokens=1500,
         temperature=1.0,
         seed=seed,
         response_format=response_format(SCHEMAS[name], strict=True),
@@ -64,7 +64,7 @@ def test_json_object_is_an_object(client: openai.OpenAI, stack: Stack) -> None:
     answer = client.chat.completions.create(
         model=stack.model,
         messages=ASK,
-        max_tokens=400,
+        max_tokens=1500,
         temperature=0,
         response_format={"type": "json_object"},
     )
