@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.chat_format import segments
-from models.corpus import Document, documents
+from models.corpus import Document, Mixture, documents
 
 END_OF_TEXT_ID = 0
 TASK_WEIGHTS = {"story": 0.3, "copying": 0.5}
@@ -47,10 +47,10 @@ def encode(tokenizer: Tokenizer, document: Document) -> Row:
     return ids, weights
 
 
-def rows(tokenizer: Tokenizer, seed: int, num_tokens: int, recall_share: float) -> Iterator[Row]:
-    """Endless rows of `num_tokens` + 1 tokens, whole documents only, padded at the end."""
-    source = documents(seed, num_tokens, recall_share)
-    size = num_tokens + 1
+def rows(tokenizer: Tokenizer, mixture: Mixture, seed: int) -> Iterator[Row]:
+    """Endless rows of `sequence_length` + 1 tokens, whole documents only, padded at the end."""
+    source = documents(mixture, seed)
+    size = mixture.sequence_length + 1
     pool: list[Row] = []
     ids: list[int] = []
     weights: list[float] = []
@@ -69,11 +69,9 @@ def rows(tokenizer: Tokenizer, seed: int, num_tokens: int, recall_share: float) 
             ids, weights = ids + more_ids, weights + more_weights
 
 
-def batches(
-    tokenizer: Tokenizer, seed: int, num_rows: int, num_tokens: int, recall_share: float
-) -> Iterator[Batch]:
-    """Endless batches of `num_rows` x `num_tokens`."""
-    source = rows(tokenizer, seed, num_tokens, recall_share)
+def batches(tokenizer: Tokenizer, mixture: Mixture, seed: int, num_rows: int) -> Iterator[Batch]:
+    """Endless batches of `num_rows` x `sequence_length`."""
+    source = rows(tokenizer, mixture, seed)
     while True:
         chosen = [next(source) for _ in range(num_rows)]
         ids = torch.tensor([row[0] for row in chosen])

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from models.chat_format import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, segments
-from models.corpus import documents
+from models.corpus import Mixture, documents
 
 VOCABULARY_SIZE = 2048
 CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END, *(f"<|reserved_{index}|>" for index in range(7)))
@@ -28,7 +28,7 @@ SPLIT_PATTERN = (
 
 def corpus_text(num_documents: int, seed: int) -> Iterator[str]:
     """Text to learn merges from, without control and markup tokens."""
-    for document in islice(documents(seed, sequence_length=512, recall_share=0.35), num_documents):
+    for document in islice(documents(Mixture(sequence_length=512, recall_share=0.35), seed), num_documents):
         text = "".join(text for text, _ in segments(document))
         for token in CONTROL_TOKENS + MARKUP_TOKENS:
             text = text.replace(token, "")

@@ -24,6 +24,7 @@ from torch import Tensor
 from models.architecture import SHAPES, LanguageModel
 from models.batches import Batch, batches
 from models.checkpoint import export, import_weights
+from models.corpus import Mixture
 from models.optimizer import Optimizers
 from models.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -42,12 +43,23 @@ class Stage:
     tokens_per_step: int
 
 
-STAGES = (
+NANO_STAGES = (
     Stage(until=0.20, lengths={256: 1.0}, recall_share=0.6, tokens_per_step=6_144),
     Stage(until=0.45, lengths={512: 1.0}, recall_share=0.5, tokens_per_step=8_192),
-    Stage(until=0.70, lengths={512: 0.5, 1024: 0.5}, recall_share=0.5, tokens_per_step=8_192),
-    Stage(until=1.01, lengths={512: 0.45, 1024: 0.25, 2048: 0.3}, recall_share=0.45, tokens_per_step=8_192),
+    Stage(until=0.61, lengths={512: 0.5, 1024: 0.5}, recall_share=0.5, tokens_per_step=8_192),
+    Stage(
+        until=1.01,
+        lengths={256: 0.3, 512: 0.25, 1024: 0.15, 2048: 0.3},
+        recall_share=0.4,
+        tokens_per_step=4_096,
+    ),
 )
+DRAFT_STAGES = (
+    Stage(until=0.50, lengths={256: 1.0}, recall_share=0.5, tokens_per_step=6_144),
+    Stage(until=1.01, lengths={512: 0.7, 1024: 0.3}, recall_share=0.4, tokens_per_step=8_192),
+)
+"""Shorter rows: a draft only has to guess the easy tokens, and is trained for minutes."""
+CURRICULA = {"nano": NANO_STAGES, "draft": DRAFT_STAGES}
 
 
 @dataclass
@@ -67,12 +79,13 @@ class Run:
     tokenizer: Tokenizer
     folder: Path
     budget_s: float
+    stages: tuple[Stage, ...]
     teacher: LanguageModel | None = None
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.optimizers = Optimizers(self.model)
-        self.streams: dict[tuple[int, float], Iterator[Batch]] = {}
+        self.streams: dict[Mixture, Iterator[Batch]] = {}
         if self.state_path.exists():
             state = torch.load(self.state_path)
             self.model.load_state_dict(state["model"])
@@ -98,12 +111,14 @@ class Run:
         self.state_path.with_suffix(".new").replace(self.state_path)
         export(self.model, self.folder)
 
-    def next_batch(self, length: int, recall_share: float) -> Batch:
-        key = (length, recall_share)
-        if key not in self.streams:
+    def next_batch(self, stage: Stage) -> Batch:
+        """The next batch of one of the stage's lengths."""
+        (length,) = random.choices(list(stage.lengths), list(stage.lengths.values()))
+        mixture = Mixture(sequence_length=length, recall_share=stage.recall_share)
+        if mixture not in self.streams:
             seed = random.randrange(2**31)
-            self.streams[key] = batches(self.tokenizer, seed, NUM_ROWS[length], length, recall_share)
-        return next(self.streams[key])
+            self.streams[mixture] = batches(self.tokenizer, mixture, seed, NUM_ROWS[length])
+        return next(self.streams[mixture])
 
     def loss(self, batch: Batch) -> Tensor:
         """Weighted sum over trained positions: cross-entropy, or the divergence from the teacher when
@@ -119,11 +134,9 @@ class Run:
 
     def step(self, stage: Stage) -> float:
         """One update; returns the mean loss per weighted token."""
-        lengths = list(stage.lengths)
         total, weight, num_tokens = 0.0, 0.0, 0
         while num_tokens < stage.tokens_per_step:
-            length = random.choices(lengths, [stage.lengths[each] for each in lengths])[0]
-            batch = self.next_batch(length, stage.recall_share)
+            batch = self.next_batch(stage)
             loss = self.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total, weight = total + loss.item(), weight + batch.weights.sum().item()
@@ -147,7 +160,7 @@ def train(run: Run) -> None:
     saved_at, smooth = time.monotonic(), 0.0
     while run.fraction < 1.0:
         started = time.monotonic()
-        stage = next(stage for stage in STAGES if run.fraction < stage.until)
+        stage = next(stage for stage in run.stages if run.fraction < stage.until)
         loss = run.step(stage)
         run.progress.elapsed_s += time.monotonic() - started
         smooth = loss if smooth == 0.0 else 0.95 * smooth + 0.05 * loss
@@ -174,7 +187,6 @@ def main() -> None:
     )
     parser.add_argument("--teacher", type=Path, help="exported nano model to distil from")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
     folder: Path = arguments.run
     if not (folder / "tokenizer.json").exists():
         save_tokenizer(load_tokenizer(arguments.teacher) if arguments.teacher else train_tokenizer(), folder)
@@ -184,7 +196,9 @@ def main() -> None:
         teacher = LanguageModel(SHAPES["nano"]).requires_grad_(False)
         import_weights(teacher, arguments.teacher)
         teacher.compile_layers()
-    run = Run(model, load_tokenizer(folder), folder, arguments.minutes * 60, teacher)
+    run = Run(
+        model, load_tokenizer(folder), folder, arguments.minutes * 60, CURRICULA[arguments.shape], teacher
+    )
     model.compile_layers()
     train(run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from models.corpus import arithmetic, chat, extraction, facts, recall, stories, tools, wordplay
 from models.corpus.document import Document, Draw, Split
@@ -11,9 +12,9 @@ from models.corpus.thinking import with_thought
 Family = Callable[[Draw], Document]
 
 SHORT_FAMILIES: tuple[tuple[Family, float], ...] = (
-    (arithmetic.addition, 12),
-    (arithmetic.other_arithmetic, 7),
-    (extraction.extraction, 22),
+    (arithmetic.addition, 16),
+    (arithmetic.other_arithmetic, 12),
+    (extraction.extraction, 26),
     (extraction.list_extraction, 3),
     (tools.tool_use, 10),
     (facts.fact, 12),
@@ -26,28 +27,32 @@ SHORT_FAMILIES: tuple[tuple[Family, float], ...] = (
 )
 
 THINKING_SHARE = 0.04
+COPYING_SHARE = 0.15
+MEAN_SHORT_TOKENS = 90
 
 
-def documents(
-    seed: int, sequence_length: int, recall_share: float, split: Split = "train"
-) -> Iterator[Document]:
-    """An endless stream.
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """`recall_share` of the tokens (not of the documents) is recall or copying."""
 
-    `recall_share` of the tokens (not of the documents) is recall or copying in contexts that fill up to
-    `sequence_length` tokens.
-    """
+    sequence_length: int
+    recall_share: float
+
+
+def documents(mixture: Mixture, seed: int, split: Split = "train") -> Iterator[Document]:
+    """An endless stream; recall contexts fill up to `sequence_length` tokens."""
     draw = Draw(seed, split)
     families = [family for family, _ in SHORT_FAMILIES]
     weights = [weight for _, weight in SHORT_FAMILIES]
     num_recall, num_all = 0.0, 1.0
-    mean_short_tokens = 90
     while True:
-        if num_recall / num_all < recall_share:
-            size = int(sequence_length * draw.random.uniform(0.15, 0.75))
-            document = (recall.copying if draw.chance(0.15) else recall.recall)(draw, size)
+        if num_recall / num_all < mixture.recall_share:
+            size = int(mixture.sequence_length * draw.random.uniform(0.15, 0.75))
+            make = recall.copying if draw.chance(COPYING_SHARE) else recall.recall
+            document = make(draw, size)
             num_recall += size
             num_all += size
         else:
             document = draw.random.choices(families, weights)[0](draw)
-            num_all += mean_short_tokens
+            num_all += MEAN_SHORT_TOKENS
         yield with_thought(document) if draw.chance(THINKING_SHARE) else document
