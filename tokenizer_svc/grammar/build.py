@@ -30,7 +30,6 @@ from tokenizer_svc.types import (
     ResponseFormat,
 )
 
-
 # Definitions that are repaired one after the other.
 _MAX_REPAIRS = 12
 

@@ -7,7 +7,7 @@ from math import perm
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of, type_of_value
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, key_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
 # Arrangements written out for uniqueItems, and positions tried for contains.
@@ -22,7 +22,9 @@ def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema
         return True
     values = finite_values(context, node.get("items", True), place.at("items"))
     if values is None or "prefixItems" in node or isinstance(node.get("items"), list):
-        return context.give_up("uniqueItems", place, "has no exact equivalent unless the items are a small set")
+        return context.give_up(
+            "uniqueItems", place, "has no exact equivalent unless the items are a small set"
+        )
     most = min(len(values), longest if isinstance(longest, int) else len(values))
     least = node.get("minItems", 0)
     least = least if isinstance(least, int) else 0
@@ -30,9 +32,7 @@ def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema
         return context.give_up(
             "uniqueItems", place, f"more than {_MAX_ARRANGEMENTS} arrangements of {len(values)} values"
         )
-    arrangements = [
-        list(chosen) for size in range(least, most + 1) for chosen in permutations(values, size)
-    ]
+    arrangements = [list(chosen) for size in range(least, most + 1) for chosen in permutations(values, size)]
     return {"enum": arrangements} if arrangements else False
 
 
@@ -84,5 +84,3 @@ def contains(context: Context, node: dict[str, Any], place: Place) -> Schema:
             {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(longest)
         )
     return context.give_up("contains", place, "has no exact equivalent without a small maxItems")
-
-

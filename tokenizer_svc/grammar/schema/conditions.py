@@ -33,7 +33,7 @@ def dependencies(
     results = []
     for name, wanted in value.items():
         if isinstance(wanted, list):
-            present: Schema = {"required": [name, *wanted]}
+            present: Schema = {"required": list(dict.fromkeys([name, *wanted]))}
         else:
             asked = context.positive(wanted, place.at(keyword, name), types)
             present = all_of([{"required": [name]}, asked])
@@ -48,7 +48,9 @@ def for_objects(types: frozenset[str], schema: Schema) -> Schema:
     if schema is True or schema is False:
         restricted: Schema = {"type": "object"} if schema else False
     else:
-        restricted = all_of([{"type": "object"}, schema]) if "allOf" in schema else {"type": "object", **schema}
+        restricted = (
+            all_of([{"type": "object"}, schema]) if "allOf" in schema else {"type": "object", **schema}
+        )
     others = type_names(types - {"object"})
     if others is None:
         # Fractions without whole numbers have no name; they are left to the schemas around this one.

@@ -96,7 +96,9 @@ def disjoint(
     common = types & context.types_of(*left) & context.types_of(*right)
     if not common:
         return True
-    if _unions_apart(context, left, right, common, depth) or _unions_apart(context, right, left, common, depth):
+    if _unions_apart(context, left, right, common, depth) or _unions_apart(
+        context, right, left, common, depth
+    ):
         return True
     left_values, right_values = finite_values(context, *left), finite_values(context, *right)
     if left_values is not None and right_values is not None:
@@ -162,8 +164,12 @@ def _sizes_apart(first: View, second: View, least: str, most: str) -> bool:
 
 def _ranges_apart(first: View, second: View) -> bool:
     views = (first, second)
-    lower = max((each for view in views for each in view.numbers("minimum", "exclusiveMinimum")), default=None)
-    upper = min((each for view in views for each in view.numbers("maximum", "exclusiveMaximum")), default=None)
+    lower = max(
+        (each for view in views for each in view.numbers("minimum", "exclusiveMinimum")), default=None
+    )
+    upper = min(
+        (each for view in views for each in view.numbers("maximum", "exclusiveMaximum")), default=None
+    )
     if lower is None or upper is None:
         return False
     exclusive = lower in [x for view in views for x in view.numbers("exclusiveMinimum")] or upper in [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
@@ -66,8 +66,10 @@ class Document:
         self.root = root
         declared = root.get("$schema") if isinstance(root, dict) else None
         name = declared.rstrip("#") if isinstance(declared, str) else ""
-        self.draft = _DRAFT_OF.get(name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-"),
-                                   Draft.DRAFT2020_12)
+        self.draft = _DRAFT_OF.get(
+            name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-"),
+            Draft.DRAFT2020_12,
+        )
         self._resources: dict[str, Target] = {_BASE: Target(root, "", _BASE)}
         self._anchors: dict[tuple[str, str], Target] = {}
         self._found: dict[tuple[str, str], Target] = {}

@@ -95,7 +95,9 @@ def property_names(
         return
     pattern = name_pattern(allowed)
     if pattern is None or patterns:
-        context.give_up("propertyNames", place, "only a set of names, one pattern or one length is expressible")
+        context.give_up(
+            "propertyNames", place, "only a set of names, one pattern or one length is expressible"
+        )
         return
     out["properties"] = properties
     out["patternProperties"] = {pattern: rest}

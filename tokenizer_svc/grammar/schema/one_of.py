@@ -7,7 +7,7 @@ from typing import Any
 from tokenizer_svc.grammar.schema.context import Context, Place
 from tokenizer_svc.grammar.schema.disjoint import View, disjoint
 from tokenizer_svc.grammar.schema.negative import negative
-from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of
+from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
 
 def one_of(
@@ -23,9 +23,7 @@ def one_of(
         context.give_up("oneOf", place, "must be a list of schemas")
         return
     places = [place.at("oneOf", index) for index in range(len(value))]
-    branches = [
-        context.positive(each, inside, types) for each, inside in zip(value, places, strict=True)
-    ]
+    branches = [context.positive(each, inside, types) for each, inside in zip(value, places, strict=True)]
     live = [index for index, branch in enumerate(branches) if branch is not False]
     options = []
     for index in live:
@@ -36,12 +34,24 @@ def one_of(
             for other in live
             if other != index and not _apart(context, value, places, types, index, other)
         ]
-        options.append(all_of([branches[index], *others]))
+        options.append(all_of([branches[index], _all_of_unions(others)]))
     union = any_of(options)
     if isinstance(union, dict) and set(union) == {"anyOf"} and "anyOf" not in out:
         out["anyOf"] = union["anyOf"]
     else:
         extra.append(union)
+
+
+def _all_of_unions(unions: list[Schema]) -> Schema:
+    """Their intersection, with the options that all of them share taken out: each would multiply."""
+    if len(unions) < 2 or not all(isinstance(each, dict) and set(each) == {"anyOf"} for each in unions):
+        return all_of(unions)
+    keyed = [{key_of(option): option for option in union["anyOf"]} for union in unions]
+    shared = set(keyed[0]).intersection(*keyed[1:])
+    if not shared:
+        return all_of(unions)
+    rest = all_of(any_of(option for key, option in each.items() if key not in shared) for each in keyed)
+    return any_of([*(keyed[0][key] for key in keyed[0] if key in shared), rest])
 
 
 def _apart(

@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
+from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
 from tokenizer_svc.grammar.schema.document import Draft, Target
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, types_of_keyword
+from tokenizer_svc.grammar.schema.shapes import (
+    ALL_TYPES,
+    Schema,
+    all_of,
+    any_of,
+    type_names,
+    types_of_keyword,
+)
 from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, split_lookaheads
 
 # Copied as they are.
@@ -29,6 +37,9 @@ _REWRITTEN = frozenset(
         "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
+_BY_CASES = frozenset(
+    {"if", "not", "oneOf", "allOf", "dependencies", "dependentRequired", "dependentSchemas"}
+)
 # Values of a listing that are tried one by one.
 _MAX_FILTERED = 500
 # First drafts of keywords that older ones do not have; there they are annotations.
@@ -64,6 +75,8 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
         return closing
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
+    if "object" in types and any(keyword in node for keyword in _BY_CASES):
+        node = _without_cases(context, node, place, types, extra)
     for keyword, value in node.items():
         if keyword in _SINCE and context.document.draft < _SINCE[keyword]:
             continue
@@ -86,6 +99,40 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
         unevaluated_properties(context, node, place, out, extra)
     count_properties(context, place, types, out, extra)
     return all_of([out, *extra])
+
+
+def _without_cases(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], extra: list[Schema]
+) -> dict[str, Any]:
+    """The node without the conditions that were written as finite cases; these go to `extra`."""
+    others = type_names(types - {"object"})
+    if others is None:
+        return node
+    gathered = gather(context, node, place)
+    if not gathered.keywords and not gathered.members:
+        return node
+    for keyword in gathered.keywords:
+        context.met(keyword, place)
+    for index in gathered.members:
+        for keyword in node["allOf"][index]:
+            context.met(keyword, place.at("allOf", index))
+    union = gathered.union
+    if others:
+        # Other values are not concerned by cases of properties; the conditions are taken one by one.
+        taken = {key: node[key] for key in gathered.keywords}
+        members = [
+            each if index in gathered.members else True for index, each in enumerate(node.get("allOf", ()))
+        ]
+        general = context.positive({**taken, "allOf": members}, place, types - {"object"})
+        union = any_of([union, all_of([{"type": others}, general])])
+    extra.append(union)
+    rest = {key: value for key, value in node.items() if key not in gathered.keywords}
+    if gathered.members:
+        # Places of the remaining members do not change: a taken one is true.
+        rest["allOf"] = [
+            True if index in gathered.members else each for index, each in enumerate(node["allOf"])
+        ]
+    return rest
 
 
 def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
@@ -142,7 +189,9 @@ def _nested(
             out[keyword] = value
         elif value in STANDARD_FORMATS:
             context.met(keyword, place)
-            extra.append({"type": "string", "pattern": STANDARD_FORMATS[value]} if "string" in types else True)
+            extra.append(
+                {"type": "string", "pattern": STANDARD_FORMATS[value]} if "string" in types else True
+            )
 
 
 def _any_type(context: Context, node: Any, place: Place) -> Schema:
@@ -155,7 +204,7 @@ def _items(
     """Arrays of schemas are written as prefixItems, and what follows them as items, for every draft."""
     context.met(keyword, place)
     is_list = isinstance(node.get("items"), list)
-    if keyword == "items" and is_list or keyword == "prefixItems" and isinstance(value, list):
+    if (keyword == "items" and is_list) or (keyword == "prefixItems" and isinstance(value, list)):
         out["prefixItems"] = [
             _any_type(context, each, place.at(keyword, index)) for index, each in enumerate(value)
         ]
@@ -211,7 +260,11 @@ def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schem
 def has_constraints(node: dict[str, Any]) -> bool:
     """Whether there is anything that constrains beside $ref."""
     return any(
-        key in _COPIED or key in _REWRITTEN or key in _SCHEMA_MAPS or key in _SCHEMA_LISTS or key in _BESIDE_REF
+        key in _COPIED
+        or key in _REWRITTEN
+        or key in _SCHEMA_MAPS
+        or key in _SCHEMA_LISTS
+        or key in _BESIDE_REF
         for key in node
     )
 

@@ -42,7 +42,9 @@ def _without(schema: dict[str, Any], name: str) -> Schema:
         if isinstance(node, dict):
             if node.get("$ref") == target:
                 return False
-            return {key: value if key in ("enum", "const") else replaced(value) for key, value in node.items()}
+            return {
+                key: value if key in ("enum", "const") else replaced(value) for key, value in node.items()
+            }
         return [replaced(each) for each in node] if isinstance(node, list) else node
 
     definitions = {key: replaced(value) for key, value in schema["$defs"].items() if key != name}

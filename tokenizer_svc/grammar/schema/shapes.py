@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ Schema = Any
 FRACTION = "fraction"
 ALL_TYPES = frozenset({"null", "boolean", "integer", FRACTION, "string", "array", "object"})
 NUMBERS = frozenset({"integer", FRACTION})
+# A number written with a fraction or an exponent.
+_WHOLE_FLOAT = re.compile(r"[0-9](?:\.[0-9]|e[+-]?[0-9])")
 _NAMES = ("null", "boolean", "string", "array", "object")
 
 
@@ -57,41 +60,39 @@ def type_names(types: frozenset[str]) -> list[str] | None:
 
 def any_of(options: Iterable[Schema]) -> Schema:
     """The union; True and False simplify."""
-    flat: dict[str, Schema] = {}
+    flat: list[Schema] = []
     for option in options:
         if option is True or option == {}:
             return True
-        if option is False:
-            continue
-        nested = option["anyOf"] if set(option) == {"anyOf"} else [option]
-        for each in nested:
-            flat.setdefault(key_of(each), each)
-    if not flat:
-        return False
-    values = list(flat.values())
-    return values[0] if len(values) == 1 else {"anyOf": values}
+        if option is not False:
+            flat += option["anyOf"] if set(option) == {"anyOf"} else [option]
+    return _joined("anyOf", flat, False)
 
 
 def all_of(parts: Iterable[Schema]) -> Schema:
     """The intersection; True and False simplify."""
-    flat: dict[str, Schema] = {}
+    flat: list[Schema] = []
     for part in parts:
         if part is False:
             return False
-        if part is True or part == {}:
-            continue
-        nested = part["allOf"] if set(part) == {"allOf"} else [part]
-        for each in nested:
-            flat.setdefault(key_of(each), each)
-    if not flat:
-        return True
-    values = list(flat.values())
-    return values[0] if len(values) == 1 else {"allOf": values}
+        if part is not True and part != {}:
+            flat += part["allOf"] if set(part) == {"allOf"} else [part]
+    return _joined("allOf", flat, True)
+
+
+def _joined(keyword: str, schemas: list[Schema], empty: bool) -> Schema:
+    if len(schemas) > 1:
+        schemas = list({key_of(each): each for each in schemas}.values())
+    if not schemas:
+        return empty
+    return schemas[0] if len(schemas) == 1 else {keyword: schemas}
 
 
 def key_of(value: Any) -> str:
     """Equal for equal JSON values, whatever the order of keys; 1 and 1.0 are equal, 1 and true are not."""
-    return json.dumps(_canonical(value), sort_keys=True)
+    text = json.dumps(value, sort_keys=True)
+    # Only texts with a fraction that is none need another look.
+    return json.dumps(_canonical(value), sort_keys=True) if _WHOLE_FLOAT.search(text) else text
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,0 +1,357 @@
+"""Conditions over finite cases: which properties are there, and which of a few values they have.
+
+Several conditions on one object multiply when each is written as a union of its own. Most ask only whether
+properties are there or equal to listed values; then the object has few cases, in each of which every
+condition is decided, and the union of the cases is small and free of contradictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.document import Draft
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, key_of, type_of_value
+
+_MAX_CASES = 96
+_MAX_VALUES = 40
+
+ABSENT, OTHER = "absent", "other"
+# What is known of properties so far: ABSENT, OTHER or the key of a listed value.
+Known = dict[str, str]
+# True, False, or the name of a property that has to be known first.
+Verdict = bool | str
+Test = Callable[[Known], Verdict]
+
+
+# Possible cells of properties, and what else holds then.
+_Leaf = tuple[dict[str, frozenset[str]], tuple[Schema, ...]]
+
+
+class _TooMany(Exception):
+    pass
+
+
+class Rule:
+    """A condition and what follows; `then` and `otherwise` are made when a case needs them, once."""
+
+    def __init__(self, test: Test, then: Callable[[], Schema], otherwise: Callable[[], Schema]) -> None:
+        self.test = test
+        self._make = {True: then, False: otherwise}
+        self._made: dict[bool, Schema] = {}
+
+    def outcome(self, met: bool) -> Schema:
+        """What holds when the condition is met, or is not."""
+        if met not in self._made:
+            self._made[met] = self._make[met]()
+        return self._made[met]
+
+
+class Cases:
+    """Collects rules about the properties of one object, and writes them as a union of cases."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._values: dict[str, dict[str, Any]] = {}
+        self._rules: list[Rule] = []
+        self._num_leaves = 0
+
+    def add(
+        self, condition: Any, place: Place, then: Callable[[], Schema], otherwise: Callable[[], Schema]
+    ) -> bool:
+        """Adds a rule; False when its condition asks for more than presence and listed values."""
+        test = self.test(condition, place)
+        if test is not None:
+            self._rules.append(Rule(test, then, otherwise))
+        return test is not None
+
+    def add_test(self, test: Test) -> None:
+        """Adds a condition that must hold."""
+        self._rules.append(Rule(test, lambda: True, lambda: False))
+
+    @property
+    def num_rules(self) -> int:
+        """Rules so far."""
+        return len(self._rules)
+
+    def test(self, node: Any, place: Place, depth: int = 0) -> Test | None:
+        """The condition as a decision over properties; None when it is more than that."""
+        if isinstance(node, bool):
+            return lambda known: node
+        if not isinstance(node, dict) or depth > 8:
+            return None
+        tests: list[Test] = []
+        for keyword, value in node.items():
+            found = self._keyword(keyword, value, node, place, depth)
+            if found is None:
+                return None
+            tests += found
+        return lambda known: _all(tests, known)
+
+    def _keyword(
+        self, keyword: str, value: Any, node: dict[str, Any], place: Place, depth: int
+    ) -> list[Test] | None:
+        found: list[Test | None] = []
+        match keyword:
+            case "required" if isinstance(value, list):
+                found = [_present(name) for name in value]
+            case "properties" if isinstance(value, dict):
+                found = [
+                    self._property(name, rule, place.at("properties", name), depth)
+                    for name, rule in value.items()
+                ]
+            case "allOf" | "anyOf" if isinstance(value, list):
+                parts = [self.test(each, place, depth + 1) for each in value]
+                if any(part is None for part in parts):
+                    return None
+                join = _all if keyword == "allOf" else _any
+                found = [lambda known: join([part for part in parts if part is not None], known)]
+            case "not":
+                inner = self.test(value, place, depth + 1)
+                found = [None if inner is None else _negated(inner)]
+            case "type" if value in ("object", ["object"]):
+                pass
+            case _ if keyword in _ANNOTATIONS:
+                pass
+            case _:
+                return None
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
+
+    def _property(self, name: str, rule: Any, place: Place, depth: int) -> Test | None:
+        """The property is absent, or its value is (or is not) one of a list."""
+        if rule is False or rule == {"not": {}} or rule == {"not": True}:
+            return _negated(_present(name))
+        if rule is True or rule == {}:
+            return lambda known: True
+        if not isinstance(rule, dict):
+            return None
+        constraints = {key: value for key, value in rule.items() if key not in _ANNOTATIONS}
+        if set(constraints) == {"not"}:
+            inner = self._property(name, constraints["not"], place, depth + 1)
+            if inner is None:
+                return None
+            present, negated = _present(name), _negated(inner)
+            return lambda known: _any([_negated(present), negated], known)
+        if not constraints or not set(constraints) <= {"const", "enum", "type"}:
+            return None
+        if "const" not in constraints and not isinstance(constraints.get("enum"), list):
+            return None
+        values = [constraints["const"]] if "const" in constraints else constraints["enum"]
+        types = self._context.types_of(rule, place)
+        keys = {key_of(value): value for value in values if type_of_value(value) in types}
+        listed = self._values.setdefault(name, {})
+        listed.update(keys)
+        return lambda known: (known[name] == ABSENT or known[name] in keys) if name in known else name
+
+    def union(self) -> Schema | None:
+        """The cases, or None when they are too many."""
+        if sum(map(len, self._values.values())) > _MAX_VALUES:
+            return None
+        try:
+            leaves = self._split({}, self._rules, ())
+        except _TooMany:
+            return None
+        return any_of(all_of([self._described(cells), *outcome]) for cells, outcome in leaves)
+
+    def _split(self, known: Known, open_rules: list[Rule], decided: tuple[Schema, ...]) -> list[_Leaf]:
+        remaining: list[Rule] = []
+        asked = ""
+        for rule in open_rules:
+            verdict = rule.test(known)
+            if isinstance(verdict, str):
+                asked = asked or verdict
+                remaining.append(rule)
+                continue
+            outcome = rule.outcome(verdict)
+            if outcome is False:
+                return []
+            if outcome is not True:
+                decided = (*decided, outcome)
+        if not asked:
+            self._num_leaves += 1
+            if self._num_leaves > _MAX_CASES * 8:
+                raise _TooMany
+            return [({}, decided)]
+        # Values of the asked property that lead to the same further cases are one case.
+        groups: list[tuple[set[str], list[_Leaf]]] = []
+        for cell in [ABSENT, *self._values.get(asked, {}), OTHER]:
+            leaves = self._split({**known, asked: cell}, remaining, decided)
+            for cells, others in groups:
+                if _same_leaves(leaves, others):
+                    cells.add(cell)
+                    break
+            else:
+                groups.append(({cell}, leaves))
+        if len(groups) == 1:
+            return groups[0][1]
+        merged = [
+            ({asked: frozenset(cells), **others}, outcome)
+            for cells, leaves in groups
+            for others, outcome in leaves
+        ]
+        if len(merged) > _MAX_CASES:
+            raise _TooMany
+        return merged
+
+    def _described(self, cells: dict[str, frozenset[str]]) -> Schema:
+        properties: dict[str, Schema] = {}
+        required = []
+        for name, possible in cells.items():
+            listed = self._values.get(name, {})
+            if ABSENT not in possible:
+                required.append(name)
+            if possible == {ABSENT}:
+                properties[name] = False
+            elif OTHER not in possible:
+                properties[name] = {"enum": [value for key, value in listed.items() if key in possible]}
+            else:
+                excluded = [value for key, value in listed.items() if key not in possible]
+                if excluded:
+                    outside = self._context.negative({"enum": excluded}, Place("", ""), ALL_TYPES)
+                    properties[name] = outside
+        schema: dict[str, Schema] = {"type": "object"}
+        schema |= {"properties": properties} if properties else {}
+        schema |= {"required": required} if required else {}
+        return schema
+
+
+def gather(context: Context, node: dict[str, Any], place: Place) -> Gathered:
+    """Takes the conditions of an object's schema, and of its allOf, that are decided by finite cases."""
+    cases = Cases(context)
+    taken = Gathered()
+    types = frozenset({"object"})
+    _take(cases, context, node, place, types, taken.keywords)
+    for index, each in enumerate(node.get("allOf", ())):
+        if isinstance(each, dict) and not set(each) - _CONDITIONAL - _ANNOTATIONS:
+            keywords: set[str] = set()
+            _take(cases, context, each, place.at("allOf", index), types, keywords)
+            if keywords >= set(each) - _ANNOTATIONS:
+                taken.members.add(index)
+            elif keywords:
+                # Half of it cannot be taken: leave everything to the general way.
+                return Gathered()
+    if cases.num_rules < 2 and "oneOf" not in taken.keywords:
+        return Gathered()
+    union = cases.union()
+    if union is None:
+        return Gathered()
+    taken.union = union
+    return taken
+
+
+class Gathered:
+    """Keywords and members of allOf that `union` stands for."""
+
+    def __init__(self) -> None:
+        self.keywords: set[str] = set()
+        self.members: set[int] = set()
+        self.union: Schema = True
+
+
+def _take(
+    cases: Cases, context: Context, node: dict[str, Any], place: Place, types: frozenset[str], taken: set[str]
+) -> None:
+    if "if" in node and context.document.draft >= Draft.DRAFT7 and ("then" in node or "else" in node):
+        then, otherwise = (
+            lambda: context.positive(node.get("then", True), place.at("then"), types),
+            lambda: context.positive(node.get("else", True), place.at("else"), types),
+        )
+        if cases.add(node["if"], place.at("if"), then, otherwise):
+            taken |= {"if", "then", "else"} & set(node)
+    if "not" in node and (test := cases.test(node["not"], place.at("not"))) is not None:
+        cases.add_test(_negated(test))
+        taken.add("not")
+    if isinstance(node.get("oneOf"), list):
+        tests = [cases.test(each, place.at("oneOf", index)) for index, each in enumerate(node["oneOf"])]
+        known = [test for test in tests if test is not None]
+        if known and len(known) == len(tests):
+            cases.add_test(lambda values: _exactly_one(known, values))
+            taken.add("oneOf")
+    for keyword, since in _DEPENDENCIES.items():
+        if isinstance(node.get(keyword), dict) and context.document.draft >= since:
+            _take_dependencies(cases, context, node[keyword], place.at(keyword), types)
+            taken.add(keyword)
+
+
+def _take_dependencies(
+    cases: Cases, context: Context, value: dict[str, Any], place: Place, types: frozenset[str]
+) -> None:
+    for name, wanted in value.items():
+        rule = {"required": wanted} if isinstance(wanted, list) else wanted
+        inside = place.at(name)
+        test = cases.test(rule, inside)
+        if test is not None:
+            absent = _negated(_present(name))
+            cases.add_test(lambda known, absent=absent, test=test: _any([absent, test], known))
+        else:
+            then = lambda rule=rule, inside=inside: context.positive(rule, inside, types)  # noqa: E731
+            cases.add({"required": [name]}, inside, then, lambda: True)
+
+
+def _exactly_one(tests: list[Test], known: Known) -> Verdict:
+    asked = ""
+    matched = 0
+    for test in tests:
+        verdict = test(known)
+        if isinstance(verdict, str):
+            asked = asked or verdict
+        else:
+            matched += verdict
+    if matched > 1:
+        return False
+    return asked or matched == 1
+
+
+def _same_leaves(one: list[_Leaf], other: list[_Leaf]) -> bool:
+    return len(one) == len(other) and all(
+        first[0] == second[0]
+        and len(first[1]) == len(second[1])
+        and all(a is b for a, b in zip(first[1], second[1], strict=True))
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+_CONDITIONAL = frozenset(
+    {"if", "then", "else", "not", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"}
+)
+_DEPENDENCIES = {
+    "dependencies": Draft.DRAFT4,
+    "dependentRequired": Draft.DRAFT2019_09,
+    "dependentSchemas": Draft.DRAFT2019_09,
+}
+_ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "readOnly", "writeOnly"})
+
+
+def _present(name: str) -> Test:
+    return lambda known: known[name] != ABSENT if name in known else name
+
+
+def _negated(test: Test) -> Test:
+    def result(known: Known) -> Verdict:
+        verdict = test(known)
+        return verdict if isinstance(verdict, str) else not verdict
+
+    return result
+
+
+def _all(tests: list[Test], known: Known) -> Verdict:
+    asked: Verdict = True
+    for test in tests:
+        verdict = test(known)
+        if verdict is False:
+            return False
+        if isinstance(verdict, str):
+            asked = asked if isinstance(asked, str) else verdict
+    return asked
+
+
+def _any(tests: list[Test], known: Known) -> Verdict:
+    asked: Verdict = False
+    for test in tests:
+        verdict = test(known)
+        if verdict is True:
+            return True
+        if isinstance(verdict, str):
+            asked = asked if isinstance(asked, str) else verdict
+    return asked
