@@ -1,5 +1,6 @@
 #!/bin/bash
-# Runs before Envoy is told to end: refuses new connections, then waits until no request is in flight.
+# Runs before Envoy is told to end: sends clients elsewhere, then waits until no request is in flight. Envoy's
+# --drain-time-s says for how long it still takes new connections.
 # usage: drain.sh [ADMIN_PORT [LIMIT_S]]
 port=${1:-9901}
 limit_s=${2:-900}

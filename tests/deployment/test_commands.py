@@ -68,7 +68,8 @@ class Deployment:
             text = text.replace(path, str(folder))
         if image is not None:
             text = image.locate(text)
-        return self.network.translate(text, here)
+        # Envoy's configuration is rendered with the deployment's own addresses and moved as a whole.
+        return text if here == "configure" else self.network.translate(text, here)
 
     def start(self, name: str, dockerfile: str, argv: list[str], variables: Mapping[str, str]) -> Container:
         """Starts a container of one of our images."""
@@ -299,6 +300,7 @@ def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) 
     envoy = _container(manifests, "envoy")
     command = [*envoy["command"], *envoy["args"]]
     edge = deployment.start_envoy(command, deployment.mounts["/etc/envoy/edge"] / "envoy.yaml")
+    assert command[command.index("--drain-time-s") + 1] == "10"
     probe = envoy["readinessProbe"]["httpGet"]
     (port,) = [port["containerPort"] for port in envoy["ports"] if port["name"] == probe["port"]]
     _wait_http(f"http://127.0.0.1:{deployment.network.port('envoy', port)}{probe['path']}")
@@ -307,7 +309,7 @@ def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) 
 
 
 def _drain(deployment: Deployment, envoy: dict[str, Any]) -> None:
-    """The preStop script: Envoy takes no new connection, and the script returns once nothing is in flight."""
+    """The preStop script returns once nothing is in flight, and Envoy then takes no new connections."""
     command = envoy["lifecycle"]["preStop"]["exec"]["command"]
     assert command == ["/bin/bash", "/opt/scripts/drain.sh"]
     admin = deployment.network.port("envoy", 9901)
