@@ -82,6 +82,22 @@ class Endpoint:
                 await exchange.respond_error(unexpected())
 
 
+class Application:
+    """Sends the generating endpoints straight to their handlers: Starlette's layers would wrap every write.
+
+    Starlette has the same routes as well and answers everything else, wrong methods included.
+    """
+
+    def __init__(self, direct: Mapping[tuple[str, str], Endpoint], rest: Starlette) -> None:
+        self._direct = direct
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        endpoint = self._direct.get((scope.get("method", ""), scope.get("path", "")))
+        await (endpoint or self._rest)(scope, receive, send)
+
+
 def build_app(
     pipeline: Callable[[], Pipeline],
     callers: CallerVerifier,
@@ -89,7 +105,7 @@ def build_app(
     not_ready: Callable[[], str],
     *,
     max_body_bytes: int,
-) -> Starlette:
+) -> Application:
     """The application of one gateway process.
 
     `pipeline` raises what to answer while there is none yet; `not_ready` says what is missing, "" for
@@ -110,7 +126,7 @@ def build_app(
     def route(path: str, method: str, handler: Handler) -> Route:
         return Route(path, Endpoint(callers, handler), methods=[method])
 
-    return Starlette(
+    rest = Starlette(
         routes=[
             route("/v1/chat/completions", "POST", generate.chat),
             route("/v1/completions", "POST", generate.complete),
@@ -122,6 +138,13 @@ def build_app(
             Route("/metrics", expose, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},
+    )
+    return Application(
+        {
+            ("POST", "/v1/chat/completions"): Endpoint(callers, generate.chat),
+            ("POST", "/v1/completions"): Endpoint(callers, generate.complete),
+        },
+        rest,
     )
 
 

@@ -6,6 +6,7 @@ header. Nothing is ignored in silence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import msgspec
@@ -107,15 +108,19 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _NAMES = Unserved.__struct_fields__
+_values = operator.attrgetter(*_NAMES)
+_UNSET = _values(Unserved())
 
 
 def check_unserved(body: Unserved) -> list[str]:
     """Warnings for fields without effect; raises UNSUPPORTED_FIELD for one that asks for what is not
     served.
     """
+    if _values(body) == _UNSET:
+        return []
     warnings = []
-    for name in _NAMES:
-        raw = bytes(getattr(body, name))
+    for name, value in zip(_NAMES, _values(body), strict=True):
+        raw = bytes(value)
         if raw in _NULL or raw in HARMLESS.get(name, ()):
             continue
         if name in WITHOUT_EFFECT:

@@ -37,6 +37,8 @@ class HttpServer:
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                # Envoy is the only peer; client addresses are in its log.
+                proxy_headers=False,
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from opentelemetry.context import Context
@@ -321,7 +322,9 @@ class _Call:
         self._telemetry = telemetry
 
     def span_below(self, name: SpanName, attributes: Mapping[str, Any] | None = None) -> Any:
-        """A current span around a block."""
+        """A current span around a block; the request's own where it is not recorded."""
+        if not self.span.is_recording():
+            return nullcontext(self.span)
         return self._telemetry.span(name, parent=self.trace, attributes=attributes)
 
 
