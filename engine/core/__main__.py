@@ -55,15 +55,28 @@ def make_scheduler(config: EngineConfig, model: ModelConfig, memory: MemoryPlan)
     )
 
 
+class ProgressReport:
+    """Passes on the stages of start-up, but not every tensor of them."""
+
+    def __init__(self, connection: CoreSocket) -> None:
+        self._connection = connection
+        self._stage = ""
+        self._reported = 0.0
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """A part of a stage is done; reported when the stage is new, done, or another tenth further."""
+        if stage != self._stage or fraction - self._reported >= 0.1 or fraction >= 1 > self._reported:
+            self._stage, self._reported = stage, fraction
+            self._connection.send(messages.Progress(stage, fraction))
+
+
 def _serve(connection: CoreSocket) -> int:
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
     name = "simulated" if config.simulated else "torch"
     builder: Builder = importlib.import_module(RUNNERS[name]).build
     try:
-        runner, memory, facts = builder(
-            config, model, lambda stage, fraction: connection.send(messages.Progress(stage, fraction))
-        )
+        runner, memory, facts = builder(config, model, ProgressReport(connection))
     except ConfigError as error:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG

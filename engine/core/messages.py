@@ -5,8 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.scheduler import SchedulerLoad
-from engine.types import FinishReason, KvEvent, MemoryPlan, ModelFacts, Request, RequestFailure, TokenEvent
+from engine.types import (
+    FinishReason,
+    KvEvent,
+    MemoryPlan,
+    ModelFacts,
+    Request,
+    RequestFailure,
+    SchedulerLoad,
+    TokenEvent,
+)
 from services.config import ModelConfig
 
 # Front to core.

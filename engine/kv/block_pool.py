@@ -36,6 +36,11 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_evictable(self) -> int:
+        """Unreferenced blocks that are registered under a hash."""
+        return len(self._evictable)
+
+    @property
     def num_cached(self) -> int:
         """Blocks registered under a hash, referenced or not."""
         return len(self._cached)

@@ -61,6 +61,11 @@ class KvCache:
         return self._pool.num_available
 
     @property
+    def num_evictable(self) -> int:
+        """Blocks that no sequence holds and whose content can be reused."""
+        return self._pool.num_evictable
+
+    @property
     def has_host_tier(self) -> bool:
         """Whether evicted content may be kept in host memory."""
         return self._host.num_blocks > 0

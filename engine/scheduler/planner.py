@@ -75,6 +75,8 @@ class Planner:
         self._state = state
         self._config = state.config
         self._next_step_id = 1
+        # What held up the last candidate that could not be admitted; everyone behind it waits for the same.
+        self._blocked_by = ""
 
     def plan(self, now: float, allowed: frozenset[int] | None = None) -> SchedulerOutput:
         """The next step. Empty when nobody can compute anything and nothing needs to be released."""
@@ -91,6 +93,7 @@ class Planner:
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
         copies, offloads, restores = state.cache.take_transfers()
+        state.totals.offloaded_blocks += len(offloads)
         plan = SchedulerOutput(
             step_id=draft.step_id,
             new_sequences=tuple(draft.new.values()),
@@ -225,7 +228,7 @@ class Planner:
             skipped.add(sequence.sequence_id)
             return True
         if len(state.running) >= self._config.max_num_seqs and not self._displace_one(draft, sequence):
-            sequence.waits_for("batch_full", draft.now)
+            self._block(draft, sequence, self._who_fills_the_batch(sequence))
             if state.waiting.is_aged_turn(sequence, draft.now):
                 # Waits for the next free slot without keeping higher tiers from displacing.
                 skipped.add(sequence.sequence_id)
@@ -241,7 +244,7 @@ class Planner:
             # Displacing changed what is referenced.
             start, prefix = self._starting_point(draft, sequence)
             if not displaced or not self._has_blocks(sequence, prefix):
-                sequence.waits_for("kv_pressure", draft.now)
+                self._block(draft, sequence, "kv_pressure")
                 return False
         self._admit(draft, sequence, start, prefix)
         return True
@@ -258,6 +261,14 @@ class Planner:
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
         prefix = cache.find_prefix(sequence.hasher, sequence.num_known)
         return prefix.num_blocks * cache.block_size, prefix
+
+    def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:
+        sequence.waits_for(cause, draft.now)
+        self._blocked_by = cause
+
+    def _who_fills_the_batch(self, sequence: Sequence) -> str:
+        higher = all(running.priority > sequence.priority for running in self._state.running)
+        return "higher_tier" if higher else "batch_full"
 
     @staticmethod
     def _can_fork(draft: PlanDraft, sequence: Sequence) -> bool:
@@ -334,8 +345,15 @@ class Planner:
             draft.fork_parents.add(sequence.fork_parent.sequence_id)
         else:
             state.cache.adopt(sequence.table, prefix)
+            totals = state.totals
+            totals.prefix_queried_tokens += sequence.num_known
+            totals.prefix_hit_tokens += len(prefix.device_blocks) * state.cache.block_size
+            totals.restored_tokens += len(prefix.host_hashes) * state.cache.block_size
+            totals.restored_blocks += len(prefix.host_hashes)
         sequence.fork_parent = None
         state.cache.prepare_write(sequence.table, start, sequence.num_known)
+        if not sequence.waiting_for:
+            sequence.waiting_for = self._blocked_by
         sequence.stops_waiting(now)
         sequence.num_computed = sequence.num_confirmed = start
         sequence.prefill_end = sequence.num_known
@@ -392,6 +410,8 @@ class Planner:
         )
         if row.is_prefill:
             sequence.recomputed_tokens += num_tokens - fresh
+            state.totals.recomputed_tokens += num_tokens - fresh
+            state.totals.computed_prompt_tokens += fresh
             weight = sequence.group.request.weight
             state.counters.charge(account_of(sequence), weight, fresh, 0)
         sequence.num_computed = end

@@ -12,7 +12,7 @@ longer than `aging_s`. Whatever the load of higher tiers, every request is admit
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from engine.config import SchedulerConfig
@@ -42,6 +42,7 @@ class WaitingQueue:
         # All members in order of joining, for aging.
         self._members: OrderedDict[int, Sequence] = OrderedDict()
         self._num_by_priority: dict[int, int] = {}
+        self.num_by_tier: Counter[str] = Counter()
         self._num_admitted = 0
         # Tokens to compute per member, as they were when it joined.
         self._tokens: dict[int, int] = {}
@@ -68,6 +69,7 @@ class WaitingQueue:
             heapq.heappush(heap, (deadline or _NO_DEADLINE, sequence.order, sequence))
         self._members[sequence.sequence_id] = sequence
         self._num_by_priority[priority] = self._num_by_priority.get(priority, 0) + 1
+        self.num_by_tier[sequence.group.request.tier] += 1
         self._tokens[sequence.sequence_id] = sequence.num_known
         self.pending_tokens += sequence.num_known
 
@@ -77,6 +79,7 @@ class WaitingQueue:
         self._num_by_priority[sequence.priority] -= 1
         if not self._num_by_priority[sequence.priority]:
             del self._num_by_priority[sequence.priority]
+        self.num_by_tier[sequence.group.request.tier] -= 1
         self.pending_tokens -= self._tokens.pop(sequence.sequence_id)
 
     def peek(self, now: float, skipped: set[int]) -> Sequence | None:

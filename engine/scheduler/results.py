@@ -6,7 +6,14 @@ from engine.scheduler.pace import StepPace
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
-from engine.types import FinishReason, RequestFailure, SequenceResult, StepResult, TokenEvent, TokenLogprobs
+from engine.types import (
+    FinishReason,
+    RequestFailure,
+    SequenceResult,
+    StepResult,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 _NOTHING = SequenceResult(sequence_id=-1, token_ids=())
 
@@ -24,7 +31,8 @@ class ResultHandler:
         # Overlapped steps are planned before the device is free for them.
         started = max(step.planned_s, self._last_result_s)
         self._last_result_s = now
-        self.pace.observe(step.rows.values(), result.compute_s or now - started)
+        seconds = result.compute_s or now - started
+        self.pace.observe(step.rows.values(), seconds)
         long_share = self._long_share(step)
         results = {each.sequence_id: each for each in result.results}
         prefill_end = max(started, now - result.sampling_s)
@@ -62,6 +70,8 @@ class ResultHandler:
         num_rejected = len(row.draft_token_ids) - outcome.num_accepted if row.draft_token_ids else 0
         sequence.drafted_tokens += len(row.draft_token_ids)
         sequence.accepted_tokens += outcome.num_accepted
+        self._state.totals.drafted_tokens += len(row.draft_token_ids)
+        self._state.totals.accepted_tokens += outcome.num_accepted
         token_ids, reason, stop_token_id = self._accept(sequence, outcome)
         self._confirm(row, num_rejected)
         request = sequence.group.request

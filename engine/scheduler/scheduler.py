@@ -22,24 +22,11 @@ from engine.types import (
     MemoryPlan,
     Request,
     RequestFailure,
+    SchedulerLoad,
     SchedulerOutput,
     StepResult,
     TokenEvent,
 )
-
-
-class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What routers need to know, between two steps."""
-
-    num_running: int
-    num_waiting: int
-    pending_prefill_tokens: int
-    num_free_blocks: int
-    num_total_blocks: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    oldest_wait_s: float
-    num_preemptions: int
 
 
 class Scheduler:
@@ -149,6 +136,7 @@ class Scheduler:
         assert step.step_id == step_id, f"failure of step {step_id}, expected {step.step_id}"
         if step.void:
             return Verdict.RETRY
+        self._state.totals.failed_steps += 1
         return self._isolation.failed(step, cause, now)
 
     @property
@@ -205,14 +193,16 @@ class Scheduler:
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
+            waiting_by_tier=dict(state.waiting.num_by_tier),
             pending_prefill_tokens=state.waiting.pending_tokens
             + sum(sequence.remaining_prefill for sequence in state.running),
             num_free_blocks=state.cache.num_available,
+            num_cached_blocks=state.cache.num_evictable,
             num_total_blocks=state.cache.num_blocks,
             prefill_tokens_per_s=pace.prefill_tokens_per_s,
             decode_tokens_per_s=pace.decode_tokens_per_s,
             oldest_wait_s=now - oldest.group.request.arrival_s if oldest else 0.0,
-            num_preemptions=state.num_preemptions,
+            counters=state.totals,
         )
 
     def check_invariants(self) -> None:

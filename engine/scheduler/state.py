@@ -13,7 +13,7 @@ from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.group import RequestGroup
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import Sequence, Status
-from engine.types import FinishReason, MemoryPlan, RequestFailure, TokenEvent
+from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class SchedulerState:
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     pace: CompletionPace = field(default_factory=CompletionPace)
-    num_preemptions: int = 0
+    totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
         self.counters = VirtualTokenCounters(self.config.output_token_cost)
@@ -93,7 +93,7 @@ class SchedulerState:
         sequence.waiting_for, sequence.waiting_since_s = cause, now
         if counts:
             sequence.num_preemptions += 1
-            self.num_preemptions += 1
+            self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
             if sequence.num_preemptions >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.holds_reservation = True

@@ -9,7 +9,6 @@ import msgspec
 from millrace.common.v1 import context_pb2, error_pb2, grammar_pb2, output_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 
-from engine.scheduler import SchedulerLoad
 from engine.types import (
     BlocksStored,
     ChoiceStatistics,
@@ -21,6 +20,7 @@ from engine.types import (
     Request,
     RequestFailure,
     SamplingParams,
+    SchedulerLoad,
     TokenEvent,
     TokenLogprobs,
 )

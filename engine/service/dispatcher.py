@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from millrace.engine.v1 import engine_pb2
 
 from engine.core import messages
-from engine.scheduler import SchedulerLoad
 from engine.service import convert
 from engine.service.spans import RequestTrace
 from engine.service.streams import GatewayStream
-from engine.types import FinishReason, Request, RequestFailure, TokenEvent
+from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.tracing import Telemetry
 
 # A gateway without news hears of load and cache changes this often, in seconds.

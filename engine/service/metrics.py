@@ -6,9 +6,18 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 
+import psutil
+
 from engine.core import messages
-from engine.scheduler import SchedulerLoad
-from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, MemoryPlan, TokenEvent
+from engine.types import (
+    ChoiceStatistics,
+    FinishReason,
+    FirstTokenTimings,
+    MemoryPlan,
+    SchedulerCounters,
+    SchedulerLoad,
+    TokenEvent,
+)
 from engine.types.kv_events import BlocksEvicted
 from observability import names
 from observability.metrics import Metrics, set_build_info
@@ -17,18 +26,27 @@ from observability.metrics import Metrics, set_build_info
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
 
 
+def _resident_bytes(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_info().rss)
+    except psutil.Error:
+        return 0.0
+
+
 class EngineMetrics:
     """Writes one engine's gauges at every report and its counters at every event."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self._num_preemptions = 0
+        self._counted = SchedulerCounters()
         # Families that alerts read exist from the start, at zero.
         metrics.add(names.STEP_FAILURES, 0)
         metrics.add(names.RECOMPUTED, 0)
 
-    def ready(self, memory: MemoryPlan, model: str) -> None:
-        """What does not change while the engine runs."""
+    def ready(self, memory: MemoryPlan, model: str, core_pid: int) -> None:
+        """What does not change while the engine runs, and the core's real memory, read at every scrape."""
+        core = psutil.Process(core_pid)
+        self.metrics.set_function(names.MEMORY_PLAN, lambda: _resident_bytes(core), part="resident")
         set_build_info(self.metrics, names.ENGINE, metadata.version("millrace"), model)
         self.metrics.set(
             names.CACHE_INFO, 1, block_size=str(memory.block_size), num_blocks=str(memory.num_blocks)
@@ -71,10 +89,35 @@ class EngineMetrics:
         used = load.num_total_blocks - load.num_free_blocks
         metrics.set(names.KV_USAGE, used / max(1, load.num_total_blocks))
         metrics.set(names.KV_BLOCKS, used, state="used")
-        metrics.set(names.KV_BLOCKS, load.num_free_blocks, state="free")
-        if load.num_preemptions > self._num_preemptions:
-            metrics.add(names.PREEMPTIONS, load.num_preemptions - self._num_preemptions)
-            self._num_preemptions = load.num_preemptions
+        metrics.set(names.KV_BLOCKS, load.num_cached_blocks, state="cached")
+        metrics.set(names.KV_BLOCKS, load.num_free_blocks - load.num_cached_blocks, state="free")
+        self._take_counters(load.counters)
+
+    def _take_counters(self, counters: SchedulerCounters) -> None:
+        """Adds what happened since the last report; the core counts from its start."""
+        before, self._counted = self._counted, counters
+        preemptions = sum(counters.preemptions.values()) - sum(before.preemptions.values())
+        for metric, more in (
+            (names.PREEMPTIONS, preemptions),
+            (names.PREFIX_QUERIES, counters.prefix_queried_tokens - before.prefix_queried_tokens),
+            (names.PREFIX_HITS, counters.prefix_hit_tokens - before.prefix_hit_tokens),
+            (names.RECOMPUTED, counters.recomputed_tokens - before.recomputed_tokens),
+        ):
+            if more:
+                self.metrics.add(metric, more)
+        for source, more in (
+            ("computed", counters.computed_prompt_tokens - before.computed_prompt_tokens),
+            ("cached", counters.prefix_hit_tokens - before.prefix_hit_tokens),
+            ("restored", counters.restored_tokens - before.restored_tokens),
+        ):
+            if more:
+                self.metrics.add(names.PROMPT_TOKENS_DONE, more, source=source)
+        for direction, more in (
+            ("out", counters.offloaded_blocks - before.offloaded_blocks),
+            ("in", counters.restored_blocks - before.restored_blocks),
+        ):
+            if more:
+                self.metrics.add(names.OFFLOADED, more, direction=direction)
 
     def _take_event(self, event: TokenEvent, tier: str) -> None:
         if event.token_ids:
@@ -92,16 +135,10 @@ class EngineMetrics:
         metrics = self.metrics
         metrics.observe(names.QUEUE_SECONDS, first.first_scheduled_s - first.arrival_s, tier=tier)
         metrics.observe(names.PREFILL_SECONDS, first.prefill_end_s - first.first_scheduled_s, tier=tier)
-        computed = sum(num_tokens for _, _, num_tokens in first.prefill_chunks)
-        metrics.add(names.PREFIX_QUERIES, computed + first.cached_prompt_tokens)
-        metrics.add(names.PREFIX_HITS, first.cached_prompt_tokens)
-        metrics.add(names.PROMPT_TOKENS_DONE, computed, source="computed")
-        metrics.add(names.PROMPT_TOKENS_DONE, first.cached_prompt_tokens, source="cached")
 
     def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
         metrics = self.metrics
         metrics.observe(names.DECODE_SECONDS, statistics.decode_s, tier=tier)
-        metrics.add(names.RECOMPUTED, statistics.recomputed_tokens)
         metrics.add(names.DRAFTED, statistics.drafted_tokens)
         metrics.add(names.ACCEPTED, statistics.accepted_tokens)
         metrics.add(names.GRAMMAR_SECONDS, statistics.grammar_s)

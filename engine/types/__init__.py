@@ -6,6 +6,7 @@ process without a second declaration. Times are seconds of CLOCK_MONOTONIC unles
 
 from engine.types.events import ChoiceStatistics, FinishReason, FirstTokenTimings, RequestFailure, TokenEvent
 from engine.types.kv_events import BlocksEvicted, BlocksStored, KvEvent
+from engine.types.load import SchedulerCounters, SchedulerLoad
 from engine.types.memory import MemoryPlan
 from engine.types.model_facts import ModelFacts
 from engine.types.request import GrammarSpec, Request
@@ -27,6 +28,8 @@ __all__ = [
     "RequestFailure",
     "SamplingParams",
     "ScheduledSequence",
+    "SchedulerCounters",
+    "SchedulerLoad",
     "SchedulerOutput",
     "SequenceResult",
     "StepResult",

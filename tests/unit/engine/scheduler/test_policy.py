@@ -163,7 +163,7 @@ def test_kv_pressure_preempts_the_lowest_rank_and_everybody_finishes() -> None:
     driver.run()
     driver.check_everything()
     assert all(driver.tokens(each) == driver.expected(each) for each in requests)
-    assert driver.scheduler.load(driver.now).num_preemptions > 0
+    assert driver.scheduler.load(driver.now).counters.preemptions["kv_pressure"] > 0
 
 
 @pytest.mark.parametrize("max_preemptions", [1, 3])

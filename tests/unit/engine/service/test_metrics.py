@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 from engine.core.messages import StepDone, StepTotals
-from engine.scheduler import SchedulerLoad
 from engine.service.metrics import EngineMetrics
-from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, MemoryPlan, TokenEvent
+from engine.types import (
+    ChoiceStatistics,
+    FinishReason,
+    FirstTokenTimings,
+    MemoryPlan,
+    SchedulerCounters,
+    SchedulerLoad,
+    TokenEvent,
+)
 from engine.types.kv_events import BlocksEvicted, BlocksStored
 from observability import names
 from observability.metrics import Metrics
@@ -13,13 +22,24 @@ from observability.metrics import Metrics
 LOAD = SchedulerLoad(
     num_running=3,
     num_waiting=2,
+    waiting_by_tier={"gold": 2},
     pending_prefill_tokens=40,
     num_free_blocks=25,
+    num_cached_blocks=15,
     num_total_blocks=100,
     prefill_tokens_per_s=0.0,
     decode_tokens_per_s=0.0,
     oldest_wait_s=1.5,
-    num_preemptions=4,
+    counters=SchedulerCounters(
+        prefix_queried_tokens=56,
+        prefix_hit_tokens=16,
+        restored_tokens=4,
+        computed_prompt_tokens=36,
+        recomputed_tokens=5,
+        offloaded_blocks=7,
+        restored_blocks=2,
+        preemptions={"kv_pressure": 3, "preemption": 1},
+    ),
 )
 
 
@@ -39,7 +59,8 @@ def test_the_load_becomes_gauges_for_the_endpoint_picker() -> None:
     assert _value(metrics, names.REQUESTS_RUNNING.name) == 3
     assert _value(metrics, names.KV_USAGE.name) == 0.75
     assert _value(metrics, names.OLDEST_WAIT.name) == 1.5
-    assert _value(metrics, names.KV_BLOCKS.name, state="free") == 25
+    assert _value(metrics, names.KV_BLOCKS.name, state="free") == 10
+    assert _value(metrics, names.KV_BLOCKS.name, state="cached") == 15
 
 
 def test_counters_of_the_core_are_not_counted_twice() -> None:
@@ -48,6 +69,11 @@ def test_counters_of_the_core_are_not_counted_twice() -> None:
     for _ in range(3):
         engine.step_done(StepDone(1, [], (), LOAD), lambda _: "")
     assert _value(metrics, names.PREEMPTIONS.name) == 4
+    assert _value(metrics, names.PREFIX_QUERIES.name) == 56
+    assert _value(metrics, names.PREFIX_HITS.name) == 16
+    assert _value(metrics, names.RECOMPUTED.name) == 5
+    assert _value(metrics, names.PROMPT_TOKENS_DONE.name, source="restored") == 4
+    assert _value(metrics, names.OFFLOADED.name, direction="out") == 7
 
 
 def test_events_are_counted_under_the_tier_of_their_request() -> None:
@@ -76,9 +102,6 @@ def test_events_are_counted_under_the_tier_of_their_request() -> None:
     assert _value(metrics, names.GENERATED_TOKENS.name, tier="gold") == 3
     assert _value(metrics, f"{names.QUEUE_SECONDS.name}_sum", tier="gold") == 0.5
     assert _value(metrics, f"{names.PREFILL_SECONDS.name}_sum", tier="gold") == 1.0
-    assert _value(metrics, names.PREFIX_QUERIES.name) == 56
-    assert _value(metrics, names.PREFIX_HITS.name) == 16
-    assert _value(metrics, names.RECOMPUTED.name) == 5
     assert _value(metrics, names.ACCEPTED.name) == 6
     assert _value(metrics, names.DELAYED_SECONDS.name, cause="kv_pressure", tier="gold") == 0.25
     assert _value(metrics, names.ENGINE_CANCELLED.name, reason="cancelled") == 1
@@ -107,6 +130,7 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
         num_blocks=25,
         max_model_len=400,
     )
-    EngineMetrics(metrics).ready(memory, "nano")
+    EngineMetrics(metrics).ready(memory, "nano", os.getpid())
+    assert (_value(metrics, names.MEMORY_PLAN.name, part="resident") or 0) > 1_000_000
     assert _value(metrics, names.MEMORY_PLAN.name, part="kv_cache") == 400
     assert _value(metrics, names.CACHE_INFO.name, block_size="16", num_blocks="25") == 1

@@ -1,0 +1,42 @@
+"""What the engine says of itself between two steps: load for routers, counts for metrics."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerCounters(msgspec.Struct, kw_only=True):
+    """Events since the engine started. Only ever grows; readers take differences."""
+
+    # Prompt tokens of admitted sequences: looked up, found on the device, brought back from the host.
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    restored_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    evicted_blocks: int = 0
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
+    failed_steps: int = 0
+    # Cause (see observability.names.Cause) to preemptions.
+    preemptions: dict[str, int] = {}
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The present load."""
+
+    num_running: int
+    num_waiting: int
+    waiting_by_tier: dict[str, int]
+    pending_prefill_tokens: int
+    # Not referenced by any sequence: free and cached ones.
+    num_free_blocks: int
+    # Of these, the ones whose content can be reused.
+    num_cached_blocks: int
+    num_total_blocks: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    oldest_wait_s: float
+    counters: SchedulerCounters
