@@ -74,6 +74,16 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuation_wait_s: PositiveFloat = 5.0
 
 
+class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.admission]`: what happens when more is asked than engines can serve."""
+
+    # Work waiting, in seconds at the measured rate, at which even the highest tier is refused. Lower ones are
+    # refused earlier, at even steps below it: of three, the lowest at a third.
+    max_backlog_s: PositiveFloat = 60.0
+    # How fast measured rates follow a change, in seconds.
+    rate_memory_s: PositiveFloat = 10.0
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway]`: one gateway process."""
 
@@ -99,6 +109,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: LimitsConfig = LimitsConfig()
     ledger: LedgerConfig = LedgerConfig()
     routing: RoutingConfig = RoutingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 
 

@@ -18,7 +18,10 @@ local function prune(window, bucket, num_buckets)
         redis.call('HDEL', window, expired)
       end
     end
-    redis.call('HINCRBY', window, 't', -gone)
+    -- Lua writes a negated zero as "-0", which Redis takes for no number.
+    if gone > 0 then
+      redis.call('HINCRBY', window, 't', -gone)
+    end
     redis.call('HSET', window, 'o', first_kept)
   end
   return tonumber(redis.call('HGET', window, 't'))

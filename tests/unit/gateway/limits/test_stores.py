@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -164,3 +165,31 @@ async def test_free_units_are_all_granted(store: LimitStore) -> None:
 async def test_many_at_once_never_pass_the_limit(store: LimitStore) -> None:
     outcomes = await asyncio.gather(*(store.acquire(window(3, limit=100)) for _ in range(60)))
     assert sum(isinstance(outcome, Granted) for outcome in outcomes) == 33
+
+
+async def test_short_windows_slide_in_real_time(store: LimitStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket_ms, num_buckets, limit = 10, 6, 40
+    for module in ("memory", "redis_store"):
+        monkeypatch.setattr(f"gateway.limits.{module}.BUCKET_MS", bucket_ms)
+        monkeypatch.setattr(f"gateway.limits.{module}.NUM_BUCKETS", num_buckets)
+    randomness = random.Random(1)
+    # [bucket, amount that stays charged]
+    charged: list[tuple[int, int]] = []
+    num_refused = 0
+    while len(charged) < 150:
+        amount = randomness.randrange(1, 20)
+        outcome = await store.acquire(window(amount, limit))
+        if isinstance(outcome, Refused):
+            num_refused += 1
+            assert outcome.retry_after_ms is not None
+            assert 1 <= outcome.retry_after_ms <= bucket_ms * num_buckets
+            await asyncio.sleep(outcome.retry_after_ms / 1000 * randomness.random() * 2)
+            continue
+        # Nothing, everything or a part is given back, or more is charged.
+        change = randomness.choice([0, -amount, -(amount // 2), 3])
+        await store.settle(Settlement(windows=(WindowChange("w", outcome.bucket, change),)))
+        charged.append((outcome.bucket, amount + min(change, 0)))
+    assert num_refused
+    for first, _ in charged:
+        held = sum(amount for bucket, amount in charged if first <= bucket < first + num_buckets)
+        assert held <= limit
