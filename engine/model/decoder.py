@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionBackend
-from engine.kernels.linear import LinearKernel, choose_linear
+from engine.kernels.linear import pack_linear
 from engine.kernels.paged_cache import LayerCache
 from engine.model.forward_batch import ForwardBatch
 from engine.model.layers import Attention, FeedForward, Norm, StepContext
@@ -40,7 +40,7 @@ class DecoderLayer:
     def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         """x [T, E] -> [T, E]."""
         x = self._add(0, x, lambda inner: self.attention(inner, cache, step))
-        return self._add(1, x, lambda inner: self.feed_forward(inner, step))
+        return self._add(1, x, self.feed_forward)
 
     def _add(self, half: int, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         before, after = self.before[half], self.after[half]
@@ -70,16 +70,16 @@ class Decoder:
         )  # [V, E]
         self.layers = [DecoderLayer(weights, layer, spec) for layer in range(spec.num_layers)]
         self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
-        self.head = self.embedding  # [V, E]
+        head = self.embedding
         if spec.tied_embeddings:
             weights.discard("lm_head.weight")
         else:
-            self.head = weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+            head = weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+        self.head = pack_linear(head)  # [V, E]
         device = weights.device
         self.ropes = [
             tuple(part.to(device) for part in rope_table(rope, max_model_len)) for rope in spec.ropes
         ]
-        self.linear: LinearKernel = choose_linear([*weights.matrices.values(), self.head])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
@@ -92,7 +92,6 @@ class Decoder:
             ],
             attention=attention,
             attention_plan=attention.plan(batch.ragged, batch.slots.device),
-            linear=self.linear,
         )
         x = self.embedding.index_select(0, batch.token_ids)
         if self.spec.embedding_scale != 1.0:
@@ -104,7 +103,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], R a multiple of 16 -> [R, V] in float32."""
-        logits = self.linear(self.norm(hidden), self.head, None).float()
+        logits = self.head(self.norm(hidden)).float()
         cap = self.spec.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.activation import gate
 from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import LinearKernel
+from engine.kernels.linear import pack_linear
 from engine.kernels.norm import rms_norm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
@@ -33,7 +33,6 @@ class StepContext:
     rotations: list[tuple[Tensor, Tensor]]
     attention: AttentionBackend
     attention_plan: Any
-    linear: LinearKernel
 
 
 class Linear:
@@ -45,8 +44,9 @@ class Linear:
         parts = [
             weights.take(f"{name}.weight", (size, inputs)) for name, size in zip(names, outputs, strict=True)
         ]
-        self.weight = torch.cat(parts) if len(parts) > 1 else parts[0]  # [sum of outputs, inputs]
-        weights.matrices.setdefault(tuple(self.weight.shape), self.weight)
+        self.product = pack_linear(
+            torch.cat(parts) if len(parts) > 1 else parts[0]
+        )  # [sum of outputs, inputs]
         self.bias: Tensor | None = None
         if bias:
             biases = [
@@ -54,9 +54,9 @@ class Linear:
             ]
             self.bias = torch.cat(biases)
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, sum of outputs]."""
-        return step.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class Norm:
@@ -101,7 +101,7 @@ class Attention:
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         """x [T, E] -> [T, E]; writes this step's keys and values."""
-        q, k, v = torch.split(self.qkv(x, step), self.sizes, dim=-1)
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=-1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.reshape(-1, self.num_heads, self.head_dim)
@@ -114,7 +114,7 @@ class Attention:
         k = rotate(k, cos, sin, interleaved=self.interleaved)
         cache.write(k, v, step.slots)
         mixed = step.attention.run(step.attention_plan, q, cache, self.options, self.sinks)
-        return self.output(mixed.flatten(1), step)
+        return self.output(mixed.flatten(1))
 
 
 class FeedForward:
@@ -130,6 +130,6 @@ class FeedForward:
         self.down = Linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias)
         self.activation = spec.activation
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]."""
-        return self.down(gate(self.activation, self.gate_up(x, step)), step)
+        return self.down(gate(self.activation, self.gate_up(x)))

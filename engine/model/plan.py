@@ -37,6 +37,8 @@ HEADROOM_FRACTION = 0.05
 FLOAT32_LIMIT_BYTES = 1 << 30
 # History that one attention step looks at, in tokens; bounds the size of its scores.
 ATTENTION_CHUNK_TOKENS = 256
+# Attention walks over histories in pieces that begin at multiples of this.
+LARGEST_BLOCK = 64
 
 
 class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,13 +126,15 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     cache, spec = given.config.cache, given.spec
     if cache.kv_dtype == "fp8":
         raise ConfigError("engine.cache.kv_dtype = 'fp8' needs an accelerator back end; use int8 or auto")
-    if cache.block_size > ATTENTION_CHUNK_TOKENS or ATTENTION_CHUNK_TOKENS % cache.block_size:
+    if LARGEST_BLOCK % cache.block_size:
         raise ConfigError(
-            f"engine.cache.block_size = {cache.block_size}: must be a power of two "
-            f"up to {ATTENTION_CHUNK_TOKENS}"
+            f"engine.cache.block_size = {cache.block_size}: must be a power of two up to {LARGEST_BLOCK}"
         )
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     weights = given.num_weights * DTYPE_BYTES[given.dtype] + rope_tables
+    if spec.tied_embeddings and given.device == "cpu" and given.dtype == "float32":
+        # The head is a second copy of the embedding, in the layout of the matrix product.
+        weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[given.dtype]
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)

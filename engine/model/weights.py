@@ -35,8 +35,6 @@ class WeightReader:
         self.device = device
         self.progress = progress
         self.headers = read_headers(folder)
-        # One matrix of each shape that takes part in products, for the proof that their rows are invariant.
-        self.matrices: dict[tuple[int, ...], Tensor] = {}
         self._left = {name for name in self.headers if not name.endswith(IGNORED_SUFFIXES)}
         self._bytes_total = sum(header.num_elements for header in self.headers.values()) or 1
         self._bytes_done = 0

@@ -23,6 +23,7 @@ from engine.model.decoder import Decoder, load_decoder
 from engine.model.device import choose_device
 from engine.model.plan import kv_bytes_per_token, make_plan, plan_input
 from engine.runner.base import Runner
+from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
 from engine.runner.prompt_scores import prompt_logprobs
@@ -272,6 +273,7 @@ def build(
             f"engine.attention_backend = {attention_name!r}: must be auto or one of "
             f"{', '.join(sorted(BACKENDS))}"
         )
+    keep_freed_memory()
     _set_threads(config.num_threads)
     device = torch.device(device_name)
     folder = resolve_checkpoint(model.path)

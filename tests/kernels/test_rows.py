@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.activation import GATES, gate
-from engine.kernels.linear import choose_linear, padded_linear, tiled_linear
+from engine.kernels.linear import PackedProduct, PlainProduct, Product, TiledProduct, pack_linear
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rotate
 
@@ -20,37 +20,41 @@ def test_chosen_linear_is_invariant_over_rows(inputs: int, outputs: int, dtype: 
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
-    linear = choose_linear([weight])
+    product = pack_linear(weight)
     x = torch.randn(704, inputs, generator=generator).to(dtype)
-    whole = linear(x, weight, bias)
+    whole = product(x, bias)
     for rows in (*range(16, 65, 16), 80, 208, 400, 512, 704):
         for start in (0, 16, 704 - rows):
-            assert torch.equal(linear(x[start : start + rows], weight, bias), whole[start : start + rows])
+            assert torch.equal(product(x[start : start + rows], bias), whole[start : start + rows])
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(
         whole.double(), expected, atol=1e-3 if dtype == torch.float32 else 1.0, rtol=2e-2
     )
 
 
+@pytest.mark.parametrize("kind", [PackedProduct, PlainProduct, TiledProduct])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_position_inside_the_batch_does_not_matter(dtype: torch.dtype) -> None:
-    weight = torch.randn(128, 64).to(dtype)
+def test_position_inside_the_batch_does_not_matter(kind: type[Product], dtype: torch.dtype) -> None:
+    if kind is PackedProduct and dtype != torch.float32:
+        pytest.skip("packed products are for float32")
+    product = kind(torch.randn(128, 64).to(dtype))
     x = torch.randn(48, 64).to(dtype)
-    for linear in (padded_linear, tiled_linear):
-        whole = linear(x, weight, None)
-        for shift in (1, 5, 16, 31):
-            assert torch.equal(linear(x.roll(shift, 0), weight, None).roll(-shift, 0), whole)
+    whole = product(x)
+    for shift in (1, 5, 16, 31):
+        assert torch.equal(product(x.roll(shift, 0)).roll(-shift, 0), whole)
 
 
 def test_a_library_that_varies_with_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """When products of different heights differ, tiles of one height take over."""
-    exact = torch.nn.functional.linear
+    exact = PlainProduct.__call__
 
-    def varying(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return exact(x, weight, bias) * (1 + 1e-6 * (x.shape[0] > 32))
+    def varying(self: PlainProduct, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return exact(self, x, bias) * (1 + 1e-6 * (x.shape[0] > 32))
 
-    monkeypatch.setattr("engine.kernels.linear.reference.F.linear", varying)
-    assert choose_linear([torch.randn(32, 32)]) is tiled_linear
+    monkeypatch.setattr(PlainProduct, "__call__", varying)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    weight = torch.randn(37, 41)
+    assert isinstance(pack_linear(weight), TiledProduct)
 
 
 @pytest.mark.parametrize("name", GATES)

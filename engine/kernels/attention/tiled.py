@@ -9,7 +9,7 @@ nothing, bit for bit. So a token's output does not depend on the other sequences
 chunked, or on prefix hits.
 
 Shape letters: T tokens, H query heads, K kv heads, G = H/K, D key dim, E value dim, B tiles, Q tokens of a
-tile, M = Q*G rounded up to 16, C = HISTORY_CHUNK, S sequences.
+tile, M = Q*G rounded up to 16, C tokens of a chunk, S sequences.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.paged_cache import LayerCache
 
 HISTORY_CHUNK = 256
+# Ends of the first chunks of a history without a window: short ones, so that short prompts do little in vain.
+FIRST_ENDS = (64, 128, 256)
+LARGEST_BLOCK = FIRST_ENDS[0]
 PREFILL_TILE = 64
 
 
@@ -35,7 +38,7 @@ class _ChunkPlan:
     """One step along the history: the first `num_tiles` tiles take part."""
 
     num_tiles: int
-    blocks: Tensor  # [num_tiles, C / block size]
+    blocks: Tensor  # [num_tiles, C / block size], C tokens being the length of this chunk
     hidden: Tensor | None  # [num_tiles, 1, Q, 1, C] True where a query may not look; None: all visible
     stale: (
         Tensor | None
@@ -81,8 +84,8 @@ class TiledAttention:
         self.group = num_heads // num_kv_heads
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> _StepPlan:
-        """Cuts the step into tiles. The block size must divide HISTORY_CHUNK."""
-        assert HISTORY_CHUNK % batch.block_size == 0, f"block size {batch.block_size}"
+        """Cuts the step into tiles. The block size is a power of two up to LARGEST_BLOCK."""
+        assert LARGEST_BLOCK % batch.block_size == 0, f"block size {batch.block_size}"
         return _StepPlan(batch, self.group, device)
 
     def run(
@@ -119,8 +122,6 @@ class TiledAttention:
         state: _Softmax | None = None
         for chunk in tiles.chunks:
             keys, values = cache.gather(chunk.blocks)
-            if chunk.stale is not None:
-                values = values.masked_fill(chunk.stale, 0.0)
             scores = _products(queries[: chunk.num_tiles], keys.transpose(2, 3))  # [B', K, M, C]
             if options.soft_cap is not None:
                 scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
@@ -128,6 +129,9 @@ class TiledAttention:
                 seen = scores[:, :, :num_rows].view(chunk.num_tiles, num_kv_heads, size, group, -1)
                 seen.masked_fill_(chunk.hidden, float("-inf"))
                 scores[:, :, num_rows:] = 0.0
+            if chunk.stale is not None:
+                # Both are copies of the cache, and the keys (which may hold the values) have served.
+                values.masked_fill_(chunk.stale, 0.0)
             if state is None:
                 state = _Softmax(queries, values.shape[-1])
             state.add(scores, values)
@@ -193,10 +197,11 @@ def _plan_tiles(
     offsets = within[:, None] * size + np.arange(size)  # [B, Q] token inside its sequence's span
     offsets = np.minimum(offsets, batch.query_lens[owner][:, None] - 1)
     positions = (batch.context_lens - batch.query_lens)[owner][:, None] + offsets  # [B, Q]
+    graded = window is None
     first = np.zeros(owner.size, np.int64)
     if window is not None:
         first = np.maximum(positions[:, 0] - window + 1, 0) // HISTORY_CHUNK
-    num_chunks = positions[:, -1] // HISTORY_CHUNK + 1 - first
+    num_chunks = _chunk_at(positions[:, -1], graded) + 1 - first
     order = np.argsort(-num_chunks, kind="stable")
     owner, offsets, positions, first, num_chunks = (
         part[order] for part in (owner, offsets, positions, first, num_chunks)
@@ -220,21 +225,18 @@ def _plan_chunk(
     device: torch.device,
 ) -> _ChunkPlan:
     """The `chunk`-th [B] piece of each tile's history."""
-    per_chunk = HISTORY_CHUNK // batch.block_size
-    columns = chunk[:, None] * per_chunk + np.arange(per_chunk)  # [B, C / block size]
+    start, length = _chunk_span(chunk, graded=window is None)
+    columns = start[:, None] // batch.block_size + np.arange(length // batch.block_size)
     inside = columns < batch.block_tables.shape[1]
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
-    start = chunk * HISTORY_CHUNK  # [B]
-    end = start + HISTORY_CHUNK
+    end = start + length
     needs_mask = bool((end - 1 > positions[:, 0]).any())
     if window is not None:
         needs_mask = needs_mask or bool((start <= positions[:, -1] - window).any())
     hidden = stale = None
     if needs_mask:
         query_at = torch.from_numpy(positions).to(device)[:, :, None]  # [B, Q, 1]
-        key_at = (torch.from_numpy(start).to(device)[:, None] + torch.arange(HISTORY_CHUNK, device=device))[
-            :, None
-        ]
+        key_at = (torch.from_numpy(start).to(device)[:, None] + torch.arange(length, device=device))[:, None]
         masked = key_at > query_at
         if window is not None:
             masked |= key_at <= query_at - window
@@ -244,3 +246,22 @@ def _plan_chunk(
     return _ChunkPlan(
         num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale
     )
+
+
+def _chunk_at(positions: NDArray[np.int64], graded: bool) -> NDArray[np.int64]:
+    """Number of the chunk that holds each position. Graded: FIRST_ENDS, then steps of HISTORY_CHUNK."""
+    if not graded:
+        return positions // HISTORY_CHUNK
+    late = len(FIRST_ENDS) + (positions - FIRST_ENDS[-1]) // HISTORY_CHUNK
+    return np.where(positions < FIRST_ENDS[-1], np.searchsorted(FIRST_ENDS, positions, side="right"), late)
+
+
+def _chunk_span(chunk: NDArray[np.int64], *, graded: bool) -> tuple[NDArray[np.int64], int]:
+    """Start of each tile's chunk [B], and the length they share. Graded tiles are all at the same chunk."""
+    if not graded:
+        return chunk * HISTORY_CHUNK, HISTORY_CHUNK
+    index = int(chunk[0])
+    starts = (0, *FIRST_ENDS)
+    if index < len(FIRST_ENDS):
+        return np.full_like(chunk, starts[index]), starts[index + 1] - starts[index]
+    return FIRST_ENDS[-1] + (chunk - len(FIRST_ENDS)) * HISTORY_CHUNK, HISTORY_CHUNK

@@ -2,10 +2,11 @@
 
 from engine.kernels.linear.reference import (
     ROW_MULTIPLE,
-    LinearKernel,
-    choose_linear,
-    padded_linear,
-    tiled_linear,
+    PackedProduct,
+    PlainProduct,
+    Product,
+    TiledProduct,
+    pack_linear,
 )
 
-__all__ = ["ROW_MULTIPLE", "LinearKernel", "choose_linear", "padded_linear", "tiled_linear"]
+__all__ = ["ROW_MULTIPLE", "PackedProduct", "PlainProduct", "Product", "TiledProduct", "pack_linear"]
