@@ -13,6 +13,7 @@ from tokenizer_svc.grammar.schema.strings import listed
 # Arrangements written out for uniqueItems, and positions tried for contains.
 _MAX_ARRANGEMENTS = 400
 _MAX_POSITIONS = 8
+_MAX_DEPTH = 8
 
 
 def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema:
@@ -40,30 +41,37 @@ def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> 
     """All values of a schema that lists them (possibly a few too many); None when it does not."""
     if node is False:
         return []
-    if not isinstance(node, dict) or depth > 8:
+    if not isinstance(node, dict) or depth > _MAX_DEPTH:
         return None
+    listed_here = _listed_here(context, node, place)
+    if listed_here is not None:
+        return listed_here
+    parts = [(each, place.at("allOf", index)) for index, each in enumerate(node.get("allOf", ()))]
+    if isinstance(node.get("$ref"), str):
+        target = context.resolve(node["$ref"], context.enter(node, place))
+        if target is not None:
+            parts.append((target.node, Place(target.path, target.base)))
+    for part, inside in parts:
+        values = finite_values(context, part, inside, depth + 1)
+        if values is not None:
+            return values
+    return None
+
+
+def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
     if "const" in node:
         return [node["const"]]
     if isinstance(node.get("enum"), list):
         unique = {key_of(value): value for value in node["enum"]}
         types = context.types_of(node, place)
         return [value for value in unique.values() if type_of_value(value) in types]
-    if node.get("type") == "boolean":
-        return [True, False]
-    if node.get("type") == "null":
-        return [None]
-    if isinstance(node.get("$ref"), str):
-        target = context.resolve(node["$ref"], context.enter(node, place))
-        if target is not None:
-            return finite_values(context, target.node, Place(target.path, target.base), depth + 1)
-    if node.get("type") == "string" and isinstance(node.get("pattern"), str):
-        texts = listed(node["pattern"])
-        if texts is not None:
-            return list(texts)
-    for index, each in enumerate(node.get("allOf", ())):
-        values = finite_values(context, each, place.at("allOf", index), depth + 1)
-        if values is not None:
-            return values
+    match node.get("type"):
+        case "boolean":
+            return [True, False]
+        case "null":
+            return [None]
+        case "string" if isinstance(node.get("pattern"), str):
+            return listed(node["pattern"])
     return None
 
 

@@ -8,6 +8,7 @@ condition is decided, and the union of the cases is small and free of contradict
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
@@ -120,10 +121,8 @@ class Cases:
 
     def _property(self, name: str, rule: Any, place: Place, depth: int) -> Test | None:
         """The property is absent, or its value is (or is not) one of a list."""
-        if rule is False or rule == {"not": {}} or rule == {"not": True}:
-            return _negated(_present(name))
-        if rule is True or rule == {}:
-            return lambda known: True
+        if isinstance(rule, bool):
+            return (lambda known: True) if rule else _negated(_present(name))
         if not isinstance(rule, dict):
             return None
         constraints = {key: value for key, value in rule.items() if key not in _ANNOTATIONS}
@@ -133,11 +132,9 @@ class Cases:
                 return None
             present, negated = _present(name), _negated(inner)
             return lambda known: _any([_negated(present), negated], known)
-        if not constraints or not set(constraints) <= {"const", "enum", "type"}:
+        values = [constraints["const"]] if "const" in constraints else constraints.get("enum")
+        if not isinstance(values, list) or not set(constraints) <= {"const", "enum", "type"}:
             return None
-        if "const" not in constraints and not isinstance(constraints.get("enum"), list):
-            return None
-        values = [constraints["const"]] if "const" in constraints else constraints["enum"]
         types = self._context.types_of(rule, place)
         keys = {key_of(value): value for value in values if type_of_value(value) in types}
         listed = self._values.setdefault(name, {})
@@ -283,10 +280,10 @@ def _take_dependencies(
         test = cases.test(rule, inside)
         if test is not None:
             absent = _negated(_present(name))
-            cases.add_test(lambda known, absent=absent, test=test: _any([absent, test], known))
+            cases.add_test(partial(_any, [absent, test]))
         else:
-            then = lambda rule=rule, inside=inside: context.positive(rule, inside, types)  # noqa: E731
-            cases.add({"required": [name]}, inside, then, lambda: True)
+            asked = partial(context.positive, rule, inside, types)
+            cases.add({"required": [name]}, inside, asked, lambda: True)
 
 
 def _exactly_one(tests: list[Test], known: Known) -> Verdict:

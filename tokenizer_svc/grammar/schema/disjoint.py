@@ -69,6 +69,13 @@ class View:
             return False
         return any(keyword in rule and same(rule[keyword], value) for rule in self.rules)
 
+    def states_all(self, node: dict[str, Any], keywords: tuple[str, ...]) -> bool:
+        """Whether one part of it has the same keywords, which look at each other, with the same values."""
+        return any(
+            all(same(rule.get(keyword, True), node.get(keyword, True)) for keyword in keywords)
+            for rule in self.rules
+        )
+
     def types(self, context: Context) -> frozenset[str]:
         """Types that its values can have."""
         types = ALL_TYPES
@@ -187,7 +194,9 @@ def _strings_apart(
         for rule in view.rules
         if any(key in rule for key in _STRING_RULES)
     ]
-    for values in (left_values, right_values):
-        if values is not None:
-            parts.append({"enum": [value for value in values if type_of_value(value) == "string"]})
+    parts += [
+        {"enum": [value for value in values if type_of_value(value) == "string"]}
+        for values in (left_values, right_values)
+        if values is not None
+    ]
     return bool(parts) and string_schema_is_empty(parts)

@@ -6,13 +6,12 @@ complements. Where one has no exact form, more is accepted and the report names 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import combinations
+from collections.abc import Callable, Mapping
+from itertools import combinations, pairwise
 from typing import Any
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.disjoint import Located, View
 from tokenizer_svc.grammar.schema.document import Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
@@ -21,7 +20,6 @@ from tokenizer_svc.grammar.schema.shapes import (
     Schema,
     all_of,
     any_of,
-    same,
     type_names,
     type_of_value,
     types_of_keyword,
@@ -30,14 +28,19 @@ from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMA
 
 _MAX_LISTED = 4
 
+# (context, node, place, types) → values of `types` that break one keyword of the node.
+Complement = Callable[[Context, dict[str, Any], Place, frozenset[str]], Schema]
 
-def negative(
-    context: Context, node: Any, place: Place, types: frozenset[str], given: View | None = None
+
+def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
+    """A schema that, among values of `types`, admits those that `node` does not."""
+    return complement(context, node, place, types, KEYWORDS)
+
+
+def complement(
+    context: Context, node: Any, place: Place, types: frozenset[str], keywords: Mapping[str, Complement]
 ) -> Schema:
-    """A schema that, among values of `types`, admits those that `node` does not.
-
-    Values are known to match `given` already, so ways of not matching that it rules out are left away.
-    """
+    """The same by the given complements of single keywords; one that is not among them never breaks."""
     context.count()
     if isinstance(node, bool):
         return not node
@@ -45,24 +48,17 @@ def negative(
         return context.give_up("schema", place, "a schema must be an object or a boolean")
     place = context.enter(node, place)
     options: list[Schema] = []
-    if given is not None:
-        types &= given.types(context)
     if "type" in node:
         admitted = types_of_keyword(node["type"])
         options.append(_of_types(context, types - admitted, place))
         types &= admitted
     if not types:
         return any_of(options)
-    for keyword, value in node.items():
-        if given is not None and keyword in _SCALARS and given.states(keyword, value):
-            if not isinstance(node.get("exclusive" + keyword.capitalize()), bool):
-                continue
-        if given is not None and keyword in _WITH_GIVEN:
+    for keyword in node:
+        broken = keywords.get(keyword)
+        if broken is not None:
             context.met(keyword, place)
-            options.append(_WITH_GIVEN[keyword](context, node, place, types, given))
-        elif (complement := _KEYWORDS.get(keyword)) is not None:
-            context.met(keyword, place)
-            options.append(complement(context, node, place, types))
+            options.append(broken(context, node, place, types))
     return any_of(options)
 
 
@@ -74,7 +70,7 @@ def _of_types(context: Context, types: frozenset[str], place: Place) -> Schema:
     return {"type": names} if names else False
 
 
-def _typed(kind: str, types: frozenset[str], rules: dict[str, Schema]) -> Schema:
+def typed(kind: str, types: frozenset[str], rules: dict[str, Schema]) -> Schema:
     """`rules` for values of one type, nothing for others; numbers as `types` has them."""
     if kind == "number":
         if not types & NUMBERS:
@@ -97,7 +93,7 @@ def _values(context: Context, node: dict[str, Any], place: Place, types: frozens
     if "boolean" in by_type and "boolean" in types:
         options += [{"const": each} for each in (True, False) if each not in by_type["boolean"]]
     if "string" in by_type:
-        options.append(_typed("string", types, {"pattern": excluding(by_type["string"])}))
+        options.append(typed("string", types, {"pattern": excluding(by_type["string"])}))
     if numbers and types & NUMBERS:
         options += _between(sorted(set(numbers)), types)
     for kind in ("array", "object"):
@@ -120,7 +116,7 @@ def _between(numbers: list[Any], types: frozenset[str]) -> list[Schema]:
             return [{"type": kind}]
     edges = [None, *numbers, None]
     options: list[Schema] = []
-    for lower, upper in zip(edges, edges[1:], strict=False):
+    for lower, upper in pairwise(edges):
         if kind == "integer" and lower is not None and upper is not None and upper - lower <= 1:
             continue
         rules: dict[str, Schema] = {"type": kind}
@@ -155,7 +151,7 @@ def _bound(keyword: str, opposite: str) -> Callable[..., Schema]:
             return False
         exclusive = node.get("exclusive" + keyword[0].upper() + keyword[1:]) is True
         plain = {"exclusiveMaximum": "maximum", "exclusiveMinimum": "minimum"}
-        return _typed("number", types, {plain[opposite] if exclusive else opposite: limit})
+        return typed("number", types, {plain[opposite] if exclusive else opposite: limit})
 
     return complement
 
@@ -167,7 +163,7 @@ def _size(kind: str, keyword: str, opposite: str, step: int) -> Callable[..., Sc
             return False
         if kind == "object" and opposite == "minProperties" and limit >= 2:
             context.approximate(keyword, place, "names that occur twice are counted twice")
-        return _typed(kind, types, {opposite: limit})
+        return typed(kind, types, {opposite: limit})
 
     return complement
 
@@ -200,8 +196,8 @@ def _format(context: Context, node: dict[str, Any], place: Place, types: frozens
     return {"type": "string"}
 
 
-def _required(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return any_of(_typed("object", types, {"properties": {name: False}}) for name in node["required"])
+def required(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    return any_of(typed("object", types, {"properties": {name: False}}) for name in node["required"])
 
 
 def _properties(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
@@ -215,7 +211,7 @@ def _properties(context: Context, node: dict[str, Any], place: Place, types: fro
     return any_of(options)
 
 
-def _additional(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def additional(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     rule = node["additionalProperties"]
     if "object" not in types or rule is True or rule == {}:
         return False
@@ -228,9 +224,6 @@ def _additional(context: Context, node: dict[str, Any], place: Place, types: fro
     for size in range(len(names) + 1):
         for chosen in combinations(names, size):
             absent = {name: False for name in names if name not in chosen}
-            if size + 1 >= 2:
-                # Listed names are unique, so one more name is another one.
-                pass
             options.append(
                 {
                     "type": "object",
@@ -250,18 +243,18 @@ def _patterns(context: Context, node: dict[str, Any], place: Place, types: froze
     return {"type": "object", "minProperties": 1}
 
 
-def _items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     if "array" not in types:
         return False
-    listed = node.get("items") if isinstance(node.get("items"), list) else node.get("prefixItems", [])
     keyword = "items" if isinstance(node.get("items"), list) else "prefixItems"
+    first: list[Any] = node.get(keyword, [])
     options = [
         {
             "type": "array",
             "minItems": index + 1,
             "prefixItems": [*[True] * index, context.negative(rule, place.at(keyword, index), ALL_TYPES)],
         }
-        for index, rule in enumerate(listed)
+        for index, rule in enumerate(first)
     ]
     rest_keyword = "additionalItems" if isinstance(node.get("items"), list) else "items"
     rest = node.get(rest_keyword, True)
@@ -270,16 +263,16 @@ def _items(context: Context, node: dict[str, Any], place: Place, types: frozense
     outside = context.negative(rest, place.at(rest_keyword), ALL_TYPES)
     longest = node.get("maxItems")
     if outside is True:
-        options.append({"type": "array", "minItems": len(listed) + 1})
+        options.append({"type": "array", "minItems": len(first) + 1})
     elif outside is not False and isinstance(longest, int) and longest <= 2 * _MAX_LISTED:
         # Longer arrays break maxItems already.
         options += [
             {"type": "array", "minItems": index + 1, "prefixItems": [*[True] * index, outside]}
-            for index in range(len(listed), longest)
+            for index in range(len(first), longest)
         ]
     elif outside is not False:
         context.give_up(rest_keyword, place, "that some item breaks it has no exact form")
-        options.append({"type": "array", "minItems": len(listed) + 1})
+        options.append({"type": "array", "minItems": len(first) + 1})
     return any_of(options)
 
 
@@ -371,7 +364,7 @@ def _dependencies(keyword: str, since: Draft) -> Callable[..., Schema]:
     return complement
 
 
-def _reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     target = context.resolve(node["$ref"], place)
     if target is None:
         return context.give_up("$ref", place, "points outside the schema, or to nothing")
@@ -380,137 +373,7 @@ def _reference(context: Context, node: dict[str, Any], place: Place, types: froz
     return definition if isinstance(definition, bool) else {"$ref": f"#/$defs/{name}"}
 
 
-def _required_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    missing = [name for name in node["required"] if name not in given.required()]
-    return _required(context, {"required": missing}, place, types)
-
-
-def _properties_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    if "object" not in types:
-        return False
-    options = []
-    for name, rule in node["properties"].items():
-        inside = place.at("properties", name)
-        known = given.property(name)
-        if any(_implies(context, each, (rule, inside)) for each in known):
-            continue
-        inner = View()
-        for each in known:
-            inner.add(context, *each)
-        outside = negative(context, rule, inside, ALL_TYPES, inner)
-        if outside is not False:
-            options.append({"type": "object", "properties": {name: outside}, "required": [name]})
-    return any_of(options)
-
-
-def _implies(context: Context, known: Located, rule: Located) -> bool:
-    """Whether every value that matches `known` matches `rule`, as far as that is easy to see."""
-    node, place = rule
-    if known[0] is False or node is True or node == {}:
-        return True
-    if known[1].base == place.base and same(known[0], node):
-        return True
-    if isinstance(node, dict) and isinstance(node.get("$ref"), str) and isinstance(known[0], dict):
-        reference = known[0].get("$ref")
-        one = context.resolve(node["$ref"], place)
-        other = context.resolve(reference, known[1]) if isinstance(reference, str) else None
-        return one is not None and other is not None and one.node is other.node and not has_rules(node)
-    return False
-
-
-def has_rules(node: dict[str, Any]) -> bool:
-    """Whether there are constraints beside $ref."""
-    return any(key in _KEYWORDS or key == "type" for key in node if key != "$ref")
-
-
-def _additional_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    names = given.names()
-    if names is not None and names <= set(node.get("properties", {})):
-        return False
-    if given.states("additionalProperties", node["additionalProperties"]) and given.states(
-        "properties", node.get("properties")
-    ):
-        return False
-    if names is not None and node["additionalProperties"] is False and not node.get("patternProperties"):
-        # Only the names that `given` admits can be there.
-        more = sorted(names - set(node.get("properties", {})))
-        return any_of(_typed("object", types, {"required": [name]}) for name in more)
-    return _additional(context, node, place, types)
-
-
-def _items_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    same = all(given.states(key, node.get(key)) for key in ("items", "prefixItems") if key in node)
-    return False if same else _items(context, node, place, types)
-
-
-def _reference_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    target = context.resolve(node["$ref"], place)
-    if target is None:
-        return _reference(context, node, place, types)
-    if any(rule is target.node for rule in given.rules):
-        return False
-    # Written out, because the complement holds only beside `given`.
-    if context.depth_of_given >= _MAX_GIVEN:
-        return _reference(context, node, place, types)
-    context.depth_of_given += 1
-    try:
-        return negative(context, target.node, Place(target.path, target.base), types, given)
-    finally:
-        context.depth_of_given -= 1
-
-
-def _all_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    return any_of(
-        negative(context, each, place.at("allOf", index), types, given)
-        for index, each in enumerate(node["allOf"])
-    )
-
-
-def _any_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    if given.states("anyOf", node["anyOf"]):
-        return False
-    return all_of(
-        negative(context, each, place.at("anyOf", index), types, given)
-        for index, each in enumerate(node["anyOf"])
-    )
-
-
-_WITH_GIVEN: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str], View], Schema]] = {
-    "required": _required_given,
-    "properties": _properties_given,
-    "additionalProperties": _additional_given,
-    "items": _items_given,
-    "allOf": _all_given,
-    "anyOf": _any_given,
-    "$ref": _reference_given,
-}
-# Keywords whose complement is ruled out where the very same one is known to hold.
-_SCALARS = frozenset(
-    {
-        "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
-        "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "pattern", "format",
-        "uniqueItems", "contains", "propertyNames", "patternProperties", "oneOf", "not", "if",
-        "dependencies", "dependentRequired", "dependentSchemas",
-    }
-)  # fmt: skip
-_MAX_GIVEN = 8
-
-
-_KEYWORDS: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str]], Schema]] = {
+KEYWORDS: dict[str, Complement] = {
     "const": _values,
     "enum": _values,
     "minimum": _bound("minimum", "exclusiveMaximum"),
@@ -526,13 +389,13 @@ _KEYWORDS: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str]], 
     "maxProperties": _size("object", "maxProperties", "minProperties", 1),
     "pattern": _pattern,
     "format": _format,
-    "required": _required,
+    "required": required,
     "properties": _properties,
-    "additionalProperties": _additional,
+    "additionalProperties": additional,
     "patternProperties": _patterns,
-    "items": _items,
+    "items": items,
     "prefixItems": lambda context, node, place, types: (
-        False if "items" in node else _items(context, node, place, types)
+        False if "items" in node else items(context, node, place, types)
     ),
     "uniqueItems": _no_form("array", "uniqueItems", "arrays with repeated items have no exact form"),
     "contains": _contains,
@@ -545,5 +408,5 @@ _KEYWORDS: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str]], 
     "dependencies": _dependencies("dependencies", Draft.DRAFT4),
     "dependentRequired": _dependencies("dependentRequired", Draft.DRAFT2019_09),
     "dependentSchemas": _dependencies("dependentSchemas", Draft.DRAFT2019_09),
-    "$ref": _reference,
+    "$ref": reference,
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizer_svc.grammar.schema.beside import beside
 from tokenizer_svc.grammar.schema.context import Context, Place
 from tokenizer_svc.grammar.schema.disjoint import View, disjoint
-from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
 
@@ -30,7 +30,7 @@ def one_of(
         given = View()
         given.add(context, value[index], places[index])
         others = [
-            negative(context, value[other], places[other], types, given)
+            beside(context, value[other], places[other], types, given)
             for other in live
             if other != index and not _apart(context, value, places, types, index, other)
         ]

@@ -33,8 +33,9 @@ _SCHEMA_LISTS = frozenset({"allOf", "anyOf"})
 # Rewritten from the whole node, in a second pass.
 _REWRITTEN = frozenset(
     {
-        "oneOf", "not", "if", "dependencies", "dependentRequired", "dependentSchemas", "uniqueItems", "contains",
-        "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+        "oneOf", "not", "if", "dependencies", "dependentRequired", "dependentSchemas", "uniqueItems",
+        "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
+        "$recursiveRef",
     }
 )  # fmt: skip
 _BY_CASES = frozenset(
@@ -71,14 +72,17 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
     values = _filtered(context, node, place)
     if values is not None:
         return {"enum": values} if values else False
-    if "$ref" in node and (closing := _closing_loop(context, node, place)) is not None:
-        return closing
+    closing = _closing_loop(context, node, place) if "$ref" in node else None
+    return closing if closing is not None else _conjunction(context, node, place, types)
+
+
+def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
     if "object" in types and any(keyword in node for keyword in _BY_CASES):
         node = _without_cases(context, node, place, types, extra)
     for keyword, value in node.items():
-        if keyword in _SINCE and context.document.draft < _SINCE[keyword]:
+        if context.document.draft < _SINCE.get(keyword, Draft.DRAFT4):
             continue
         if keyword in _COPIED:
             context.met(keyword, place)
@@ -93,12 +97,27 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
             _rewritten(context, node, keyword, place, types, out, extra)
         else:
             _nested(context, node, keyword, value, place, types, out, extra)
-    if "propertyNames" in node and context.document.draft >= Draft.DRAFT6:
+    _object_rules(context, node, place, types, out, extra)
+    return all_of([out, *extra])
+
+
+def _object_rules(
+    context: Context,
+    node: dict[str, Any],
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    """Keywords that look at the other object keywords, once these are there."""
+    draft = context.document.draft
+    if "object" not in types:
+        return
+    if "propertyNames" in node and draft >= _SINCE["propertyNames"]:
         property_names(context, node, place, types, out)
-    if "unevaluatedProperties" in node and context.document.draft >= Draft.DRAFT2019_09 and "object" in types:
+    if "unevaluatedProperties" in node and draft >= _SINCE["unevaluatedProperties"]:
         unevaluated_properties(context, node, place, out, extra)
     count_properties(context, place, types, out, extra)
-    return all_of([out, *extra])
 
 
 def _without_cases(
@@ -301,20 +320,16 @@ def _rewritten(
             extra.append(context.negative(value, place.at("not"), types))
         case "if":
             extra.append(conditional(context, node, place, types))
-        case "dependencies" | "dependentRequired" | "dependentSchemas":
-            if "object" in types:
-                extra += dependencies(context, keyword, value, place, types)
-        case "uniqueItems":
-            if value is True and "array" in types:
-                extra.append(unique_items(context, node, place))
-        case "contains":
-            if "array" in types:
-                extra.append(contains(context, node, place))
-        case "propertyNames" | "unevaluatedProperties":
-            # Once the other object keywords are there.
-            pass
-        case "unevaluatedItems":
-            if "array" in types and value is not True:
-                context.give_up(keyword, place, "has no exact equivalent")
-        case _:
+        case "dependencies" | "dependentRequired" | "dependentSchemas" if "object" in types:
+            extra += dependencies(context, keyword, value, place, types)
+        case "uniqueItems" if value is True and "array" in types:
+            extra.append(unique_items(context, node, place))
+        case "contains" if "array" in types:
+            extra.append(contains(context, node, place))
+        case "unevaluatedItems" if "array" in types and value is not True:
+            context.give_up(keyword, place, "has no exact equivalent")
+        case "$dynamicRef" | "$recursiveRef":
             context.give_up(keyword, place, "dynamic references are not resolved")
+        case _:
+            # About other types than can occur, or taken with the other object keywords.
+            pass

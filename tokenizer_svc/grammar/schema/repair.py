@@ -129,8 +129,7 @@ class _Unroller:
         elif reference is not None:
             rest["$ref"] = reference
         parts.append(rest)
-        for each in node.get("allOf", ()):
-            parts.append(self._expanded(each, seen))
+        parts += [self._expanded(each, seen) for each in node.get("allOf", ())]
         if "anyOf" in node:
             parts.append({"anyOf": [self._expanded(each, seen) for each in node["anyOf"]]})
         return all_of(parts)

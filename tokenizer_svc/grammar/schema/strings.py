@@ -1,9 +1,9 @@
-"""Regular expressions for what the back end has no keyword for: strings outside a set, look-aheads, formats."""
+"""Patterns for what the back end has no keyword for: strings outside a set, look-aheads, formats."""
 
 from __future__ import annotations
 
 import re
-import re._parser as sre_parse
+import re._parser as sre_parse  # type: ignore[import-not-found]
 from collections.abc import Iterable, Sequence
 from typing import Any
 

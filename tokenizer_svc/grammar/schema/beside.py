@@ -1,0 +1,180 @@
+"""The complement of a schema for values that are known to match another: branches of oneOf.
+
+Two branches often share most of their constraints. Ways of not matching that the known schema rules out are
+left away, which keeps the union small, and exact where the shared part has no complement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.disjoint import Located, View
+from tokenizer_svc.grammar.schema.negative import (
+    KEYWORDS,
+    Complement,
+    additional,
+    complement,
+    items,
+    reference,
+    required,
+    typed,
+)
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, all_of, any_of, same
+
+# References followed while negating beside something known.
+_MAX_FOLLOWED = 8
+
+
+def beside(context: Context, node: Any, place: Place, types: frozenset[str], given: View) -> Schema:
+    """A schema that, among values of `types` that match `given`, admits those that `node` does not."""
+    types &= given.types(context)
+    if not isinstance(node, dict):
+        return complement(context, node, place, types, KEYWORDS)
+    keywords: dict[str, Complement] = {}
+    for keyword, value in node.items():
+        if _ruled_out(given, node, keyword, value):
+            continue
+        if keyword in _WITH_GIVEN:
+            keywords[keyword] = _with(_WITH_GIVEN[keyword], given)
+        elif keyword in KEYWORDS:
+            keywords[keyword] = KEYWORDS[keyword]
+    return complement(context, node, place, types, keywords)
+
+
+def _with(broken: Callable[..., Schema], given: View) -> Complement:
+    return lambda context, node, place, types: broken(context, node, place, types, given)
+
+
+def _ruled_out(given: View, node: dict[str, Any], keyword: str, value: Any) -> bool:
+    """Whether the very same constraint is known to hold. In draft 4 a flag beside it may change a bound."""
+    flag = node.get("exclusive" + keyword.capitalize())
+    return keyword in _SCALARS and not isinstance(flag, bool) and given.states(keyword, value)
+
+
+def _required_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    missing = [name for name in node["required"] if name not in given.required()]
+    return required(context, {"required": missing}, place, types)
+
+
+def _properties_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    if "object" not in types:
+        return False
+    options = []
+    for name, rule in node["properties"].items():
+        inside = place.at("properties", name)
+        known = given.property(name)
+        if any(_implies(context, each, (rule, inside)) for each in known):
+            continue
+        inner = View()
+        for each in known:
+            inner.add(context, *each)
+        outside = beside(context, rule, inside, ALL_TYPES, inner)
+        if outside is not False:
+            options.append({"type": "object", "properties": {name: outside}, "required": [name]})
+    return any_of(options)
+
+
+def _implies(context: Context, known: Located, rule: Located) -> bool:
+    """Whether every value that matches `known` matches `rule`, as far as that is easy to see."""
+    node, place = rule
+    if known[0] is False or node is True or node == {}:
+        return True
+    if known[1].base == place.base and same(known[0], node):
+        return True
+    if isinstance(node, dict) and isinstance(node.get("$ref"), str) and isinstance(known[0], dict):
+        reference = known[0].get("$ref")
+        one = context.resolve(node["$ref"], place)
+        other = context.resolve(reference, known[1]) if isinstance(reference, str) else None
+        return one is not None and other is not None and one.node is other.node and not has_rules(node)
+    return False
+
+
+def has_rules(node: dict[str, Any]) -> bool:
+    """Whether there are constraints beside $ref."""
+    return any(key in KEYWORDS or key == "type" for key in node if key != "$ref")
+
+
+def _additional_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    names = given.names()
+    if names is not None and names <= set(node.get("properties", {})):
+        return False
+    if given.states_all(node, ("additionalProperties", "properties", "patternProperties")):
+        return False
+    if names is not None and node["additionalProperties"] is False and not node.get("patternProperties"):
+        # Only the names that `given` admits can be there.
+        more = sorted(names - set(node.get("properties", {})))
+        return any_of(typed("object", types, {"required": [name]}) for name in more)
+    return additional(context, node, place, types)
+
+
+def _items_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    known = given.states_all(node, ("items", "prefixItems", "additionalItems"))
+    return False if known else items(context, node, place, types)
+
+
+def _reference_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    target = context.resolve(node["$ref"], place)
+    if target is None:
+        return reference(context, node, place, types)
+    if any(rule is target.node for rule in given.rules):
+        return False
+    # Written out, because the complement holds only beside `given`.
+    if context.depth_of_given >= _MAX_FOLLOWED:
+        return reference(context, node, place, types)
+    context.depth_of_given += 1
+    try:
+        return beside(context, target.node, Place(target.path, target.base), types, given)
+    finally:
+        context.depth_of_given -= 1
+
+
+def _all_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    return any_of(
+        beside(context, each, place.at("allOf", index), types, given)
+        for index, each in enumerate(node["allOf"])
+    )
+
+
+def _any_given(
+    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
+) -> Schema:
+    if given.states("anyOf", node["anyOf"]):
+        return False
+    return all_of(
+        beside(context, each, place.at("anyOf", index), types, given)
+        for index, each in enumerate(node["anyOf"])
+    )
+
+
+_WITH_GIVEN: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str], View], Schema]] = {
+    "required": _required_given,
+    "properties": _properties_given,
+    "additionalProperties": _additional_given,
+    "items": _items_given,
+    "allOf": _all_given,
+    "anyOf": _any_given,
+    "$ref": _reference_given,
+}
+# Keywords whose complement is ruled out where the very same one is known to hold.
+_SCALARS = frozenset(
+    {
+        "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "pattern",
+        "format", "uniqueItems", "contains", "propertyNames", "patternProperties", "oneOf", "not", "if",
+        "dependencies", "dependentRequired", "dependentSchemas",
+    }
+)  # fmt: skip
