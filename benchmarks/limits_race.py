@@ -38,7 +38,7 @@ from services.errors import MillraceError, Reason
 
 REQUESTS_PER_MINUTE = 3000
 TOKENS_PER_MINUTE = 200_000
-STREAMS = 24
+STREAMS = 8
 MONTHLY_TOKENS = 250_000
 WINDOW_S = 60.0
 TABLES = {

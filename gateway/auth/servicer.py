@@ -30,6 +30,8 @@ from services.status import to_status
 
 TENANT_HEADER = "x-millrace-tenant"
 KEY_HEADER = "x-millrace-key"
+# Set when a limit of requests per minute applies; without it Envoy does not ask the rate limit service.
+COUNTED_HEADER = "x-millrace-counted"
 # Claims of a token that Envoy's jwt_authn filter has verified: JSON in base64url.
 CLAIMS_HEADER = "x-millrace-jwt-claims"
 _SCHEME = "bearer "
@@ -107,17 +109,27 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
 
     def _allowed(self, principal: Principal, headers: Mapping[str, str]) -> external_auth_pb2.CheckResponse:
         signed = sign(self._context(principal, headers), self._secret)
+        added = [
+            _header(CONTEXT_HEADER, to_header(signed)),
+            _header(TENANT_HEADER, principal.tenant),
+            _header(KEY_HEADER, principal.key_id),
+        ]
+        if self._is_counted(principal):
+            added.append(_header(COUNTED_HEADER, "1"))
         return external_auth_pb2.CheckResponse(
             status=_OK,
             ok_response=external_auth_pb2.OkHttpResponse(
-                headers=[
-                    _header(CONTEXT_HEADER, to_header(signed)),
-                    _header(TENANT_HEADER, principal.tenant),
-                    _header(KEY_HEADER, principal.key_id),
-                ],
+                headers=added,
                 headers_to_remove=["authorization", CLAIMS_HEADER],
             ),
         )
+
+    def _is_counted(self, principal: Principal) -> bool:
+        limits = (
+            self._directory.tenant_limits(principal.tenant),
+            self._directory.key_limits(principal.key_id),
+        )
+        return any(limit.requests_per_minute is not None for limit in limits)
 
     def _context(self, principal: Principal, headers: Mapping[str, str]) -> context_pb2.RequestContext:
         context = context_pb2.RequestContext(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.auth.servicer import CLAIMS_HEADER, KEY_HEADER, TENANT_HEADER
+from gateway.auth.servicer import CLAIMS_HEADER, COUNTED_HEADER, KEY_HEADER, TENANT_HEADER
 from gateway.config import EnvoyConfig, JwtConfig
 from gateway.envoy import clusters
 from gateway.envoy.clusters import typed
@@ -17,12 +17,14 @@ _JWT = "envoy.filters.http.jwt_authn"
 _PROVIDER = "issuer"
 
 # Headers that only the edge may set.
-IDENTITY_HEADERS = (CONTEXT_HEADER, TENANT_HEADER, KEY_HEADER, CLAIMS_HEADER)
+IDENTITY_HEADERS = (CONTEXT_HEADER, TENANT_HEADER, KEY_HEADER, COUNTED_HEADER, CLAIMS_HEADER)
 
-# Rate limit descriptor: a request without identity (a public path) has none and is not counted.
+# Rate limit descriptor. A request that lacks one of its headers has none, and nobody is asked about it: one
+# without identity (a public path), and one that no limit of requests per minute applies to.
 RATE_LIMITS: list[dict[str, Any]] = [
     {
         "actions": [
+            {"request_headers": {"header_name": COUNTED_HEADER, "descriptor_key": "counted"}},
             {"request_headers": {"header_name": TENANT_HEADER, "descriptor_key": TENANT_ENTRY}},
             {"request_headers": {"header_name": KEY_HEADER, "descriptor_key": KEY_ENTRY}},
             {

@@ -60,6 +60,7 @@ async def test_client_cannot_set_identity_headers(client: httpx.AsyncClient) -> 
         "x-millrace-context": "forged",
         "x-millrace-tenant": "other",
         "x-millrace-key": "other",
+        "x-millrace-counted": "1",
         "x-millrace-jwt-claims": "eyJ0ZW5hbnQiOiJsaW1pdGVkIn0",
     }
     response = await client.get("/anything", headers={**BEARER, **forged})
@@ -67,6 +68,7 @@ async def test_client_cannot_set_identity_headers(client: httpx.AsyncClient) -> 
     assert headers["x-millrace-tenant"] == "acme"
     assert headers["x-millrace-key"] == "good"
     assert "x-millrace-jwt-claims" not in headers
+    assert "x-millrace-counted" not in headers
     assert verified(headers["x-millrace-context"])[0].tenant == "acme"
 
 

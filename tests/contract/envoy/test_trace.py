@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from observability import names
 from services.server import GrpcServer
 
-from .edge import GOOD_KEY, Edge
+from .edge import SLOW_KEY, Edge
 
 CLIENT_TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -44,7 +44,7 @@ async def test_one_trace(tmp_path: Path, client_has_a_trace: bool) -> None:
     edge = Edge(tmp_path, envoy={"access_log": str(log)})
     await edge.start(f"127.0.0.1:{server.port}")
     try:
-        headers = {"authorization": f"Bearer {GOOD_KEY}", "x-request-id": "mine"}
+        headers = {"authorization": f"Bearer {SLOW_KEY}", "x-request-id": "mine"}
         if client_has_a_trace:
             headers["traceparent"] = f"00-{CLIENT_TRACE}-b7ad6b7169203331-01"
         async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
@@ -59,7 +59,7 @@ async def test_one_trace(tmp_path: Path, client_has_a_trace: bool) -> None:
         assert ingress["trace"] == trace_id
         assert ingress[names.REQUEST_ID] == response.headers["x-request-id"]
         assert ingress[names.CLIENT_REQUEST_ID] == "mine"
-        assert (ingress[names.TENANT], ingress[names.KEY_ID]) == ("acme", "good")
+        assert (ingress[names.TENANT], ingress[names.KEY_ID]) == ("limited", "slow")
         # The request that goes on carries the trace, and so did the question to the gateway.
         assert response.json()["headers"]["traceparent"].split("-")[1] == trace_id
         for span in edge.spans.get_finished_spans():
@@ -74,4 +74,4 @@ async def test_one_trace(tmp_path: Path, client_has_a_trace: bool) -> None:
     (entry,) = [entry for entry in entries if entry["path"] == "/v1/models"]
     assert entry["trace_id"] == trace_id
     assert entry["request_id"] == response.headers["x-request-id"]
-    assert (entry["tenant"], entry["key_id"], entry["status"]) == ("acme", "good", 200)
+    assert (entry["tenant"], entry["key_id"], entry["status"]) == ("limited", "slow", 200)
