@@ -210,12 +210,14 @@ def _tool_call(call: ToolCallBody, field: str) -> ToolCall:
 
 
 def _tool(tool: ToolBody, field: str) -> Tool:
-    if tool.type != "function" or tool.function is None:
+    if tool.type != "function":
         raise MillraceError(
             Reason.UNSUPPORTED_FIELD,
             f"{field}.type: {tool.type!r} is not supported; use function, with its name and parameters",
             field=f"{field}.type",
         )
+    if tool.function is None:
+        raise invalid(f"{field}.function", "it is required: an object with name and parameters")
     function = tool.function
     parameters = "" if function.parameters is None else msgspec.json.encode(function.parameters).decode()
     return Tool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from gateway.pipeline.request import (
@@ -28,14 +29,16 @@ MAX_METADATA = 16
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
 
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 # Field: (lowest, highest).
 _RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 10.0),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 10),
     "top_k": (0, 2**31 - 1),
     "seed": (0, MAX_SEED),
     "max_tokens": (0, MAX_TOKENS),
@@ -71,7 +74,7 @@ def _check_numbers(request: GenerationRequest) -> None:
     for name, (lowest, highest) in _RANGES.items():
         value = getattr(sampling, name)
         if value is not None and not lowest <= value <= highest:
-            raise refuse(request, name, f"{value:g} is not between {lowest:g} and {highest:g}")
+            raise refuse(request, name, f"{value} is not between {lowest} and {highest}")
     if sampling.top_p == 0.0:
         raise refuse(request, "top_p", "0 would keep no token; use temperature 0 for greedy decoding")
 
@@ -170,8 +173,12 @@ def _check_tool_choice(request: GenerationRequest, conversation: Conversation) -
     choice = conversation.tool_choice
     names = [tool.name for tool in conversation.tools]
     for index, name in enumerate(names):
-        if not name:
-            raise refuse(request, f"tools[{index}].function.name", "it is empty")
+        if not _TOOL_NAME.fullmatch(name):
+            raise refuse(
+                request,
+                f"tools[{index}].function.name",
+                f"{name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
+            )
         if name in names[:index]:
             raise refuse(request, f"tools[{index}].function.name", f"{name!r} is there twice")
     if choice is None or choice.mode in (ToolChoiceMode.NONE, ToolChoiceMode.AUTO):
