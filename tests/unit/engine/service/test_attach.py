@@ -126,7 +126,9 @@ async def test_half_closing_ends_the_stream_and_its_requests(engine: Engine) -> 
     await leaving.submit(1, PROMPT, max_tokens=10_000)
     await leaving.read()
     await leaving.call.done_writing()
-    assert await asyncio.wait_for(leaving.call.code(), 10) == grpc.StatusCode.OK
+    while await asyncio.wait_for(leaving.call.read(), 20) is not grpc.aio.EOF:
+        pass
+    assert await leaving.call.code() == grpc.StatusCode.OK
     assert (await engine.wait_until_idle()).num_runner_states == 0
 
 
