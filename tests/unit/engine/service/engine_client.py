@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -148,6 +149,13 @@ class Gateway:
         if message is grpc.aio.EOF:
             await self._raise()
         return message.outputs
+
+    async def status(self) -> grpc.StatusCode:
+        """Reads what is left of the stream; the status comes after it."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(self.call.read(), 30) is not grpc.aio.EOF:
+                pass
+        return await self.call.code()
 
     async def until_ended(self, num_terminal: int) -> dict[tuple[int, int], list[engine_pb2.RequestOutput]]:
         """Outputs by (handle, choice) until so many choices, or failed requests, have ended."""
