@@ -459,7 +459,7 @@ PREFIX_QUERIES = Metric(
 )
 PREFIX_HITS = Metric("millrace_engine_prefix_cache_hits_total", "counter", "{token}", "Prompt tokens found.")
 PREEMPTIONS = Metric(
-    "millrace_engine_preemptions_total", "counter", "{preemption}", "Sequences that lost their place."
+    "millrace_engine_preemptions_total", "counter", "{sequence}", "Sequences that lost their place."
 )
 RECOMPUTED = Metric(
     "millrace_engine_recomputed_tokens_total", "counter", "{token}", "Tokens computed again after preemption."
@@ -494,7 +494,7 @@ MEMORY_PLAN = Metric(
     "millrace_engine_memory_plan_bytes",
     "gauge",
     "By",
-    "The memory plan: weights, workspace, headroom, kv_cache.",
+    "The memory plan: weights, workspace, headroom, kv_cache; and what is really resident.",
     ("part",),
 )
 

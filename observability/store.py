@@ -196,6 +196,13 @@ class SpanReader:
             "WHERE name = ? AND start_ns >= ? ORDER BY start_ns DESC LIMIT ?", (str(name), since_ns, limit)
         )
 
+    def spans_between(self, name: str, after_ns: int, start_ns: int, end_ns: int) -> list[StoredSpan]:
+        """Spans of that name that overlap [start_ns, end_ns] and began after `after_ns`."""
+        return self._select(
+            "WHERE name = ? AND start_ns > ? AND start_ns < ? AND end_ns > ? ORDER BY start_ns",
+            (str(name), after_ns, end_ns, start_ns),
+        )
+
     def _select(self, where: str, parameters: tuple[Any, ...]) -> list[StoredSpan]:
         rows = self._db.execute(f"SELECT {_COLUMNS} FROM spans {where}", parameters)
         return [_span(row) for row in rows]

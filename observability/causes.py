@@ -1,0 +1,190 @@
+"""Why one request took as long as it did: every cause that its trace shows, with the time that it cost.
+
+Causes are of two kinds. Delays are what others, or the system, did to the request; they were measured where
+they happened, or follow from the spans. Work is what the request itself needed. A delay that is too small to
+matter is not blamed: then the answer is the request's own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from observability import names
+from observability.names import Cause, TtftPart
+from observability.store import SpanReader, StoredSpan
+from observability.tree import delays_of, request_span, ttft_of
+
+# A delay is blamed when it is at least this much, and at least this share of the whole time.
+MIN_DELAY_MS = 5.0
+MIN_DELAY_SHARE = 0.1
+# Prefills of others that began this long before ours are looked at, in nanoseconds.
+_LOOK_BACK_NS = 600 * 1_000_000_000
+
+_REFUSED_BY_LIMITS = {
+    "REQUEST_RATE_EXCEEDED",
+    "TOKEN_RATE_EXCEEDED",
+    "CONCURRENCY_EXCEEDED",
+    "BUDGET_EXHAUSTED",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One share of a request's time, in words."""
+
+    milliseconds: float
+    text: str
+    # None for the request's own work.
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another request whose prompt was computed on the same engine meanwhile."""
+
+    request_id: str
+    tenant: str
+    overlap_ms: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole answer."""
+
+    request_id: str
+    total_ms: float
+    ttft_ms: float | None
+    # The one sentence.
+    verdict: str
+    # The cause that is blamed; None when it was the request's own work, or a refusal for another reason.
+    cause: Cause | None
+    # All findings, delays first, each kind by time.
+    findings: Sequence[Finding]
+    neighbours: Sequence[Neighbour] = ()
+
+
+def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -> Explanation:
+    """Explains a request by the spans of its trace."""
+    request = request_span(spans)
+    request_id = next((span.request_id for span in spans if span.request_id), "unknown")
+    start_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+    total_ms = (end_ns - start_ns) / 1e6
+    ttft = ttft_of(spans)
+    delays = sorted(_delays(spans), key=lambda finding: -finding.milliseconds)
+    work = sorted(_work(spans), key=lambda finding: -finding.milliseconds)
+    largest = delays[0] if delays else None
+    outcome = str(request.attributes.get(names.OUTCOME, "")) if request else ""
+    if outcome.isupper():
+        cause = Cause.RATE_LIMIT if outcome in _REFUSED_BY_LIMITS else None
+        verdict = _refusal(spans, outcome)
+    elif largest is not None and largest.milliseconds >= max(MIN_DELAY_MS, MIN_DELAY_SHARE * total_ms):
+        cause = largest.cause
+        verdict = f"{largest.milliseconds:.0f} of {total_ms:.0f} ms: {largest.text}"
+        if cause is Cause.LONG_PREFILL and neighbours:
+            verdict += f" ({_name(neighbours[0])})"
+    else:
+        cause = None
+        verdict = "nothing held it back" + (
+            f": {work[0].text}, {work[0].milliseconds:.0f} ms" if work else ""
+        )
+    return Explanation(
+        request_id=request_id,
+        total_ms=total_ms,
+        ttft_ms=None if ttft is None else ttft.total_ms,
+        verdict=verdict,
+        cause=cause,
+        findings=[*delays, *work],
+        neighbours=neighbours,
+    )
+
+
+def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
+    retry = [span.attributes[names.RETRY_AFTER_S] for span in spans if names.RETRY_AFTER_S in span.attributes]
+    advice = f"; a retry after {float(retry[0]):.1f} s may succeed" if retry else ""
+    if outcome in _REFUSED_BY_LIMITS:
+        return f"it was refused by its tenant's limits ({outcome}){advice}"
+    return f"it failed with {outcome}{advice}"
+
+
+def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
+    """Measured delays, and those that follow from spans that only exist when something went wrong."""
+    found = dict(delays_of(spans))
+    for span in spans:
+        duration_ms = span.duration_ms
+        if span.name == names.TOKENIZER_COMPILE and span.attributes.get(names.GRAMMAR_CACHE) != "hit":
+            found[Cause.GRAMMAR_COMPILE] = max(found.get(Cause.GRAMMAR_COMPILE, 0.0), duration_ms)
+        if span.name in {names.GATEWAY_RESERVE, names.GATEWAY_RATE_LIMIT} and duration_ms >= MIN_DELAY_MS:
+            found[Cause.RATE_LIMIT] = found.get(Cause.RATE_LIMIT, 0.0) + duration_ms
+        if span.name == names.GATEWAY_RESUBMIT:
+            found[Cause.ENGINE_LOST] = found.get(Cause.ENGINE_LOST, 0.0) + duration_ms
+    explained_ms = sum(
+        found.get(cause, 0.0) for cause in (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL)
+    )
+    ttft = ttft_of(spans)
+    if ttft is not None:
+        # Time in the queue that no cause accounts for: the queue was simply not empty.
+        rest_ms = ttft.parts_ms.get(TtftPart.QUEUE, 0.0) - explained_ms - found.get(Cause.LONG_PREFILL, 0.0)
+        if rest_ms >= MIN_DELAY_MS:
+            found[Cause.BATCH_FULL] = found.get(Cause.BATCH_FULL, 0.0) + rest_ms
+    return [Finding(ms, _delay_text(cause, spans), cause) for cause, ms in found.items() if ms > 0]
+
+
+def _delay_text(cause: Cause, spans: Sequence[StoredSpan]) -> str:
+    text = names.CAUSE_MEANING[cause]
+    if cause is Cause.PREEMPTION:
+        times = sum(int(span.attributes.get(names.NUM_PREEMPTIONS, 0)) for span in spans)
+        tokens = sum(int(span.attributes.get(names.RECOMPUTED_TOKENS, 0)) for span in spans)
+        text += f" (preempted {times} times, {tokens} tokens computed again)"
+    return text
+
+
+def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
+    found: list[Finding] = []
+    request = request_span(spans)
+    attributes = request.attributes if request else {}
+    ttft = ttft_of(spans)
+    for part, milliseconds in (ttft.parts_ms if ttft else {}).items():
+        if part is TtftPart.QUEUE:
+            continue
+        text = names.TTFT_PART_MEANING[part]
+        if part is TtftPart.PREFILL:
+            prompt, cached = attributes.get(names.PROMPT_TOKENS), attributes.get(names.CACHED_TOKENS, 0)
+            text = "computing its own prompt" + (
+                f" of {prompt} tokens, {cached} of them cached" if prompt else ""
+            )
+        found.append(Finding(milliseconds, text))
+    decode_ms = sum(span.duration_ms for span in spans if span.name == names.ENGINE_DECODE)
+    if decode_ms:
+        tokens = attributes.get(names.OUTPUT_TOKENS)
+        found.append(Finding(decode_ms, "generating" + (f" {tokens} tokens" if tokens else "")))
+    return [finding for finding in found if finding.milliseconds > 0]
+
+
+def find_neighbours(reader: SpanReader, spans: Sequence[StoredSpan]) -> list[Neighbour]:
+    """Requests whose prefill overlapped with this one's time in the same engine, the longest first."""
+    mine = next((span for span in spans if span.name == names.ENGINE_REQUEST), None)
+    if mine is None:
+        return []
+    overlaps: dict[str, tuple[float, int]] = {}
+    for chunk in reader.spans_between(
+        names.ENGINE_PREFILL, mine.start_ns - _LOOK_BACK_NS, mine.start_ns, mine.end_ns
+    ):
+        if chunk.trace_id != mine.trace_id:
+            overlap = min(chunk.end_ns, mine.end_ns) - max(chunk.start_ns, mine.start_ns)
+            milliseconds, tokens = overlaps.get(chunk.trace_id, (0.0, 0))
+            chunk_tokens = int(chunk.attributes.get(names.CHUNK_TOKENS, 0))
+            overlaps[chunk.trace_id] = (milliseconds + overlap / 1e6, tokens + chunk_tokens)
+    found: list[Neighbour] = []
+    for trace_id, (milliseconds, tokens) in sorted(overlaps.items(), key=lambda item: -item[1][0]):
+        engine = next((each for each in reader.trace(trace_id) if each.name == names.ENGINE_REQUEST), None)
+        if engine and engine.attributes.get(names.ENGINE_ID) == mine.attributes.get(names.ENGINE_ID):
+            tenant = str(engine.attributes.get(names.TENANT, ""))
+            found.append(Neighbour(engine.request_id, tenant, milliseconds, tokens))
+    return found
+
+
+def _name(neighbour: Neighbour) -> str:
+    of_tenant = f" of tenant {neighbour.tenant}" if neighbour.tenant else ""
+    return f"request {neighbour.request_id}{of_tenant}: {neighbour.num_tokens} prompt tokens meanwhile"

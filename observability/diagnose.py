@@ -1,0 +1,234 @@
+"""`python -m observability.diagnose`: which slice of the last hour's requests explains the slow ones.
+
+The tail is the slowest share of all requests. A slice (one value of one dimension) explains the tail when it
+is a much larger part of the tail than of all requests, by more than chance; slices are ranked by that excess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from observability import genai, names
+from observability.config import ObservabilityConfig
+from observability.names import Attribute, length_bucket
+from observability.store import SpanReader, StoredSpan, StoreError
+from observability.waterfall import console_width
+
+METRICS: Mapping[str, Attribute] = {"ttft": names.TTFT_MS, "tpot": names.TPOT_MS, "e2e": names.E2E_MS}
+
+# Fewer requests say nothing about a tail.
+MIN_REQUESTS = 20
+# A slice must have this many requests in the tail to be named.
+_MIN_IN_TAIL = 3
+_MIN_EXCESS = 0.15
+# Standard deviations of a binomial draw. Many slices are looked at, so a rare accident must not be named.
+_MIN_DEVIATIONS = 3.0
+
+Value = Callable[[StoredSpan], str]
+
+
+def _text(key: str, missing: str = "none") -> Value:
+    return lambda span: str(span.attributes.get(key, "") or missing)
+
+
+def _bucket(key: str) -> Value:
+    return lambda span: length_bucket(int(span.attributes.get(key, 0)))
+
+
+def _cause(span: StoredSpan) -> str:
+    causes = span.attributes.get(names.DELAYED_BY) or ()
+    first = causes.split(",")[0] if isinstance(causes, str) else next(iter(causes), "")
+    return first or "nothing"
+
+
+DIMENSIONS: Mapping[str, Value] = {
+    "tenant": _text(names.TENANT),
+    "tier": _text(names.TIER),
+    "model": _text(genai.REQUEST_MODEL),
+    "face": _text(names.FACE),
+    "streaming": _text(names.STREAMING),
+    "engine": _text(names.ENGINE_ID),
+    "pool": _text(names.POOL),
+    "adapter": _text(names.ADAPTER),
+    "prompt length": _bucket(names.PROMPT_TOKENS),
+    "output length": _bucket(names.OUTPUT_TOKENS),
+    "prefix cache": lambda span: "hit" if span.attributes.get(names.CACHED_TOKENS) else "miss",
+    "guided": _text(names.GUIDED),
+    "speculative": _text(names.SPECULATIVE),
+    "delayed by": _cause,
+    "outcome": _text(names.OUTCOME),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One value of one dimension, and how it relates to the tail. Shares are 0 to 1."""
+
+    dimension: str
+    value: str
+    num_requests: int
+    share_of_all: float
+    share_of_tail: float
+    p95_ms: float
+    # Of the requests outside the slice.
+    p95_elsewhere_ms: float
+
+    @property
+    def excess(self) -> float:
+        """How much more of the tail than of everything it is."""
+        return self.share_of_tail - self.share_of_all
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What explains the tail; `slices` may be empty when nothing stands out."""
+
+    metric: str
+    num_requests: int
+    p50_ms: float
+    p95_ms: float
+    slices: Sequence[Slice]
+
+    @property
+    def verdict(self) -> str:
+        """The one sentence."""
+        if not self.slices:
+            return "no slice stands out: the slow requests are spread like all others"
+        first = self.slices[0]
+        return (
+            f"{first.dimension} {first.value}: {first.share_of_all:.0%} of all requests, but "
+            f"{first.share_of_tail:.0%} of the slowest; p95 {first.p95_ms:.0f} ms against "
+            f"{first.p95_elsewhere_ms:.0f} ms elsewhere"
+        )
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that `share` of the values do not exceed; 0 for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def diagnose(spans: Sequence[StoredSpan], metric: str = "ttft", tail_share: float = 0.05) -> Diagnosis:
+    """Slices the requests (gateway.request spans) that have the metric; raises StoreError for too few."""
+    key = METRICS[metric]
+    requests = [(span, float(span.attributes[key])) for span in spans if key in span.attributes]
+    if len(requests) < MIN_REQUESTS:
+        raise StoreError(
+            f"{len(requests)} requests with a {metric} in this time; "
+            f"{MIN_REQUESTS} are needed to speak of a tail"
+        )
+    requests.sort(key=lambda item: -item[1])
+    num_tail = max(_MIN_IN_TAIL, round(len(requests) * tail_share))
+    slices = [
+        found
+        for dimension, value_of in DIMENSIONS.items()
+        for found in _slices(dimension, value_of, requests, num_tail)
+        if found.excess >= _MIN_EXCESS
+    ]
+    slices.sort(key=lambda found: -found.excess)
+    values = [value for _, value in requests]
+    return Diagnosis(metric, len(requests), percentile(values, 0.5), percentile(values, 0.95), slices)
+
+
+def _slices(
+    dimension: str, value_of: Value, requests: Sequence[tuple[StoredSpan, float]], num_tail: int
+) -> list[Slice]:
+    labels = [value_of(span) for span, _ in requests]
+    found: list[Slice] = []
+    for label in dict.fromkeys(labels[:num_tail]):
+        in_tail = labels[:num_tail].count(label)
+        inside = [value for (_, value), other in zip(requests, labels, strict=True) if other == label]
+        outside = [value for (_, value), other in zip(requests, labels, strict=True) if other != label]
+        if (
+            in_tail >= _MIN_IN_TAIL
+            and outside
+            and _is_no_accident(in_tail, num_tail, len(inside) / len(labels))
+        ):
+            found.append(
+                Slice(
+                    dimension,
+                    label,
+                    len(inside),
+                    len(inside) / len(requests),
+                    in_tail / num_tail,
+                    percentile(inside, 0.95),
+                    percentile(outside, 0.95),
+                )
+            )
+    return found
+
+
+def _is_no_accident(in_tail: int, num_tail: int, share_of_all: float) -> bool:
+    """Whether so many of the tail would hardly be in the slice if the tail were drawn from all requests."""
+    expected = num_tail * share_of_all
+    deviation = math.sqrt(expected * (1 - share_of_all))
+    return in_tail - expected >= _MIN_DEVIATIONS * deviation
+
+
+def render(diagnosis: Diagnosis) -> RenderableType:
+    """The verdict, then the slices that stand out."""
+    head = (
+        f"{diagnosis.num_requests} requests, {diagnosis.metric} p50 {diagnosis.p50_ms:.0f} ms, "
+        f"p95 {diagnosis.p95_ms:.0f} ms"
+    )
+    lines: list[RenderableType] = [Text(head), Text(diagnosis.verdict, style="bold yellow")]
+    if diagnosis.slices:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for title in ("dimension", "value"):
+            table.add_column(title)
+        for title in ("requests", "of all", "of slowest", "p95 ms", "elsewhere"):
+            table.add_column(title, justify="right")
+        for found in diagnosis.slices:
+            table.add_row(
+                found.dimension,
+                found.value,
+                str(found.num_requests),
+                f"{found.share_of_all:.0%}",
+                f"{found.share_of_tail:.0%}",
+                f"{found.p95_ms:.0f}",
+                f"{found.p95_elsewhere_ms:.0f}",
+            )
+        lines += [Text(""), table]
+    return Group(*lines)
+
+
+def show(store: Path, metric: str, minutes: float) -> None:
+    """Prints the diagnosis of the last `minutes`; raises StoreError when there is too little to go by."""
+    reader = SpanReader(store)
+    try:
+        since_ns = time.time_ns() - round(minutes * 60e9)
+        spans = reader.spans_named(names.GATEWAY_REQUEST, since_ns=since_ns)
+    finally:
+        reader.close()
+    Console(width=console_width(), highlight=False).print(render(diagnose(spans, metric)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 with one clear line when there is too little to go by."""
+    parser = argparse.ArgumentParser(prog="python -m observability.diagnose", description=__doc__)
+    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser.add_argument("--metric", choices=tuple(METRICS), default="ttft")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parsed = parser.parse_args(arguments)
+    try:
+        show(parsed.store, parsed.metric, parsed.minutes)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`python -m observability.why <request id, trace id or last>`: the largest cause in words, with numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from observability import names
+from observability.causes import Explanation, explain, find_neighbours
+from observability.config import ObservabilityConfig
+from observability.store import SpanReader, StoredSpan, StoreError
+from observability.tree import request_span
+from observability.waterfall import console_width
+
+_MAX_NEIGHBOURS = 3
+
+
+def explain_stored(store: Path, what: str) -> tuple[Explanation, list[StoredSpan]]:
+    """Explains a request of the store; raises StoreError when it is not there."""
+    reader = SpanReader(store)
+    try:
+        spans = reader.find(what)
+        return explain(spans, find_neighbours(reader, spans)[:_MAX_NEIGHBOURS]), spans
+    finally:
+        reader.close()
+
+
+def render(explanation: Explanation, spans: Sequence[StoredSpan]) -> RenderableType:
+    """The verdict, what was promised, and where all the time went."""
+    lines: list[RenderableType] = [
+        Text(f"request {explanation.request_id}", style="bold"),
+        Text(explanation.verdict, style="bold yellow"),
+        Text(_promise(explanation, spans), style="dim"),
+    ]
+    if explanation.findings:
+        table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for finding in explanation.findings:
+            share = finding.milliseconds / explanation.total_ms if explanation.total_ms else 0.0
+            cause = Text(finding.cause or "own work", style="red" if finding.cause else "green")
+            table.add_row(f"{finding.milliseconds:.1f} ms", f"{share:.0%}", cause, finding.text)
+        lines += [Text(""), table]
+    if explanation.neighbours:
+        lines.append(Text("\nprompts computed on the same engine meanwhile", style="bold"))
+        lines += [
+            Text(f"  {each.overlap_ms:.1f} ms  {each.num_tokens} tokens  request {each.request_id}")
+            for each in explanation.neighbours
+        ]
+    return Group(*lines)
+
+
+def _promise(explanation: Explanation, spans: Sequence[StoredSpan]) -> str:
+    request = request_span(spans)
+    attributes = request.attributes if request else {}
+    parts = [f"{explanation.total_ms:.0f} ms in all"]
+    if explanation.ttft_ms is not None:
+        target = attributes.get(names.TTFT_TARGET_MS)
+        parts.append(
+            f"first token after {explanation.ttft_ms:.0f} ms" + (f" (target {target} ms)" if target else "")
+        )
+    parts += [f"{label} {attributes[key]}" for key, label in _CONTEXT.items() if attributes.get(key)]
+    return " · ".join(parts)
+
+
+_CONTEXT = {names.TENANT: "tenant", names.TIER: "tier", names.ENGINE_ID: "engine", names.OUTCOME: "outcome"}
+
+
+def show(store: Path, what: str) -> None:
+    """Prints the explanation; raises StoreError when there is nothing to explain."""
+    explanation, spans = explain_stored(store, what)
+    Console(width=console_width(), highlight=False).print(render(explanation, spans))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 with one clear line when there is nothing to explain."""
+    parser = argparse.ArgumentParser(prog="python -m observability.why", description=__doc__)
+    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser.add_argument("what", nargs="?", default="last", help="request id, trace id or 'last'")
+    parsed = parser.parse_args(arguments)
+    try:
+        show(parsed.store, parsed.what)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The verdict on a request names the cause that was planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from observability import names, why
+from observability.causes import explain
+from observability.names import Cause, TtftPart
+from observability.store import SpanStore, StoredSpan, StoreError
+from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_a_measured_delay_is_blamed_by_name_and_number(cause: Cause) -> None:
+    spans = request_trace(
+        parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={cause: 300.0, Cause.OFFLOAD: 6.0}
+    )
+    explanation = explain(spans)
+    if cause not in {Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.LONG_PREFILL}:
+        # The queue is then a delay of its own, and as large.
+        assert {finding.cause for finding in explanation.findings[:2]} == {cause, Cause.BATCH_FULL}
+        return
+    assert explanation.cause is cause
+    assert names.CAUSE_MEANING[cause] in explanation.verdict
+    assert explanation.verdict.startswith("300 of 480 ms")
+
+
+def test_a_request_that_nothing_held_back_is_told_what_it_did_itself() -> None:
+    explanation = explain(request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, decode_ms=500.0))
+    assert explanation.cause is None
+    assert explanation.verdict.startswith("nothing held it back: generating")
+
+
+def test_a_small_delay_is_listed_but_not_blamed() -> None:
+    explanation = explain(
+        request_trace(
+            parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, delays_ms={Cause.KV_PRESSURE: 6.0}, decode_ms=900
+        )
+    )
+    assert explanation.cause is None
+    assert explanation.findings[0].cause is Cause.KV_PRESSURE
+
+
+def _with_compile(cache: str) -> list[StoredSpan]:
+    spans = request_trace(parts_ms={**PARTS, TtftPart.PREPROCESS: 250.0, TtftPart.QUEUE: 0.0})
+    prepare = next(span for span in spans if span.name == names.TOKENIZER_PREPARE)
+    compiled = replace(
+        prepare,
+        span_id="c" * 16,
+        parent_id=prepare.span_id,
+        name=str(names.TOKENIZER_COMPILE),
+        end_ns=prepare.start_ns + 240 * MS,
+        attributes={str(names.GRAMMAR_CACHE): cache},
+    )
+    return [*spans, compiled]
+
+
+def test_a_grammar_that_was_compiled_is_blamed_and_one_from_the_cache_is_not() -> None:
+    assert explain(_with_compile("miss")).cause is Cause.GRAMMAR_COMPILE
+    assert explain(_with_compile("hit")).cause is None
+
+
+def test_preemption_is_told_with_its_numbers() -> None:
+    spans = request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, delays_ms={Cause.PREEMPTION: 90.0})
+    decode = spans[-1]
+    more = {str(names.NUM_PREEMPTIONS): 2, str(names.RECOMPUTED_TOKENS): 640}
+    spans[-1] = replace(decode, attributes={**decode.attributes, **more})
+    explanation = explain(spans)
+    assert explanation.cause is Cause.PREEMPTION
+    assert "preempted 2 times, 640 tokens computed again" in explanation.verdict
+
+
+def test_a_refusal_by_limits_is_the_cause() -> None:
+    edge = request_trace()[0]
+    attributes = {str(names.OUTCOME): "TOKEN_RATE_EXCEEDED", str(names.RETRY_AFTER_S): 12.5}
+    request = replace(
+        edge, span_id="f" * 16, name=str(names.GATEWAY_REQUEST), service="gateway", attributes=attributes
+    )
+    explanation = explain([edge, request])
+    assert explanation.cause is Cause.RATE_LIMIT
+    assert "TOKEN_RATE_EXCEEDED" in explanation.verdict
+    assert "retry after 12.5 s" in explanation.verdict
+    other = replace(request, attributes={str(names.OUTCOME): "NEVER_FITS"})
+    assert explain([edge, other]).cause is None
+
+
+def _chunk(spans: list[StoredSpan], engine: str, tokens: int) -> list[StoredSpan]:
+    changed = []
+    for span in spans:
+        more = {}
+        if span.name == names.ENGINE_REQUEST:
+            more = {str(names.ENGINE_ID): engine, str(names.TENANT): "loud"}
+        if span.name == names.ENGINE_PREFILL:
+            more = {str(names.CHUNK_TOKENS): tokens}
+        changed.append(replace(span, attributes={**span.attributes, **more}))
+    return changed
+
+
+def test_the_neighbour_that_filled_the_steps_is_named(tmp_path: Path) -> None:
+    mine = request_trace("mine", number=1, delays_ms={Cause.LONG_PREFILL: 150.0})
+    long_parts = {**PARTS, TtftPart.QUEUE: 0.0, TtftPart.PREFILL: 180.0}
+    loud = request_trace("loud", number=2, parts_ms=long_parts)
+    elsewhere = request_trace("elsewhere", number=3, parts_ms=long_parts)
+    later = request_trace("later", number=4, start_ns=START_NS + 10**10)
+    path = tmp_path / "traces.sqlite"
+    store = SpanStore(path, max_spans=1000, max_bytes=1 << 30)
+    store.add(_chunk(mine, "e0", 10) + _chunk(loud, "e0", 8192))
+    store.add(_chunk(elsewhere, "e1", 8192) + _chunk(later, "e0", 8192))
+    explanation, spans = why.explain_stored(path, "mine")
+    assert [each.request_id for each in explanation.neighbours] == ["loud"]
+    assert explanation.cause is Cause.LONG_PREFILL
+    assert "request loud of tenant loud: 8192 prompt tokens" in explanation.verdict
+    why.render(explanation, spans)
+
+
+def test_the_command_prints_and_fails_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "traces.sqlite"
+    assert why.main(["--store", str(path), "r"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    SpanStore(path, max_spans=1000, max_bytes=1 << 30).add(request_trace("r"))
+    assert why.main(["--store", str(path), "r"]) == 0
+    shown = capsys.readouterr().out
+    assert "request r" in shown
+    assert "tenant acme" in shown
+    with pytest.raises(StoreError):
+        why.show(path, "nobody")

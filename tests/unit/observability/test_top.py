@@ -1,0 +1,104 @@
+"""Rates and percentiles from two readings, and the live view over real endpoints."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from observability import names, top
+from observability.metrics import Metrics
+from observability.scrape import Interval, Reading, parse, scrape
+
+
+def _reading(metrics: Metrics, at_s: float) -> Reading:
+    return parse(metrics.expose()[0].decode(), at_s)
+
+
+def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
+    metrics = Metrics()
+    metrics.add(names.RECOMPUTED, 100)
+    before = _reading(metrics, 10.0)
+    metrics.add(names.RECOMPUTED, 50)
+    assert Interval(before, _reading(metrics, 15.0)).rate(names.RECOMPUTED) == 10.0
+    restarted = Metrics()
+    restarted.add(names.RECOMPUTED, 20)
+    assert Interval(before, _reading(restarted, 20.0)).rate(names.RECOMPUTED) == 2.0
+
+
+@given(st.lists(st.floats(0.0, 70.0), min_size=1, max_size=40), st.sampled_from([0.5, 0.95]))
+def test_percentiles_lie_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+    metrics = Metrics()
+    metrics.observe(names.QUEUE_SECONDS, 3.0, tier="a")
+    before = _reading(metrics, 0.0)
+    for value in values:
+        metrics.observe(names.QUEUE_SECONDS, value, tier="a")
+    found = Interval(before, _reading(metrics, 1.0)).percentile(names.QUEUE_SECONDS, share, tier="a")
+    assert found is not None
+    ordered = sorted(values)
+    true = ordered[math.ceil(share * len(values)) - 1]
+    bounds = [*names.QUEUE_SECONDS.buckets, math.inf]
+    lower = max([0.0, *(bound for bound in bounds if bound < true)])
+    upper = min(bound for bound in bounds if bound >= true)
+    assert lower <= found <= upper
+
+
+def test_a_histogram_without_observations_has_no_percentile() -> None:
+    metrics = Metrics()
+    metrics.observe(names.QUEUE_SECONDS, 3.0, tier="a")
+    reading = _reading(metrics, 0.0)
+    assert Interval(reading, reading).percentile(names.QUEUE_SECONDS, 0.5) is None
+    assert Interval(reading, reading).percentile(names.TTFT, 0.5) is None
+
+
+async def test_endpoints_are_read_and_a_missing_one_is_named() -> None:
+    metrics = Metrics()
+    metrics.set(names.KV_USAGE, 0.97)
+    metrics.set(names.REQUESTS_WAITING, 7)
+    server = metrics.serve("127.0.0.1:0")
+    try:
+        readings = await scrape({"engine-0": server.address, "engine-1": "127.0.0.1:1"})
+    finally:
+        server.close()
+    assert readings["engine-0"].value(names.KV_USAGE) == 0.97
+    assert readings["engine-1"].error
+    output = io.StringIO()
+    view = top.render({name: Interval(reading, reading) for name, reading in readings.items()})
+    Console(file=output, width=140).print(view)
+    assert "97" in output.getvalue()
+    assert "no answer from engine-1" in output.getvalue()
+
+
+def test_tiers_show_their_promises() -> None:
+    metrics = Metrics()
+    metrics.set(names.ACTIVE_STREAMS, 0, tier="gold")
+    before = _reading(metrics, 0.0)
+    labels = {"tenant": "acme", "objective": "ttft"}
+    for met in ("true", "true", "true", "false"):
+        metrics.add(names.SLO, tier="gold", met=met, **labels)
+    metrics.set(names.ACTIVE_STREAMS, 5, tier="gold")
+    output = io.StringIO()
+    Console(file=output, width=140).print(top.render({"gateway-0": Interval(before, _reading(metrics, 1.0))}))
+    (line,) = [line for line in output.getvalue().splitlines() if line.startswith("gold")]
+    assert line.split() == ["gold", "5", "-", "-", "-", "75", "0.0"]
+
+
+@pytest.mark.parametrize("target", ["engine", "engine=", "=127.0.0.1:1", "engine=host:port"])
+def test_bad_targets_are_named(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["--target", target]) == 2
+    assert "expected NAME=HOST:PORT" in capsys.readouterr().err
+
+
+def test_once_prints_one_view(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = Metrics()
+    metrics.set(names.REQUESTS_RUNNING, 3)
+    server = metrics.serve("127.0.0.1:0")
+    try:
+        assert top.main(["--target", f"engine-0={server.address}", "--once", "--interval", "0.05"]) == 0
+    finally:
+        server.close()
+    assert "engine-0" in capsys.readouterr().out
