@@ -28,8 +28,8 @@ class Backend:
     def error(self, grammar: str) -> str:
         """Why `grammar` cannot be used, or ""."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            # A grammar can be well-formed and still have no way to begin.
+        if not matcher.is_error() and ("$ref" in grammar or "lark_grammar" in grammar):
+            # Rules that only refer to each other are well-formed and still have no way to begin.
             matcher.compute_bitmask()
         return str(matcher.get_error()) if matcher.is_error() else ""
 

@@ -7,7 +7,7 @@ from math import perm
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, key_of, type_of_value
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type, key_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
 # Arrangements written out for uniqueItems, and positions tried for contains.
@@ -16,7 +16,7 @@ _MAX_POSITIONS = 8
 _MAX_DEPTH = 8
 
 
-def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema:
+def unique_items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     """Every arrangement of a small set of values, or nothing to do for arrays of at most one item."""
     longest = node.get("maxItems")
     if isinstance(longest, int) and longest <= 1:
@@ -34,7 +34,7 @@ def unique_items(context: Context, node: dict[str, Any], place: Place) -> Schema
             "uniqueItems", place, f"more than {_MAX_ARRANGEMENTS} arrangements of {len(values)} values"
         )
     arrangements = [list(chosen) for size in range(least, most + 1) for chosen in permutations(values, size)]
-    return {"enum": arrangements} if arrangements else False
+    return for_type("array", types, {"enum": arrangements} if arrangements else False)
 
 
 def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> list[Any] | None:
@@ -75,20 +75,21 @@ def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[A
     return None
 
 
-def contains(context: Context, node: dict[str, Any], place: Place) -> Schema:
+def contains(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     """At least one matching item: by position where few items are possible."""
     if "minContains" in node or "maxContains" in node:
         keyword = "minContains" if "minContains" in node else "maxContains"
         return context.give_up(keyword, place, "counting matches has no exact equivalent")
     wanted = context.positive(node["contains"], place.at("contains"), ALL_TYPES)
     if wanted is False:
-        return {"type": ["null", "boolean", "number", "string", "object"]}
+        return for_type("array", types, False)
     items = node.get("items", True)
     if wanted is True or (isinstance(items, dict) and key_of(items) == key_of(node["contains"])):
         return {"minItems": 1}
     longest = node.get("maxItems")
     if isinstance(longest, int) and longest <= _MAX_POSITIONS:
-        return any_of(
+        positions = [
             {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(longest)
-        )
+        ]
+        return for_type("array", types, any_of(positions))
     return context.give_up("contains", place, "has no exact equivalent without a small maxItems")

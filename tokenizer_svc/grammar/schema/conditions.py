@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, type_names
+from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, for_type
 
 
 def conditional(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
@@ -37,22 +37,5 @@ def dependencies(
         else:
             asked = context.positive(wanted, place.at(keyword, name), types)
             present = all_of([{"required": [name]}, asked])
-        results.append(
-            any_of([for_objects(types, {"properties": {name: False}}), for_objects(types, present)])
-        )
+        results.append(for_type("object", types, any_of([{"properties": {name: False}}, present])))
     return results
-
-
-def for_objects(types: frozenset[str], schema: Schema) -> Schema:
-    """`schema` for objects, with the other types among `types` admitted as they are."""
-    if schema is True or schema is False:
-        restricted: Schema = {"type": "object"} if schema else False
-    else:
-        restricted = (
-            all_of([{"type": "object"}, schema]) if "allOf" in schema else {"type": "object", **schema}
-        )
-    others = type_names(types - {"object"})
-    if others is None:
-        # Fractions without whole numbers have no name; they are left to the schemas around this one.
-        others = type_names((types | {"integer"}) - {"object"})
-    return any_of([restricted, {"type": others} if others else False])

@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema_rs
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
-from tokenizer_svc.grammar.schema.conditions import for_objects
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type
 
 _MAX_CASES = 300
 
@@ -58,7 +57,7 @@ def count_properties(
                 case |= {"maxProperties": largest} if largest is not None else {}
             if enough or size >= least or not closed:
                 cases.append(case)
-    extra.append(for_objects(types, any_of(cases)))
+    extra.append(for_type("object", types, any_of(cases)))
 
 
 def property_names(

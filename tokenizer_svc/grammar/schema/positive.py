@@ -323,9 +323,9 @@ def _rewritten(
         case "dependencies" | "dependentRequired" | "dependentSchemas" if "object" in types:
             extra += dependencies(context, keyword, value, place, types)
         case "uniqueItems" if value is True and "array" in types:
-            extra.append(unique_items(context, node, place))
+            extra.append(unique_items(context, node, place, types))
         case "contains" if "array" in types:
-            extra.append(contains(context, node, place))
+            extra.append(contains(context, node, place, types))
         case "unevaluatedItems" if "array" in types and value is not True:
             context.give_up(keyword, place, "has no exact equivalent")
         case "$dynamicRef" | "$recursiveRef":

@@ -88,6 +88,20 @@ def _joined(keyword: str, schemas: list[Schema], empty: bool) -> Schema:
     return schemas[0] if len(schemas) == 1 else {keyword: schemas}
 
 
+def for_type(kind: str, types: frozenset[str], schema: Schema) -> Schema:
+    """`schema` for values of one type; the other types among `types` are admitted as they are."""
+    if isinstance(schema, bool):
+        restricted: Schema = {"type": kind} if schema else False
+    elif "type" in schema or "allOf" in schema:
+        restricted = all_of([{"type": kind}, schema])
+    else:
+        restricted = {"type": kind, **schema}
+    others = types - {kind}
+    # Fractions without whole numbers have no name; what surrounds the schema keeps whole numbers out.
+    names = type_names(others) if type_names(others) is not None else type_names(others | NUMBERS)
+    return any_of([restricted, {"type": names} if names else False])
+
+
 def key_of(value: Any) -> str:
     """Equal for equal JSON values, whatever the order of keys; 1 and 1.0 are equal, 1 and true are not."""
     text = json.dumps(value, sort_keys=True)
