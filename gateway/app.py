@@ -55,6 +55,7 @@ class Gateway:
                 self._callers,
                 metrics,
                 self.not_ready,
+                self._edge.health,
                 max_body_bytes=self._config.max_body_bytes,
             ),
             self._config.http_listen,

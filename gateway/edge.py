@@ -78,9 +78,10 @@ class Edge:
             await asyncio.to_thread(self.ledger.close)
 
     def health(self) -> dict[str, str]:
-        """Details for the health page."""
-        lost = isinstance(self._store, ResilientLimitStore) and not self._store.is_up
-        return {"limit_store": "lost" if lost else "up"}
+        """Details for the health page: how the shared limit store is, where there is one."""
+        if not isinstance(self._store, ResilientLimitStore):
+            return {}
+        return {"limit_store": "up" if self._store.is_up else f"lost, policy {self._store.policy} applies"}
 
 
 class NoLedger:

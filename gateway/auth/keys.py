@@ -122,7 +122,7 @@ def _list(keys: Sequence[StoredKey], *, as_json: bool) -> None:
             **{
                 name: value
                 for name, value in msgspec.to_builtins(key.entry).items()
-                if value not in (None, "", [], False) and name != "disabled"
+                if value not in (None, "", (), False) and name != "disabled"
             },
             "state": _state(key),
             "created": datetime.fromtimestamp(key.created_unix_s, UTC).isoformat(),

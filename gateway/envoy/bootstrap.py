@@ -24,8 +24,8 @@ PROFILES: Mapping[Profile, Mapping[str, Any]] = {
     # Headless service: its name resolves to every gateway pod.
     "kubernetes": {
         **_CONTAINER,
-        "gateway_grpc": ["millrace-gateway:50051"],
-        "gateway_http": ["millrace-gateway:8000"],
+        "gateway_grpc": ["gateway:50051"],
+        "gateway_http": ["gateway:8000"],
     },
 }
 

@@ -70,9 +70,12 @@ def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
         "param": None,
         "code": error.reason.value,
     }
+    # What passes by itself is worth another try.
+    retry = {"header": {"key": "retry-after", "value": "1"}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
     return {
         "filter": when,
         "status_code": error.mapping.http_status,
+        **({"headers_to_add": [retry]} if error.mapping.http_status in {429, 503} else {}),
         "body_format_override": {"json_format": {"error": body}, "content_type": "application/json"},
     }
 

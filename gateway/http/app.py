@@ -103,21 +103,23 @@ def build_app(
     callers: CallerVerifier,
     metrics: Metrics,
     not_ready: Callable[[], str],
+    details: Callable[[], dict[str, str]],
     *,
     max_body_bytes: int,
 ) -> Application:
     """The application of one gateway process.
 
     `pipeline` raises what to answer while there is none yet; `not_ready` says what is missing, "" for
-    nothing.
+    nothing; `details` is shown on the health page.
     """
     generate = GenerateEndpoints(pipeline, max_body_bytes)
     inspect = InspectEndpoints(pipeline, max_body_bytes)
 
     async def health(request: Request) -> Response:
         missing = not_ready()
-        body = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
-        return Response(msgspec.json.encode(body), 503 if missing else 200, media_type="application/json")
+        state = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
+        body = msgspec.json.encode({**state, **details()})
+        return Response(body, 503 if missing else 200, media_type="application/json")
 
     async def expose(request: Request) -> Response:
         body, content_type = metrics.expose(request.headers.get("accept", ""))

@@ -55,7 +55,7 @@ class ResilientLimitStore:
     ) -> None:
         self._shared = shared
         self._local = local
-        self._policy = policy
+        self.policy = policy
         self._num_gateways = num_gateways
         self._on_change = on_change
         self._watch: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class ResilientLimitStore:
                     sums = zip(demand.meters, outcome.meter_sums, strict=True)
                     self._meters_seen.update((meter.key, used) for meter, used in sums)
                 return outcome
-        if self._policy == "closed":
+        if self.policy == "closed":
             raise StoreLostError("the shared store is away")
         return await self._acquire_locally(demand)
 
@@ -155,7 +155,7 @@ class ResilientLimitStore:
         if self.is_up:
             self.is_up = False
             self._on_change(False)
-            _log.error("limit store lost, policy %s applies: %s", self._policy, error)
+            _log.error("limit store lost, policy %s applies: %s", self.policy, error)
 
     async def _probe(self) -> None:
         while True:

@@ -207,6 +207,7 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
             response = await client.get("/v1/models", headers=BEARER)
         assert response.status_code == 503
         assert response.json()["error"]["type"] == "service_unavailable_error"
+        assert response.headers["retry-after"] == "1"
         async with grpc.aio.insecure_channel(edge.address) as channel:
             call = inference_pb2_grpc.InferenceServiceStub(channel).Chat(
                 inference_pb2.ChatRequest(), metadata=tuple(BEARER.items())
