@@ -142,12 +142,18 @@ def show(targets: Mapping[str, str], *, interval_s: float = 2.0, once: bool = Fa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 2 for a target that cannot be read."""
+    """0; 2 for no targets, or one that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m observability.top", description=__doc__)
-    parser.add_argument("--target", action="append", required=True, metavar="NAME=HOST:PORT")
+    parser.add_argument("--target", action="append", default=[], metavar="NAME=HOST:PORT")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one interval and end")
     parsed = parser.parse_args(arguments)
+    if not parsed.target:
+        print(
+            "nothing to look at: no stack runs here (millrace up); or name endpoints by --target",
+            file=sys.stderr,
+        )
+        return 2
     targets = dict(text.partition("=")[::2] for text in parsed.target)
     for name, address in targets.items():
         if not (name and address.rpartition(":")[2].isdigit()):

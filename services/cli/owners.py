@@ -38,3 +38,14 @@ def trace_store(environ: Mapping[str, str] = os.environ) -> str:
     """Database of spans of the running stack, or the one that the last stack left."""
     state = running_stack(environ)
     return (state.trace_store if state else "") or str(state_directory(environ) / "traces.sqlite")
+
+
+def metrics_targets(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Options that name every Prometheus endpoint of the running stack; none when there is no stack."""
+    state = running_stack(environ)
+    processes = state.processes if state else ()
+    return [
+        f"--target={process.name}={process.addresses['metrics']}"
+        for process in processes
+        if "metrics" in process.addresses
+    ]
