@@ -36,6 +36,10 @@ class ConfigReader:
             raise CheckpointError(f"{self.source}: {key} = {value!r} is not a whole number")
         return value
 
+    def integer_of(self, *keys: str) -> int:
+        """A whole number that goes by one of several names; the first that is there counts."""
+        return self.integer(next((key for key in keys if self.values.get(key) is not None), keys[0]))
+
     def optional_integer(self, key: str) -> int | None:
         """A whole number, or None when absent or null."""
         return None if self.values.get(key) is None else self.integer(key)

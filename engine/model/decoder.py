@@ -14,7 +14,9 @@ from torch import Tensor
 from engine.kernels.attention import AttentionBackend
 from engine.kernels.linear import pack_linear
 from engine.kernels.paged_cache import LayerCache
+from engine.model.experts import SparseFeedForward
 from engine.model.forward_batch import ForwardBatch
+from engine.model.latent_attention import LatentAttention
 from engine.model.layers import Attention, FeedForward, Norm, StepContext
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
@@ -28,8 +30,13 @@ class DecoderLayer:
 
     def __init__(self, weights: WeightReader, layer: int, spec: ModelSpec) -> None:
         prefix = f"model.layers.{layer}"
-        self.attention = Attention(weights, f"{prefix}.self_attn", spec, layer)
-        self.feed_forward = FeedForward(weights, f"{prefix}.mlp", spec)
+        attention = LatentAttention if spec.latent else Attention
+        self.attention = attention(weights, f"{prefix}.self_attn", spec, layer)
+        self.feed_forward: FeedForward | SparseFeedForward
+        if spec.experts and layer in spec.experts.layers:
+            self.feed_forward = SparseFeedForward(weights, prefix, spec)
+        else:
+            self.feed_forward = FeedForward(weights, f"{prefix}.mlp", spec)
         before, after = NORM_NAMES[spec.norm_placement]
         norms = [
             Norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None

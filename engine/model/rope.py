@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.model.spec import CheckpointError, RopeSpec
+from engine.model.spec import CheckpointError, RopeSpec, yarn_magnitude
 
 
 def rope_table(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, Tensor]:
@@ -89,11 +89,6 @@ def _yarn(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
     return frequencies / factor * interpolated + frequencies * (1 - interpolated), _yarn_attention_factor(
         spec, factor
     )
-
-
-def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
-    """YaRN's attention magnitude for a context stretched `factor` times."""
-    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 
 def _yarn_attention_factor(spec: RopeSpec, factor: float) -> float:

@@ -7,6 +7,7 @@ a memory plan can be printed before anything is loaded.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -139,3 +140,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def value_dim(self) -> int:
         """Size of a head's attention output."""
         return self.latent.kv_rank if self.latent else self.head_dim
+
+
+def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
+    """YaRN's attention magnitude (arXiv 2309.00071) for a context stretched `factor` times."""
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0

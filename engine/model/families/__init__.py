@@ -6,14 +6,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families import llama, mistral, qwen2, qwen3
+from engine.model.families import (
+    deepseek,
+    gemma,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from engine.model.spec import CheckpointError, ModelSpec
 
 FAMILIES: dict[str, Callable[[ConfigReader], ModelSpec]] = {
+    "DeepseekV2ForCausalLM": deepseek.read_v2,
+    "DeepseekV3ForCausalLM": deepseek.read_v3,
+    "Gemma2ForCausalLM": gemma.read_gemma2,
+    "Gemma3ForCausalLM": gemma.read_gemma3,
+    "GptOssForCausalLM": gpt_oss.read,
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
+    "MixtralForCausalLM": mixtral.read,
+    "Olmo2ForCausalLM": olmo2.read,
+    "Phi3ForCausalLM": phi3.read,
     "Qwen2ForCausalLM": qwen2.read,
     "Qwen3ForCausalLM": qwen3.read,
+    "Qwen3MoeForCausalLM": qwen3_moe.read,
 }
 """Name in `architectures` of config.json to the family that reads it."""
 

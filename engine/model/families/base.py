@@ -40,7 +40,7 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
         "dtype": checkpoint_dtype(config),
         "eos_token_ids": eos_token_ids(config),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
-        "activation": activation(config),
+        "activation": overrides.get("activation") or activation(config),
         "rope_of_layer": (0,) * num_layers,
         "windows": (None,) * num_layers,
         "attention_scale": head_dim**-0.5,
@@ -50,9 +50,9 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
     return ModelSpec(**(fields | overrides))
 
 
-def activation(config: ConfigReader, key: str = "hidden_act") -> str:
+def activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:
     """Name of the gate's activation."""
-    name = config.text(key, "silu")
+    name = config.text(key, default)
     if name not in ACTIVATIONS:
         raise CheckpointError(
             f"{config.source}: {key} = {name!r} is not supported, only {', '.join(ACTIVATIONS)}"

@@ -29,6 +29,18 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
     "original_max_position_embeddings": 64,
 }
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 WINDOWS = ["sliding_attention", "full_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +67,94 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen2-layer-types": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWS}),
     "qwen3": ("qwen3", {"head_dim": 20}),
+    "phi3": ("phi3", {"original_max_position_embeddings": 256, "sliding_window": 19}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 3.0]},
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4},
+    ),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "head_dim": 12,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": 4,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 7}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mqa": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 12}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3-moe-sparse-step": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK | {"n_routed_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        DEEPSEEK | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        DEEPSEEK
+        | {
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": 10,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
     "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 

@@ -1,0 +1,166 @@
+"""Sparse feed-forward layers: a router picks experts for each token.
+
+Each expert computes its own tokens, padded to 16 rows, and a token adds its experts in its own fixed order;
+so no token's result depends on who else chose the same expert.
+
+Shape letters: T tokens, E hidden size, X experts, A active experts, I intermediate size, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.activation import gate
+from engine.kernels.linear import ROW_MULTIPLE, Product, pack_linear
+from engine.model.layers import FeedForward
+from engine.model.spec import ExpertSpec, ModelSpec
+from engine.model.weights import WeightReader
+
+
+class Router:
+    """Scores the experts in float32 and picks the active ones."""
+
+    def __init__(self, weights: WeightReader, name: str, spec: ModelSpec, experts: ExpertSpec) -> None:
+        self.experts = experts
+        shape = (experts.num_experts, spec.hidden_size)
+        self.product = pack_linear(weights.take(f"{name}.weight", shape, dtype=torch.float32))
+        self.bias: Tensor | None = None
+        if experts.layout == "gpt_oss":
+            self.bias = weights.take(f"{name}.bias", shape[:1], dtype=torch.float32)
+        self.correction: Tensor | None = None
+        if experts.correction_bias:
+            self.correction = weights.take(f"{name}.e_score_correction_bias", shape[:1], dtype=torch.float32)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, E] -> ids [T, A] and weights [T, A] in float32."""
+        experts = self.experts
+        logits = self.product(x.float(), self.bias)
+        if experts.scoring == "softmax_of_best":
+            best = torch.topk(logits, experts.num_active, dim=-1)
+            return best.indices, torch.softmax(best.values, -1)
+        scores = (
+            torch.softmax(logits, -1) if experts.scoring == "softmax" else 1.0 / (1.0 + torch.exp(-logits))
+        )
+        eligible = scores if self.correction is None else scores + self.correction
+        if experts.num_groups:
+            eligible = self._best_groups(eligible)
+        ids = torch.topk(eligible, experts.num_active, dim=-1).indices
+        chosen = scores.gather(1, ids)
+        if experts.normalized:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return ids, chosen * experts.scaling
+
+    def _best_groups(self, scores: Tensor) -> Tensor:
+        """scores [T, X] with those outside the best groups of each token set to minus infinity."""
+        experts = self.experts
+        grouped = scores.view(scores.shape[0], experts.num_groups, -1)  # [T, G, X/G]
+        if experts.group_score == "best":
+            merit = grouped.amax(-1)
+        else:
+            merit = torch.topk(grouped, 2, dim=-1).values.sum(-1)
+        best = torch.topk(merit, experts.num_active_groups, dim=-1).indices
+        closed = torch.ones_like(merit, dtype=torch.bool).scatter(1, best, False)
+        return grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
+
+
+class Expert:
+    """One gated feed-forward."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None = None) -> None:
+        self.gate_up: Product = pack_linear(gate_up)  # [2 I, E]
+        self.down: Product = pack_linear(down)  # [E, I]
+        self.gate_up_bias: Tensor | None = biases[0] if biases else None
+        self.down_bias: Tensor | None = biases[1] if biases else None
+
+    def __call__(self, x: Tensor, activation: str) -> Tensor:
+        """x [rows, E] -> [rows, E]; rows a multiple of 16."""
+        return self.down(gate(activation, self.gate_up(x, self.gate_up_bias)), self.down_bias)
+
+
+class SparseFeedForward:
+    """Router, experts, and perhaps a shared feed-forward that every token passes."""
+
+    def __init__(self, weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> None:
+        experts = spec.experts
+        assert experts is not None, "called for sparse layers only"
+        block, router = ROUTERS[experts.layout]
+        self.router = Router(weights, f"{layer_prefix}.{block}.{router}", spec, experts)
+        self.experts = LAYOUTS[experts.layout](weights, f"{layer_prefix}.{block}.experts", spec, experts)
+        self.activation = spec.activation
+        self.shared: FeedForward | None = None
+        if experts.shared_intermediate_size:
+            name = f"{layer_prefix}.{block}.shared_experts"
+            self.shared = FeedForward(weights, name, spec, experts.shared_intermediate_size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        ids, shares = self.router(x)
+        num_active = ids.shape[1]
+        order = torch.argsort(ids.flatten(), stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+        results = x.new_empty(order.shape[0], x.shape[1])
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if not count:
+                continue
+            places = order[start : start + count]
+            start += count
+            rows = F.pad(x.index_select(0, places // num_active), (0, 0, 0, -count % ROW_MULTIPLE))
+            results[places] = expert(rows, self.activation)[:count]
+        each = results.view(-1, num_active, x.shape[1]).float() * shares[..., None]
+        total = each[:, 0]
+        for place in range(1, num_active):
+            total = total + each[:, place]
+        out = total.to(x.dtype)
+        return out if self.shared is None else out + self.shared(x)
+
+
+def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[Expert]]:
+    """Experts whose gate, up and down are three tensors each, named so."""
+
+    def read(weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec) -> list[Expert]:
+        inner, outer = (
+            (experts.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, experts.intermediate_size),
+        )
+        found = []
+        for index in range(experts.num_experts):
+            gate_name, up_name, down_name = (f"{prefix}.{index}.{name}.weight" for name in names)
+            gate_up = torch.cat((weights.take(gate_name, inner), weights.take(up_name, inner)))
+            found.append(Expert(gate_up, weights.take(down_name, outer)))
+        return found
+
+    return read
+
+
+def _gpt_oss_experts(
+    weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
+) -> list[Expert]:
+    """All experts in one tensor each, inputs first, gate and up taking turns; biases everywhere."""
+    count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    gate_up = weights.take(f"{prefix}.gate_up_proj", (count, hidden, 2 * size))
+    gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
+    down = weights.take(f"{prefix}.down_proj", (count, size, hidden))
+    down_bias = weights.take(f"{prefix}.down_proj_bias", (count, hidden))
+    turns = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2))).to(gate_up.device)
+    return [
+        Expert(
+            gate_up[index].T[turns].contiguous(),
+            down[index].T.contiguous(),
+            (gate_up_bias[index][turns], down_bias[index]),
+        )
+        for index in range(count)
+    ]
+
+
+# Layout to the names of its block and of the router inside it.
+ROUTERS = {"separate": ("mlp", "gate"), "mixtral": ("block_sparse_moe", "gate"), "gpt_oss": ("mlp", "router")}
+LAYOUTS: dict[str, Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[Expert]]] = {
+    "separate": _named_experts("gate_proj", "up_proj", "down_proj"),
+    "mixtral": _named_experts("w1", "w3", "w2"),
+    "gpt_oss": _gpt_oss_experts,
+}

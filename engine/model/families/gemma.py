@@ -1,0 +1,87 @@
+"""Gemma 2 and 3 (text): sandwich norms stored as offsets, scaled embeddings, soft caps, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.config_reader import ConfigReader
+from engine.model.families.base import activation, decoder_spec, windows_of
+from engine.model.spec import ModelSpec
+
+
+def read_gemma2(config: ConfigReader) -> ModelSpec:
+    """`Gemma2ForCausalLM`: every other layer slides, scores and logits have soft caps."""
+    num_layers = config.integer("num_hidden_layers")
+    windows = windows_of(
+        config,
+        default=[layer % 2 == 0 for layer in range(num_layers)],
+        window=config.integer("sliding_window", 4096),
+    )
+    return decoder_spec(
+        config,
+        "Gemma2ForCausalLM",
+        **_shared(config),
+        windows=windows,
+        ropes=(config.rope(config.integer("head_dim", 256)),),
+        attention_soft_cap=_cap(config, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=_cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    """`Gemma3ForCausalLM`: five of six layers slide and turn by a base of their own; queries and keys are
+    normed.
+    """
+    config.require("use_bidirectional_attention", False, False)
+    num_layers = config.integer("num_hidden_layers")
+    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    windows = windows_of(
+        config,
+        default=[(layer + 1) % pattern != 0 for layer in range(num_layers)],
+        window=config.integer("sliding_window", 4096),
+    )
+    head_dim = config.integer("head_dim", 256)
+    return decoder_spec(
+        config,
+        "Gemma3ForCausalLM",
+        **_shared(config),
+        windows=windows,
+        ropes=(
+            config.rope(head_dim, layer_type="full_attention", default_theta=1_000_000.0),
+            local_rope(config, head_dim),
+        ),
+        rope_of_layer=tuple(0 if window is None else 1 for window in windows),
+        qk_norm="head",
+        attention_soft_cap=_cap(config, "attn_logit_softcapping", None),
+        logit_soft_cap=_cap(config, "final_logit_softcapping", None),
+    )
+
+
+def local_rope(config: ConfigReader, head_dim: int) -> Any:
+    """Rotation of sliding layers: never scaled, and of base `rope_local_base_freq` in the older form."""
+    local = {key: value for key, value in config.values.items() if key not in ("rope_theta", "rope_scaling")}
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    return ConfigReader(local, config.source).rope(
+        head_dim, layer_type="sliding_attention", default_theta=theta
+    )
+
+
+def _shared(config: ConfigReader) -> dict[str, Any]:
+    bias = config.flag("attention_bias", False)
+    head_dim = config.integer("head_dim", 256)
+    return {
+        "head_dim": head_dim,
+        "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_placement": "sandwich",
+        "norm_offset": True,
+        "embedding_scale": config.integer("hidden_size") ** 0.5,
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+    }
+
+
+def _cap(config: ConfigReader, key: str, default: float | None) -> float | None:
+    """A soft cap; an explicit null turns it off."""
+    return config.optional_number(key) if key in config.values else default

@@ -1,0 +1,43 @@
+"""gpt-oss: attention sinks, alternating windows, biases, clamped gates, experts stored together."""
+
+from __future__ import annotations
+
+from engine.model.config_reader import ConfigReader
+from engine.model.families.base import decoder_spec, windows_of
+from engine.model.spec import ExpertSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """`GptOssForCausalLM` with experts in a floating-point type."""
+    num_layers = config.integer("num_hidden_layers")
+    config.require("swiglu_alpha", 1.702, 1.702)
+    config.require("swiglu_limit", 7.0, 7.0)
+    windows = windows_of(
+        config,
+        default=[layer % 2 == 0 for layer in range(num_layers)],
+        window=config.integer("sliding_window", 128),
+    )
+    experts = ExpertSpec(
+        num_experts=config.integer_of("num_local_experts", "num_experts"),
+        num_active=config.integer("num_experts_per_tok", 4),
+        intermediate_size=config.integer("intermediate_size"),
+        layers=tuple(range(num_layers)),
+        scoring="softmax_of_best",
+        layout="gpt_oss",
+    )
+    head_dim = config.integer("head_dim", 64)
+    bias = config.flag("attention_bias", True)
+    return decoder_spec(
+        config,
+        "GptOssForCausalLM",
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        ropes=(config.rope(head_dim, default_theta=150_000.0),),
+        windows=windows,
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_sinks=True,
+        activation="clamped_swiglu",
+        experts=experts,
+    )
