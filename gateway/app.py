@@ -15,6 +15,7 @@ from gateway.edge import Edge
 from gateway.engines import discovery
 from gateway.engines.continuation import ContinuationConfig
 from gateway.engines.fleet import Fleet
+from gateway.engines.router import RoutingPolicy
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
@@ -44,6 +45,7 @@ class Gateway:
         self._metrics = metrics
         self._pipeline: Pipeline | None = None
         self._fleet: Fleet | None = None
+        self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
         self._tokenizer = TokenizerClient(self._config.tokenizer)
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
@@ -131,17 +133,26 @@ class Gateway:
         await self._edge.close()
 
     async def _connect(self) -> None:
-        lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
         vocabulary = await self._tokenizer.wait_for_vocabulary(self._settings.model.served_name)
-        fleet = Fleet(gateway=f"{socket.gethostname()}:{os.getpid()}", fingerprint=vocabulary.fingerprint)
+        routing = self._config.routing
+        fleet = Fleet(
+            gateway=f"{socket.gethostname()}:{os.getpid()}",
+            fingerprint=vocabulary.fingerprint,
+            model=self._settings.model.path,
+            policy=RoutingPolicy(
+                prefix_imbalance_tokens=routing.prefix_imbalance_tokens,
+                long_prompt_tokens=routing.long_prompt_tokens,
+            ),
+            use_prefixes=routing.policy == "prefix",
+            long_lane=routing.long_lane,
+        )
         self._pipeline = Pipeline(
             model=self._settings.model,
             vocabulary=vocabulary,
             tokenizer=self._tokenizer,
             fleet=fleet,
             continuation=ContinuationConfig(
-                max_losses=self._config.routing.max_continuations,
-                wait_s=self._config.routing.continuation_wait_s,
+                max_losses=routing.max_continuations, wait_s=routing.continuation_wait_s
             ),
             limiter=self._edge.limiter,
             tiers=self._edge.tiers,
@@ -151,7 +162,7 @@ class Gateway:
             telemetry=self._telemetry,
         )
         self._fleet = fleet
-        await discovery.follow(lookup, fleet.set_targets, self._config.discovery_interval_s)
+        await discovery.follow(self._lookup, fleet.set_targets, self._config.discovery_interval_s)
 
     async def _follow_readiness(self) -> None:
         assert self._fleet is not None, "readiness is followed once it was reached"

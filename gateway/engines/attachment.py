@@ -111,6 +111,7 @@ class Attachment:
         self._outbox: deque[engine_pb2.AttachRequest] = deque()
         self._outbox_filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._retiring = False
 
     @property
     def num_open(self) -> int:
@@ -120,6 +121,15 @@ class Attachment:
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
         self._task = asyncio.create_task(self._keep_attached(), name=f"attach {self.target}")
+
+    def retire(self) -> None:
+        """Takes nothing new; the stream is closed when the last open request has ended."""
+        self._retiring = True
+        self._stop_if_retired()
+
+    def _stop_if_retired(self) -> None:
+        if self._retiring and not self._legs and self._task is not None:
+            self._task.cancel()
 
     async def stop(self) -> None:
         """Closes the stream; the engine cancels what is still open on it."""
@@ -149,6 +159,8 @@ class Attachment:
     def _close(self, leg: Leg) -> None:
         if self._legs.pop(leg.handle, None) is not None and not leg.started:
             self.unstarted_tokens -= leg.prompt_tokens
+        if self._retiring:
+            self._stop_if_retired()
 
     async def _keep_attached(self) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -288,6 +300,7 @@ class Attachment:
             self._set_state(EngineState.CONNECTING)
         for leg in lost.values():
             leg.inbox.put(Lost(leg.handle, self.target))
+        self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:
         if state is not self.state:

@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from gateway.engines.attachment import Inbox, Leg, Lost
-from gateway.engines.fleet import Fleet
+from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import CancelReason, EngineOutput, Submission
 from services.errors import MillraceError, Reason
@@ -45,6 +45,10 @@ class ContinuousStream:
             for index in range(submission.choice_index, submission.choice_index + submission.sampling.n)
         }
         self._lost_targets: list[str] = []
+        # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
+        self.interruptions: list[tuple[float, float]] = []
+        # How the first engine was chosen, and the target of the present one.
+        self.route: Route | None = None
         self.engine = ""
 
     @property
@@ -105,18 +109,21 @@ class ContinuousStream:
         return error.reason in _ELSEWHERE and self.num_losses < self._config.max_losses and bool(others)
 
     def _submit(self, submission: Submission) -> None:
-        attachment = self._fleet.pick(submission, avoid=self._lost_targets[-1:])
-        self.engine = attachment.target
-        leg = attachment.submit(submission, self._inbox)
+        route = self._fleet.pick(submission, avoid=self._lost_targets[-1:])
+        self.route = self.route or route
+        self.engine = route.attachment.target
+        leg = route.attachment.submit(submission, self._inbox)
         self._legs[leg.handle] = leg
 
     async def _resubmit(self, lost: Lost) -> None:
         self._legs.pop(lost.handle, None)
         self._lost_targets.append(lost.engine)
+        lost_s = time.monotonic()
         if self.num_losses > self._config.max_losses:
             raise self._lost(f"{self.num_losses} engines were lost under it")
         await self._wait_for_engine()
         open_elsewhere = {leg.choice_index for leg in self._legs.values()}
+        self.interruptions.append((lost_s, time.monotonic()))
         for index, tokens in self._tokens.items():
             if index in open_elsewhere:
                 continue

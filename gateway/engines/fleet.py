@@ -6,20 +6,47 @@ import asyncio
 import itertools
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from gateway.engines.attachment import Attachment
-from gateway.engines.router import Candidate, RoutingWeights, choose
-from gateway.engines.types import EngineState, Submission
+from gateway.engines.prefix import PrefixIndex, PromptHashes
+from gateway.engines.router import Candidate, RouteReason, RoutingPolicy, choose
+from gateway.engines.types import EngineState, KvEvent, Submission
 from services.errors import MillraceError, Reason
 
 
-class Fleet:
-    """Attachments by target. `set_targets` may be called at any time: new engines join, others leave."""
+class Route(msgspec.Struct, frozen=True):
+    """The engine for a submission, why, and how much of its prompt is expected in the prefix cache."""
 
-    def __init__(self, *, gateway: str, fingerprint: str, weights: RoutingWeights | None = None) -> None:
+    attachment: Attachment
+    reason: RouteReason
+    prefix_tokens: int = 0
+
+
+class Fleet:
+    """Attachments by target. `set_targets` may be called at any time: new engines join, others leave.
+
+    `model` is the root of the engines' prefix hashes: the path in `[model]`, which all services share.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway: str,
+        fingerprint: str,
+        model: str = "",
+        policy: RoutingPolicy | None = None,
+        use_prefixes: bool = True,
+        long_lane: Collection[str] = (),
+    ) -> None:
         self._gateway = gateway
         self._fingerprint = fingerprint
-        self._weights = weights or RoutingWeights()
+        self._model = model
+        self._policy = policy or RoutingPolicy()
+        self._use_prefixes = use_prefixes
+        self._long_lane = frozenset(long_lane)
         self._attachments: dict[str, Attachment] = {}
+        self._prefixes: dict[str, PrefixIndex] = {}
         self._choices = itertools.count(1)
         self._last_chosen: dict[str, int] = {}
         self._changed = asyncio.Event()
@@ -40,7 +67,7 @@ class Fleet:
         return min((each.info.max_model_len for each in self.attachments if each.info), default=0)
 
     async def set_targets(self, targets: Sequence[str]) -> None:
-        """Attaches engines that are new in `targets` and lets go of those that are missing."""
+        """Attaches engines that are new in `targets`; those that are missing finish what they have."""
         for target in targets:
             if target not in self._attachments:
                 attachment = Attachment(
@@ -48,15 +75,23 @@ class Fleet:
                     gateway=self._gateway,
                     fingerprint=self._fingerprint,
                     on_change=self._note_change,
+                    on_kv_events=self._note_kv_events if self._use_prefixes else None,
                 )
                 self._attachments[target] = attachment
+                self._prefixes[target] = PrefixIndex()
                 attachment.start()
         for target in [each for each in self._attachments if each not in targets]:
-            await self._attachments.pop(target).stop()
+            attachment = self._attachments.pop(target)
+            self._prefixes.pop(target, None)
+            self._last_chosen.pop(target, None)
+            attachment.retire()
 
     async def stop(self) -> None:
         """Closes every stream."""
+        leaving = list(self._attachments.values())
         await self.set_targets([])
+        for attachment in leaving:
+            await attachment.stop()
 
     async def wait_change(self, timeout_s: float) -> bool:
         """Waits until some engine's state changes; False when none did in time."""
@@ -67,34 +102,62 @@ class Fleet:
             return False
         return True
 
-    def pick(self, submission: Submission, *, avoid: Collection[str] = ()) -> Attachment:
+    def pick(self, submission: Submission, *, avoid: Collection[str] = ()) -> Route:
         """The engine for `submission`, one outside `avoid` where there is one; raises ENGINE_UNAVAILABLE."""
         ready = self.ready
         if not ready:
             raise self.unavailable()
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
-        chosen = ready[0]
-        if len(ready) > 1:
-            tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
-            chosen = ready[choose([self._candidate(each) for each in ready], tokens, self._weights)]
+        if len(ready) == 1 and len(self._attachments) == 1:
+            return Route(ready[0], RouteReason.ONLY)
+        hashes = self._hashes(submission, ready[0]) if self._use_prefixes else None
+        candidates = [self._candidate(each, hashes) for each in ready]
+        tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
+        choice = choose(candidates, tokens, self._policy)
+        chosen = ready[choice.index]
         self._last_chosen[chosen.target] = next(self._choices)
-        return chosen
+        if hashes is not None:
+            self._prefixes[chosen.target].expect(hashes)
+        return Route(chosen, choice.reason, candidates[choice.index].cached_tokens)
 
-    def _candidate(self, attachment: Attachment) -> Candidate:
-        load = attachment.load
+    def _hashes(self, submission: Submission, attachment: Attachment) -> PromptHashes | None:
+        info = attachment.info
+        if info is None or not info.block_size:
+            return None
+        return PromptHashes(
+            submission.prompt_token_ids,
+            model=self._model,
+            adapter="",
+            salt=submission.cache_salt,
+            block_size=info.block_size,
+        )
+
+    def _candidate(self, attachment: Attachment, hashes: PromptHashes | None) -> Candidate:
+        load, info = attachment.load, attachment.info
         used = load.num_total_blocks - load.num_free_blocks
+        cached_blocks = 0
+        if hashes is not None:
+            cached_blocks = self._prefixes[attachment.target].num_cached_blocks(hashes)
         return Candidate(
-            # The report is a step old and own submissions may be newer; other gateways' are only in the
-            # report.
+            # The report is a step old and own submissions may be newer; other gateways' are only in it.
             pending_tokens=max(load.pending_prefill_tokens, attachment.unstarted_tokens),
             num_requests=max(load.num_running + load.num_waiting, attachment.num_open),
+            cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
+            long_lane=attachment.target in self._long_lane,
             last_chosen=self._last_chosen.get(attachment.target, 0),
         )
 
     def _note_change(self, attachment: Attachment) -> None:
+        if attachment.info is None and attachment.target in self._prefixes:
+            self._prefixes[attachment.target].clear()
         self._changed.set()
+
+    def _note_kv_events(self, attachment: Attachment, events: list[KvEvent]) -> None:
+        index = self._prefixes.get(attachment.target)
+        if index is not None:
+            index.apply(events)
 
     def unavailable(self) -> MillraceError:
         """ENGINE_UNAVAILABLE with the state of every engine."""

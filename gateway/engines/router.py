@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
+
+
+class RouteReason(StrEnum):
+    """Why an engine was chosen."""
+
+    # There was no other.
+    ONLY = "only"
+    # It had the least work ahead.
+    LEAST_PENDING = "least_pending"
+    # What it holds of the prompt outweighed the work ahead.
+    PREFIX = "prefix"
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -18,36 +30,63 @@ class Candidate(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     # Share of KV blocks in use, 0 to 1.
     kv_usage: float = 0.0
+    # Serves long prompts only.
+    long_lane: bool = False
     # Grows each time the engine is chosen; the smaller one wins a tie.
     last_chosen: int = 0
 
 
-class RoutingWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[gateway.routing]`: what a request costs, in prompt tokens to compute."""
+class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request costs, in prompt tokens to compute, and when a cached prefix counts."""
 
+    # Prefix hits on an engine count while it has at most this many pending tokens more than the least loaded.
+    prefix_imbalance_tokens: int = 4096
+    # Prompts with at least this many tokens to compute go to the long lane; 0 is off.
+    long_prompt_tokens: int = 0
     # What one running request costs a new one: its share of every step.
     tokens_per_running_request: float = 64.0
     # Added at full KV cache, where preemption threatens; grows with the square of the usage.
     tokens_at_full_cache: float = 2048.0
 
 
-def cost(candidate: Candidate, prompt_tokens: int, weights: RoutingWeights) -> float:
-    """Work until the request's first token, in prompt tokens."""
-    own = max(prompt_tokens - candidate.cached_tokens, 1)
-    return (
-        candidate.pending_tokens
-        + own
-        + candidate.num_requests * weights.tokens_per_running_request
-        + candidate.kv_usage**2 * weights.tokens_at_full_cache
-    )
+class Choice(msgspec.Struct, frozen=True):
+    """Which candidate, and why."""
+
+    index: int
+    reason: RouteReason
 
 
-def choose(candidates: Sequence[Candidate], prompt_tokens: int, weights: RoutingWeights) -> int:
-    """Index of the cheapest candidate; among equals the one that was chosen longest ago."""
-    return min(
-        range(len(candidates)),
-        key=lambda index: (
-            cost(candidates[index], prompt_tokens, weights),
-            candidates[index].last_chosen,
-        ),
-    )
+def choose(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingPolicy) -> Choice:
+    """The cheapest candidate; among equals the one that was chosen longest ago."""
+    lane = _lane(candidates, prompt_tokens, policy)
+    if len(lane) == 1:
+        return Choice(lane[0], RouteReason.ONLY)
+    least_pending = min(candidates[index].pending_tokens for index in lane)
+    allowed = least_pending + policy.prefix_imbalance_tokens
+
+    def cost(index: int, *, with_prefix: bool) -> tuple[float, int]:
+        candidate = candidates[index]
+        counts = with_prefix and candidate.pending_tokens <= allowed
+        own = max(prompt_tokens - (candidate.cached_tokens if counts else 0), 1)
+        total = (
+            candidate.pending_tokens
+            + own
+            + candidate.num_requests * policy.tokens_per_running_request
+            + candidate.kv_usage**2 * policy.tokens_at_full_cache
+        )
+        return total, candidate.last_chosen
+
+    best = min(lane, key=lambda index: cost(index, with_prefix=True))
+    if best == min(lane, key=lambda index: cost(index, with_prefix=False)):
+        return Choice(best, RouteReason.LEAST_PENDING)
+    return Choice(best, RouteReason.PREFIX)
+
+
+def _lane(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingPolicy) -> list[int]:
+    """Indices of the engines for this length; all of them when its lane is empty."""
+    everyone = list(range(len(candidates)))
+    if not policy.long_prompt_tokens:
+        return everyone
+    uncached = prompt_tokens - max(candidate.cached_tokens for candidate in candidates)
+    is_long = uncached >= policy.long_prompt_tokens
+    return [index for index in everyone if candidates[index].long_lane is is_long] or everyone

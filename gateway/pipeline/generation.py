@@ -80,6 +80,11 @@ class Generation:
         return self._stream.num_losses
 
     @property
+    def interruptions(self) -> list[tuple[float, float]]:
+        """From the loss of each engine to the submission elsewhere, in monotonic seconds."""
+        return self._stream.interruptions
+
+    @property
     def engine(self) -> str:
         """Engine that serves the request now."""
         return self._stream.engine

@@ -156,7 +156,7 @@ class Pipeline:
                 admit(self.fleet, call.tier, num_prompt_tokens)
             with call.span_below(names.GATEWAY_ROUTE) as route:
                 stream = self._route(call, prepared, sampling, context)
-                route.set_attribute(names.ENGINE_ID, stream.engine)
+                self._note_route(route, stream)
             return self._generation(call, prepared, sampling, stream, reservation)
         except BaseException:
             await reservation.cancel()
@@ -207,6 +207,14 @@ class Pipeline:
         )
         stream.start()
         return stream
+
+    def _note_route(self, span: Span, stream: ContinuousStream) -> None:
+        route = stream.route
+        assert route is not None, "a stream that was started has a route"
+        span.set_attribute(names.ENGINE_ID, stream.engine)
+        span.set_attribute(names.ROUTE_REASON, route.reason.value)
+        span.set_attribute(names.ROUTE_PREFIX_TOKENS, route.prefix_tokens)
+        self._metrics.add(names.ROUTED, engine=stream.engine, reason=route.reason.value)
 
     def _generation(
         self,
@@ -265,7 +273,16 @@ class Pipeline:
                 end_s=time.monotonic(),
                 parent=call.trace,
             )
+        if generation.num_engines_lost:
+            self._note_continuations(call, generation, outcome)
         self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome)
+
+    def _note_continuations(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
+        lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
+        result = "failed" if lost else "continued"
+        self._metrics.add(names.RESUBMISSIONS, generation.num_engines_lost, outcome=result)
+        for start_s, end_s in generation.interruptions:
+            self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.trace)
 
     def _text_options(self, request: GenerationRequest, prepared: Prepared) -> TextOptions:
         prompt = request.prompt

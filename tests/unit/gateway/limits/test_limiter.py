@@ -107,6 +107,7 @@ async def test_unbounded_answer_is_charged_chunk_by_chunk() -> None:
     rig = Rig({"tokens_per_minute": 350})
     reservation = await rig.reserve(100, None)
     assert rig.limiter.headers(rig.identity)["x-ratelimit-remaining-tokens"] == "150"
+    assert reservation.remaining_completion_budget() == 100
     # It may go on beyond the limit, but nobody else is admitted meanwhile.
     for _ in range(3):
         assert await reservation.extend() == CHUNK
@@ -133,13 +134,17 @@ async def test_stream_slots_of_tenant_and_tier() -> None:
 async def test_monthly_tokens_cut_the_answer_where_they_end() -> None:
     rig = Rig({"monthly_tokens": 1000})
     reservation = await rig.reserve(100, 500)
-    assert reservation.remaining_completion_budget() == 500
+    # All that it asked for is paid: nothing is left to watch.
+    assert reservation.remaining_completion_budget() is None
     last = await rig.reserve(100, 500)
     assert last.remaining_completion_budget() == 300
     error = await rig.refusal(1, 1)
     assert (error.reason, error.retry_after_s) == (Reason.BUDGET_EXHAUSTED, None)
     await reservation.settle(100, 10)
-    assert (await rig.reserve(90, 400)).remaining_completion_budget() == 400
+    # What others gave back can be had, up to what was asked for.
+    assert [await last.extend() for _ in range(3)] == [100, 100, 0]
+    assert last.remaining_completion_budget() is None
+    assert (await rig.reserve(90, 400)).remaining_completion_budget() == 200
 
 
 async def test_month_begins_anew() -> None:

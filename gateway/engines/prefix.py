@@ -1,0 +1,105 @@
+"""Which prefixes each engine holds, as far as its KV events have told.
+
+Engines name blocks by chained content hashes: a hash stands for everything before it, and its root is made
+of model, adapter and cache salt, so tenants with different salts never match. The first 64 bits travel in
+events. The computation here is the same, byte by byte, as in the engine's KV cache; a contract test holds
+the two together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from gateway.engines.types import KvEvent
+
+_DIGEST_BYTES = 16
+_PERSON = b"millrace-kv"
+
+
+class PromptHashes:
+    """Event hashes of a prompt's full blocks, computed as far as somebody asks."""
+
+    __slots__ = ("_block_size", "_digest", "_hashes", "_token_ids")
+
+    def __init__(
+        self, token_ids: Sequence[int], *, model: str, adapter: str, salt: bytes, block_size: int
+    ) -> None:
+        self._token_ids = token_ids
+        self._block_size = block_size
+        root = blake2b(digest_size=_DIGEST_BYTES, person=_PERSON)
+        for part in (model.encode(), adapter.encode(), salt):
+            root.update(len(part).to_bytes(4, "little"))
+            root.update(part)
+        self._digest = root.digest()
+        self._hashes: list[int] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks that a prefix hit may cover: the last token is always computed."""
+        return max(len(self._token_ids) - 1, 0) // self._block_size
+
+    def at(self, index: int) -> int:
+        """Hash of block `index`, which covers tokens up to (index + 1) * block_size."""
+        size = self._block_size
+        while len(self._hashes) <= index:
+            start = len(self._hashes) * size
+            packed = array("I", self._token_ids[start : start + size]).tobytes()
+            self._digest = blake2b(self._digest + packed, digest_size=_DIGEST_BYTES).digest()
+            self._hashes.append(int.from_bytes(self._digest[:8], "little") or 1)
+        return self._hashes[index]
+
+
+# Blocks of prompts on their way to an engine, before its events confirm them.
+MAX_EXPECTED_BLOCKS = 65_536
+
+
+class PrefixIndex:
+    """The blocks that one engine holds, or is about to, because a prompt with them was sent there.
+
+    An event that was missed costs a wrong guess, never a wrong answer.
+    """
+
+    __slots__ = ("_expected", "_held")
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        # In the order of arrival, so that the oldest guess is forgotten first.
+        self._expected: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Takes changes in their order."""
+        for event in events:
+            if event.stored:
+                self._held.update(event.block_hashes)
+            else:
+                self._held.difference_update(event.block_hashes)
+                for block_hash in event.block_hashes:
+                    self._expected.pop(block_hash, None)
+
+    def expect(self, hashes: PromptHashes) -> None:
+        """A prompt is on its way: requests that share its prefix had better follow."""
+        for index in range(hashes.num_blocks):
+            block_hash = hashes.at(index)
+            if block_hash not in self._held:
+                self._expected[block_hash] = None
+        while len(self._expected) > MAX_EXPECTED_BLOCKS:
+            del self._expected[next(iter(self._expected))]
+
+    def clear(self) -> None:
+        """The engine was lost, and its cache with it."""
+        self._held.clear()
+        self._expected.clear()
+
+    def num_cached_blocks(self, hashes: PromptHashes) -> int:
+        """Leading blocks of a prompt that are held: one look-up each until the first that is not."""
+        held, expected = self._held, self._expected
+        for index in range(hashes.num_blocks):
+            block_hash = hashes.at(index)
+            if block_hash not in held and block_hash not in expected:
+                return index
+        return hashes.num_blocks

@@ -1,0 +1,87 @@
+"""Engines die by SIGKILL under running streams: every accepted stream completes, byte for byte the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from tests.e2e.stack import LIMIT_S, Stack, eventually, running_stack
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 18
+NUM_TOKENS = 150
+# Slow enough that every kill finds streams running.
+ENVIRONMENT = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": "20"}
+
+
+class Answer(NamedTuple):
+    text: str
+    finish_reason: str | None
+    completion_tokens: int
+    num_logprobs: int
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path, "--simulated", "--engines", "3", environment=ENVIRONMENT) as stack:
+        yield stack
+
+
+async def ask(client: openai.AsyncOpenAI, stack: Stack, number: int, under_way: asyncio.Event) -> Answer:
+    stream = await client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": f"Tell story number {number}."}],
+        max_tokens=NUM_TOKENS,
+        seed=number,
+        temperature=0.8,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text, finish_reason, usage, num_logprobs = "", None, 0, 0
+    async for chunk in stream:
+        if chunk.usage is not None:
+            usage = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish_reason = choice.finish_reason or finish_reason
+            num_logprobs += len(choice.logprobs.content or ()) if choice.logprobs else 0
+            under_way.set()
+    return Answer(text, finish_reason, usage, num_logprobs)
+
+
+async def ask_all(stack: Stack, kills: int) -> list[Answer]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key=stack.state.api_key, max_retries=0, timeout=LIMIT_S
+    ) as client:
+        begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+        streams = [
+            asyncio.ensure_future(ask(client, stack, number, event)) for number, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        for number in range(kills):
+            name = f"engine-{number % 3}"
+            os.kill(stack.pid(name), signal.SIGKILL)
+            back = f"{name} is ready again"
+            assert await asyncio.to_thread(eventually, lambda back=back: back in stack.output.read_text()), (
+                stack.transcript()
+            )
+        return await asyncio.gather(*streams)
+
+
+def test_killed_engines_change_nothing_that_a_client_reads(engines: Stack) -> None:
+    undisturbed = asyncio.run(ask_all(engines, kills=0))
+    assert {answer.finish_reason for answer in undisturbed} == {"length"}
+    assert {answer.num_logprobs for answer in undisturbed} == {NUM_TOKENS}
+    disturbed = asyncio.run(ask_all(engines, kills=3))
+    assert disturbed == undisturbed
+    engines.assert_nothing_leaked()

@@ -1,0 +1,82 @@
+"""The choice of an engine, and the prefix hashes that it shares with the engines."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv.hashing import PrefixHasher, event_hash
+from gateway.engines.prefix import PrefixIndex, PromptHashes
+from gateway.engines.router import Candidate, Choice, RouteReason, RoutingPolicy, choose
+from gateway.engines.types import KvEvent
+from tests.unit.gateway.rig.deployment import deployed
+from tests.unit.gateway.rig.engine import ScriptedEngine
+
+POLICY = RoutingPolicy()
+token_ids = st.lists(st.integers(0, 2**31), max_size=80)
+
+
+@given(token_ids, st.binary(max_size=8), st.integers(1, 16))
+def test_hashes_equal_the_engines(ids: list[int], salt: bytes, block_size: int) -> None:
+    theirs = PrefixHasher(model="m", adapter="a", salt=salt, block_size=block_size)
+    theirs.extend(ids, len(ids))
+    ours = PromptHashes(ids, model="m", adapter="a", salt=salt, block_size=block_size)
+    expected = [event_hash(block_hash) for block_hash in theirs.hashes]
+    assert [ours.at(index) for index in range(len(expected))] == expected
+
+
+@given(token_ids, st.integers(0, 80), st.integers(1, 8))
+def test_index_finds_the_longest_prefix_that_is_held(ids: list[int], held: int, block_size: int) -> None:
+    hashes = PromptHashes(ids, model="m", adapter="", salt=b"", block_size=block_size)
+    index = PrefixIndex()
+    blocks = tuple(hashes.at(i) for i in range(min(held, len(ids) // block_size)))
+    index.apply([KvEvent(blocks, stored=True)])
+    assert index.num_cached_blocks(hashes) == min(len(blocks), max(len(ids) - 1, 0) // block_size)
+    index.apply([KvEvent(blocks[1:2], stored=False)])
+    assert index.num_cached_blocks(hashes) <= 1 or len(blocks) < 2
+
+
+def test_other_tenants_blocks_do_not_match() -> None:
+    ids = list(range(64))
+    mine = PromptHashes(ids, model="m", adapter="", salt=b"a", block_size=16)
+    theirs = PromptHashes(ids, model="m", adapter="", salt=b"b", block_size=16)
+    index = PrefixIndex()
+    index.expect(mine)
+    assert index.num_cached_blocks(mine) == 3
+    assert index.num_cached_blocks(theirs) == 0
+
+
+def test_least_pending_work_wins_and_ties_take_turns() -> None:
+    busy, idle = Candidate(pending_tokens=500, num_requests=1), Candidate(0, 0, last_chosen=5)
+    assert choose([busy, idle], 100, POLICY) == Choice(1, RouteReason.LEAST_PENDING)
+    assert choose([idle, Candidate(0, 0, last_chosen=2)], 100, POLICY).index == 1
+
+
+def test_a_held_prefix_outweighs_some_work_but_not_any() -> None:
+    holder = Candidate(pending_tokens=300, num_requests=1, cached_tokens=1000)
+    idle = Candidate(0, 0)
+    assert choose([holder, idle], 1100, POLICY) == Choice(0, RouteReason.PREFIX)
+    overloaded = Candidate(pending_tokens=5000, num_requests=9, cached_tokens=100_000)
+    assert choose([overloaded, idle], 100_100, POLICY).index == 1
+
+
+def test_long_prompts_have_their_lane() -> None:
+    policy = RoutingPolicy(long_prompt_tokens=1000)
+    lanes = [Candidate(0, 0), Candidate(0, 0), Candidate(9000, 50, long_lane=True)]
+    assert choose(lanes, 2000, policy) == Choice(2, RouteReason.ONLY)
+    assert choose(lanes, 10, policy).index in (0, 1)
+    cached = [Candidate(0, 0, cached_tokens=1500), *lanes[1:]]
+    assert choose(cached, 2000, policy).index == 0
+    assert choose(lanes[:2], 2000, policy).index in (0, 1)
+
+
+async def test_requests_with_a_shared_prefix_meet_on_one_engine() -> None:
+    engines = [ScriptedEngine(name=str(number)) for number in range(3)]
+    shared = "a prefix that is shared by many " * 20
+    async with deployed(*engines) as stack:
+        for number in range(6):
+            message = {"role": "user", "content": f"{shared}{number}"}
+            assert (await stack.chat(messages=[message])).status_code == 200
+        assert sorted(len(engine.submissions) for engine in engines) == [0, 0, 6]
+        exposed = (await stack.http.get("/metrics")).text
+        assert 'reason="prefix"' in exposed
