@@ -101,7 +101,7 @@ class TokenLimiter:
             completion = self._config.default_completion_tokens
         scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
         demand = self._demand(scopes, prompt_tokens, completion, tier, model)
-        holds = Holds(completion_tokens=completion)
+        holds = Holds(completion_tokens=completion, asked_tokens=max_completion_tokens)
         if not demand:
             return Reservation(self, holds, prompt_tokens)
         try:
@@ -113,7 +113,6 @@ class TokenLimiter:
         holds.bucket = outcome.bucket
         holds.windows = list(demand.windows)
         holds.leases = [(lease.key, lease.lease_id) for lease in demand.leases]
-        holds.bounded = bool(demand.meters)
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
             holds.completion_tokens = min(holds.completion_tokens, units)
             holds.meters.append(self._hold(meter, units, model))
@@ -132,14 +131,18 @@ class TokenLimiter:
         """See Reservation.extend."""
         holds = reservation.holds
         chunk = self._config.default_completion_tokens
+        if holds.asked_tokens is not None:
+            chunk = min(chunk, holds.asked_tokens - holds.completion_tokens)
         try:
             granted = await self._extend_meters(holds, chunk)
-            await self._store.settle(
-                Settlement(windows=tuple(WindowChange(w.key, holds.bucket, granted) for w in holds.windows))
-            )
         except StoreLostError as error:
             raise limits_unavailable() from error
-        holds.windows = [replace(window, amount=window.amount + granted) for window in holds.windows]
+        # What a request asked for has been charged to the windows at once.
+        if granted and holds.asked_tokens is None and holds.windows:
+            changes = tuple(WindowChange(window.key, holds.bucket, granted) for window in holds.windows)
+            # While the store is lost, windows forget anyway: no reason to break a running stream.
+            await self._settle(Settlement(windows=changes))
+            holds.windows = [replace(window, amount=window.amount + granted) for window in holds.windows]
         holds.completion_tokens += granted
         return granted
 

@@ -31,10 +31,10 @@ class Holds:
     # (key, lease id)
     leases: list[tuple[str, str]] = field(default_factory=list)
     meters: list[MeterHold] = field(default_factory=list)
-    # Completion tokens that were reserved.
+    # Completion tokens that are paid for.
     completion_tokens: int = 0
-    # Whether a monthly limit bounds the answer.
-    bounded: bool = False
+    # The most that the request may generate by its own word; None when it does not say.
+    asked_tokens: int | None = None
 
 
 class _Limiter(Protocol):
@@ -53,17 +53,19 @@ class Reservation:
         self.is_open = True
 
     def remaining_completion_budget(self) -> int | None:
-        """Completion tokens that a monthly budget allows this request in all; None when none applies.
+        """Completion tokens that are paid for, in all; None when the request cannot go beyond them.
 
-        The stream stops there with finish reason BUDGET, unless `extend` grants more.
+        A stream that gets there calls `extend`, and stops with finish reason BUDGET when that grants nothing.
         """
-        return self.holds.completion_tokens if self.holds.bounded else None
+        holds = self.holds
+        if holds.asked_tokens is not None:
+            return holds.completion_tokens if holds.completion_tokens < holds.asked_tokens else None
+        return holds.completion_tokens if holds.windows or holds.meters else None
 
     async def extend(self) -> int:
-        """Reserves more for a request that does not bound its answer; returns the tokens added, 0 for none.
+        """Reserves more for a stream that has used up what is paid for; returns the tokens added, 0 for none.
 
-        Called when the stream reaches what is reserved. Tokens per minute are charged without asking,
-        budgets only as far as they go.
+        Tokens per minute are charged without asking, monthly limits only as far as they go.
         """
         return await self._limiter.extend_reservation(self) if self.is_open else 0
 

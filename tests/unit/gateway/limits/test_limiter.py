@@ -13,6 +13,7 @@ from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
 from gateway.limits.requests import RequestLimiter
+from gateway.limits.store import StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from services.errors import MillraceError, Reason
@@ -209,3 +210,16 @@ async def test_requests_per_minute_headers_and_refusal() -> None:
     rig.now_s += caught.value.retry_after_s
     await rig.requests.admit("acme", "k")
     assert await rig.requests.admit("acme", "other key") != {}
+
+
+async def test_running_stream_survives_the_loss_of_the_store() -> None:
+    rig = Rig({"tokens_per_minute": 350})
+    reservation = await rig.reserve(100, None)
+
+    async def lost(*_: Any) -> Any:
+        raise StoreLostError("gone")
+
+    rig.store.acquire = rig.store.settle = lost  # type: ignore[method-assign]
+    assert await reservation.extend() == CHUNK
+    await reservation.settle(100, 150)
+    assert (await rig.refusal(1, 1)).reason is Reason.LIMITS_UNAVAILABLE

@@ -1,0 +1,62 @@
+"""`service_tier`, honoured or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from millrace.common.v1 import context_pb2
+
+from gateway.auth.convert import write_tier
+from gateway.config import TierConfig
+from gateway.identity import Identity
+from gateway.settings import load_settings
+from gateway.tiers import Tier, Tiers
+from services.errors import MillraceError, Reason
+
+SETTINGS = load_settings(
+    {
+        "tiers": {"standard": {}, "gold": {"priority": 5}, "secret": {}},
+        "tenants": {"acme": {"allowed_tiers": ["gold"]}, "rich": {"tier": "gold", "weight": 3.0}},
+    }
+)
+
+
+def identity(tenant: str, tier: str) -> Identity:
+    return Identity(request_id="r", tenant=tenant, key_id="k", tier=tier)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "own", "requested", "expected"),
+    [
+        ("acme", "standard", "", "standard"),
+        ("acme", "standard", "auto", "standard"),
+        ("acme", "standard", "default", "standard"),
+        ("acme", "standard", "gold", "gold"),
+        ("rich", "gold", "auto", "gold"),
+        ("rich", "gold", "gold", "gold"),
+        # A key's own tier may differ from its tenant's; the tenant's stays open to it.
+        ("acme", "gold", "auto", "gold"),
+        ("acme", "gold", "standard", "standard"),
+    ],
+)
+def test_allowed(tenant: str, own: str, requested: str, expected: str) -> None:
+    assert Tiers(SETTINGS).resolve(identity(tenant, own), requested).name == expected
+
+
+@pytest.mark.parametrize("requested", ["secret", "no-such-tier", "flex"])
+def test_refused_alike_whether_it_exists_or_not(requested: str) -> None:
+    with pytest.raises(MillraceError) as caught:
+        Tiers(SETTINGS).resolve(identity("acme", "standard"), requested)
+    assert caught.value.reason is Reason.TIER_NOT_ALLOWED
+    assert caught.value.field == "service_tier"
+    assert caught.value.message.endswith("use one of: auto, default, standard, gold")
+
+
+def test_promises_of_another_tier_replace_all_of_the_first() -> None:
+    context = context_pb2.RequestContext()
+    write_tier(
+        context, Tier("a", TierConfig(priority=1, ttft_target_ms=5, max_context_tokens=9)), tenant_weight=1.0
+    )
+    write_tier(context, Tier("b", TierConfig(priority=2, weight=2.0, queue_limit_ms=7)), tenant_weight=3.0)
+    assert (context.tier, context.priority, context.weight, context.queue_limit_ms) == ("b", 2, 6.0, 7)
+    assert not context.HasField("ttft_target_ms")
+    assert not context.HasField("max_context_tokens")
