@@ -43,6 +43,13 @@ class PrefixHasher:
             packed = array("I", token_ids[index * size : (index + 1) * size]).tobytes()
             self.hashes.append(blake2b(parent + packed, digest_size=_DIGEST_BYTES).digest())
 
+    def copy(self) -> PrefixHasher:
+        """The same chain, to go on differently."""
+        copy = PrefixHasher.__new__(PrefixHasher)
+        copy._block_size, copy._root = self._block_size, self._root
+        copy.hashes = list(self.hashes)
+        return copy
+
     def parent_of(self, index: int) -> BlockHash | None:
         """Hash of the block before block `index`; None at the start."""
         return self.hashes[index - 1] if index else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from engine.scheduler.beams import BeamSearch
+from engine.scheduler.best_of import BestOf
 from engine.scheduler.sequence import Sequence, Status
-from engine.types import FirstTokenTimings, Request
+from engine.types import FirstTokenTimings, Request, TokenLogprobs
 
 
 class RequestGroup:
@@ -17,6 +19,11 @@ class RequestGroup:
         self.cached_prompt_tokens = 0
         self.prefill_chunks: list[tuple[float, float, int]] = []
         self.first_token_reported = False
+        self.best_of: BestOf | None = None
+        self.beams: BeamSearch | None = None
+        # Kept for the answers, which all come at the end.
+        self.beam_first_token: FirstTokenTimings | None = None
+        self.beam_prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def held(self) -> list[Sequence]:

@@ -140,6 +140,9 @@ class Planner:
     def _has_next_token(sequence: Sequence) -> bool:
         if sequence.drafts_in_flight or sequence.num_expected >= sequence.max_tokens_total:
             return False
+        if sequence.is_beam and sequence.num_pending:
+            # What follows depends on the other beams as well.
+            return False
         return sequence.num_expected > sequence.num_computed
 
     def _plan_decode(self, draft: PlanDraft, sequence: Sequence, budget: int) -> None:
@@ -363,20 +366,23 @@ class Planner:
         if not sequence.num_preemptions:
             sequence.high_water = max(sequence.high_water, start)
         state.start_running(sequence)
-        draft.new[sequence.sequence_id] = NewSequence(
+        num_tokens = min(sequence.remaining_prefill, draft.budget)
+        if self._is_long(sequence.remaining_prefill):
+            num_tokens = min(num_tokens, draft.long_budget)
+        self._add_row(draft, sequence, num_tokens, ())
+
+    def _introduction(self, sequence: Sequence, block_ids: tuple[int, ...]) -> NewSequence:
+        request = sequence.group.request
+        return NewSequence(
             sequence.sequence_id,
             tuple(sequence.token_ids),
             sequence.num_prompt_tokens,
             self._sampling_of(sequence),
             sequence.choice_index,
-            group.request.grammar,
-            group.request.adapter,
-            sequence.table.take_unsent(),
+            request.grammar,
+            request.adapter,
+            block_ids,
         )
-        num_tokens = min(sequence.remaining_prefill, draft.budget)
-        if self._is_long(sequence.remaining_prefill):
-            num_tokens = min(num_tokens, draft.long_budget)
-        self._add_row(draft, sequence, num_tokens, ())
 
     @staticmethod
     def _sampling_of(sequence: Sequence) -> SamplingParams:
@@ -393,7 +399,10 @@ class Planner:
         remaining_prefill = sequence.remaining_prefill
         state.cache.prepare_write(sequence.table, start, end)
         blocks = sequence.table.take_unsent()
-        if blocks:
+        if not sequence.is_introduced:
+            draft.new[sequence.sequence_id] = self._introduction(sequence, blocks)
+            sequence.is_introduced = True
+        elif blocks:
             draft.new_blocks[sequence.sequence_id] = blocks
         samples = end >= sequence.num_expected
         fresh = max(0, end - max(start, sequence.high_water))

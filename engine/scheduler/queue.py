@@ -22,7 +22,7 @@ from engine.scheduler.sequence import Sequence
 _NO_DEADLINE = float("inf")
 
 # (deadline, arrival order, sequence): the heap of one tenant in one tier.
-_Heap = list[tuple[float, int, Sequence]]
+_Heap = list[tuple[float, tuple[int, int], Sequence]]
 
 
 def account_of(sequence: Sequence) -> Account:
@@ -38,7 +38,7 @@ class WaitingQueue:
         self._counters = counters
         # Priority to the heaps of its tenants; preempted sequences have one of their own.
         self._tiers: dict[int, dict[Account, _Heap]] = {}
-        self._preempted: dict[int, list[tuple[int, Sequence]]] = {}
+        self._preempted: dict[int, list[tuple[tuple[int, int], Sequence]]] = {}
         # All members in order of joining, for aging.
         self._members: OrderedDict[int, Sequence] = OrderedDict()
         self._num_by_priority: dict[int, int] = {}
@@ -129,7 +129,7 @@ class WaitingQueue:
         return min(left)[1] if left else None
 
     def _peek_tenants(self, priority: int, skipped: set[int]) -> Sequence | None:
-        best: tuple[tuple[int, float, int], Sequence] | None = None
+        best: tuple[tuple[int, float, tuple[int, int]], Sequence] | None = None
         floor = self._counters.floor(priority)
         tenants = self._tiers.get(priority, {})
         for account in list(tenants):
@@ -145,7 +145,7 @@ class WaitingQueue:
                 best = key, sequence
         return None if best is None else best[1]
 
-    def _head(self, heap: _Heap, skipped: set[int]) -> tuple[float, int, Sequence] | None:
+    def _head(self, heap: _Heap, skipped: set[int]) -> tuple[float, tuple[int, int], Sequence] | None:
         while heap and self._is_stale(heap[0][2], preempted=False):
             heapq.heappop(heap)
         if not heap or heap[0][2].sequence_id not in skipped:

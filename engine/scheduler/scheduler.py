@@ -9,6 +9,8 @@ import msgspec
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
+from engine.scheduler.beams import BeamSearch
+from engine.scheduler.best_of import BestOf
 from engine.scheduler.group import RequestGroup
 from engine.scheduler.isolation import FailureIsolation, Verdict
 from engine.scheduler.planner import Planner
@@ -56,7 +58,6 @@ class Scheduler:
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation = FailureIsolation(self._state)
-        self._next_sequence_id = 1
         # (moment, request id, whether it is the queue limit), lazily cleaned.
         self._deadlines: list[tuple[float, int, bool]] = []
 
@@ -76,7 +77,12 @@ class Scheduler:
             )
             return
         group = RequestGroup(request)
-        for index in range(request.sampling.n):
+        sampling = request.sampling
+        if sampling.beam_width:
+            group.beams = BeamSearch(request)
+        elif sampling.best_of > sampling.n:
+            group.best_of = BestOf(sampling.n, request.choice_index)
+        for index in range(1 if group.beams else sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         for sequence in others:
@@ -95,6 +101,11 @@ class Scheduler:
         group = self._state.groups.get(request_id)
         if group is None:
             return False
+        if group.beams is not None:
+            self._state.finish_beams(
+                group, [_ended(group, index, reason) for index in range(group.request.sampling.n)]
+            )
+            return True
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
                 self._state.finish(sequence, reason, now)
@@ -216,8 +227,12 @@ class Scheduler:
         sampling = request.sampling
         if index and sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        if group.beams is not None:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * group.beams.width)
+        elif group.best_of is not None and sampling.logprobs is None:
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
         sequence = Sequence(
-            sequence_id=self._next_sequence_id,
+            sequence_id=self._state.take_sequence_id(),
             group=group,
             choice_index=request.choice_index + index,
             sampling=sampling,
@@ -229,8 +244,8 @@ class Scheduler:
                 block_size=self._state.cache.block_size,
             ),
         )
-        sequence.order = self._next_sequence_id
-        self._next_sequence_id += 1
+        sequence.order = (sequence.sequence_id, 0)
+        sequence.is_beam = group.beams is not None
         return sequence
 
     def _refusal(self, request: Request, now: float) -> RequestFailure | None:
@@ -264,3 +279,11 @@ class Scheduler:
                 self.cancel(request_id, now, FinishReason.DEADLINE)
             elif group.first_scheduled_s is None:
                 self._state.fail_group(group, admission.waited_too_long(group.request, now))
+
+
+def _ended(group: RequestGroup, index: int, reason: FinishReason) -> TokenEvent:
+    """The end of an answer of which nothing is known."""
+    request = group.request
+    return TokenEvent(
+        request_id=request.request_id, choice_index=request.choice_index + index, finish_reason=reason
+    )

@@ -48,6 +48,8 @@ class Sequence:
         self.sampling = sampling
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        # Prompt, and output that another engine generated.
+        self.num_given = len(self.token_ids)
         # Prompt plus completion end here: the least of max_tokens, context and tier.
         self.max_tokens_total = max_tokens_total
         self.status = Status.WAITING
@@ -68,7 +70,12 @@ class Sequence:
         self.holds_reservation = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
-        self.order = 0
+        # Order of submission; the second number tells beams of one request apart.
+        self.order = (0, 0)
+        # Whether the runner has state for it.
+        self.is_introduced = False
+        self.is_beam = False
+        self.beam_logprobs: tuple[TokenLogprobs, ...] = ()
         self._start_statistics()
 
     def _start_statistics(self) -> None:
@@ -109,14 +116,43 @@ class Sequence:
         return self.group.request.priority
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def rank(self) -> tuple[int, int, tuple[int, int]]:
         """Order among running sequences: the lowest is served first and displaced last."""
         return (0 if self.boosted else 1, -self.priority, self.order)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens generated here; lowest when there are none."""
+        generated = self.num_known - self.num_given
+        return self.sum_logprob / generated if generated else float("-inf")
 
     @property
     def remaining_prefill(self) -> int:
         """Tokens to compute before the first (or, after preemption, next) token can be sampled."""
         return max(0, self.prefill_end - self.num_computed)
+
+    def child(self, sequence_id: int, token_id: int, logprob: float) -> Sequence:
+        """A beam that goes on from this one with one more token; it has no blocks yet."""
+        child = Sequence(
+            sequence_id=sequence_id,
+            group=self.group,
+            choice_index=self.choice_index,
+            sampling=self.sampling,
+            max_tokens_total=self.max_tokens_total,
+            hasher=self.hasher.copy(),
+        )
+        child.token_ids = [*self.token_ids, token_id]
+        child.is_beam = True
+        child.order = (self.order[0], sequence_id)
+        child.prefill_end = 0
+        child.boosted = self.boosted
+        child.sum_logprob = self.sum_logprob + logprob
+        child.beam_logprobs = (*self.beam_logprobs, TokenLogprobs(token_id, logprob))
+        child.num_steps, child.num_preemptions = self.num_steps, self.num_preemptions
+        child.recomputed_tokens, child.high_water = self.recomputed_tokens, self.high_water
+        child.first_token_s = self.first_token_s
+        child.delayed_by_s = dict(self.delayed_by_s)
+        return child
 
     def blames(self, cause: str, seconds: float) -> None:
         """Adds to the time lost to a named cause; waits that nobody caused are not reported."""
@@ -137,6 +173,7 @@ class Sequence:
     def rewind(self) -> None:
         """Forgets all progress but the tokens: the blocks are gone."""
         self.epoch += 1
+        self.is_introduced = False
         self.num_computed = 0
         self.num_confirmed = 0
         self.draft_token_ids = ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.admission import CompletionPace
+from engine.scheduler.beams import Candidate
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.group import RequestGroup
 from engine.scheduler.queue import WaitingQueue, account_of
@@ -61,6 +62,8 @@ class SchedulerState:
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     pace: CompletionPace = field(default_factory=CompletionPace)
+    # Sequences ever made.
+    num_sequences: int = 0
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
@@ -118,9 +121,18 @@ class SchedulerState:
                 finish_reason=reason,
                 statistics=sequence.statistics(now),
             )
-        self.events.append(event)
+        self.report(group, event)
         if group.num_finished == len(group.sequences):
+            if group.best_of is not None:
+                self.events += group.best_of.results(group.sequences)
             self._end_group(group)
+
+    def report(self, group: RequestGroup, event: TokenEvent) -> None:
+        """Sends an event out, or keeps it until the best choices are known."""
+        if group.best_of is None:
+            self.events.append(event)
+        else:
+            group.best_of.take(event)
 
     def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
         """Ends the whole request with an error."""
@@ -154,9 +166,46 @@ class SchedulerState:
         sequence.status = Status.FINISHED
         sequence.fork_parent = None
 
+    def replace_beams(self, group: RequestGroup, candidates: list[Candidate], now: float) -> None:
+        """Makes the candidates the request's beams; their parents end."""
+        children = [self._beam(candidate) for candidate in candidates]
+        for parent in group.sequences:
+            self._remove(parent)
+        group.sequences = children
+        for child in children:
+            if child.table.block_ids and len(self.running) < self.config.max_num_seqs:
+                self.start_running(child)
+                continue
+            # No place, or the parent had lost its blocks: back to the queue, from its tokens.
+            self.cache.free(child.table)
+            child.rewind()
+            child.waiting_since_s = now
+            self.waiting.push(child)
+
+    def finish_beams(self, group: RequestGroup, events: list[TokenEvent]) -> None:
+        """Ends a beam search with its answers."""
+        for sequence in group.sequences:
+            self._remove(sequence)
+        self.events += events
+        self._end_group(group)
+
+    def _beam(self, candidate: Candidate) -> Sequence:
+        parent = candidate.parent
+        child = parent.child(self.take_sequence_id(), candidate.token_id, candidate.logprob)
+        if parent.status is Status.RUNNING:
+            self.cache.share(child.table, parent.table, parent.num_confirmed)
+            child.num_computed = child.num_confirmed = parent.num_confirmed
+        return child
+
+    def take_sequence_id(self) -> int:
+        """A number for a sequence, never used before."""
+        self.num_sequences += 1
+        return self.num_sequences
+
     def _drop_runner_state(self, sequence: Sequence) -> None:
         self.cache.free(sequence.table)
-        self.released.append(sequence.sequence_id)
+        if sequence.is_introduced:
+            self.released.append(sequence.sequence_id)
 
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]

@@ -28,6 +28,7 @@ from services.errors import MillraceError, Reason
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_BEAMS = 16
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +59,10 @@ def to_request(
     if submit.HasField("grammar") and limits.simulated:
         raise _unsupported("grammar", "the simulated engine has no grammar; use a real model")
     sampling = to_sampling(submit.sampling, limits, num_prompt_tokens=len(prompt))
-    if output and sampling.n > 1:
+    if output and (sampling.best_of > 1 or sampling.beam_width):
         raise _invalid("output_token_ids", "continues one choice; resubmit each choice with n = 1")
+    if sampling.beam_width and submit.HasField("grammar"):
+        raise _unsupported("sampling.beam_width", "beam search cannot be guided by a grammar; leave one out")
     return Request(
         request_id=request_id,
         external_id=context.request_id,
@@ -145,6 +148,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("best_of", 1, MAX_CHOICES),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("beam_width", 0, MAX_BEAMS),
 )
 
 
@@ -162,10 +166,10 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         )
     if sampling.best_of < sampling.n:
         raise _invalid("sampling.best_of", f"is {sampling.best_of}, below n = {sampling.n}")
-    if sampling.best_of != sampling.n:
-        raise _unsupported("sampling.best_of", "must equal n or be left out")
-    if sampling.beam_width:
-        raise _unsupported("sampling.beam_width", "beam search is not served; leave it out")
+    if sampling.beam_width and not sampling.n <= sampling.beam_width:
+        raise _invalid("sampling.beam_width", f"is {sampling.beam_width}, below n = {sampling.n}")
+    if sampling.beam_width and sampling.best_of != sampling.n:
+        raise _invalid("sampling.best_of", "cannot be combined with beam_width; leave one of them out")
     _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("sampling.logit_bias", sampling.logit_bias, vocab_size)

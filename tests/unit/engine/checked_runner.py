@@ -31,6 +31,13 @@ def expected_token(prompt: tuple[int, ...], seed: int, choice_index: int, positi
     return CONFIG.first_token_id + (sum(prompt) + 13 * seed + 7 * choice_index + position) % span
 
 
+def alternatives(tokens: list[int], count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Made-up most likely next tokens of a sequence: ids and log-probabilities, best first."""
+    numbers = [(hash((7, *tokens, token)) % 997, token) for token in range(40)]
+    best = sorted(numbers, reverse=True)[:count]
+    return tuple(token for _, token in best), tuple(number / 997 - 1.001 for number, _ in best)
+
+
 @dataclass
 class State:
     """One sequence on the device."""
@@ -157,10 +164,15 @@ class CheckedRunner:
             if draft != sampled[-1]:
                 break
             sampled.append(token(first + len(sampled)))
+        first_known = len(state.tokens)
         state.tokens += sampled
         logprobs = ()
         if state.sampling.logprobs is not None:
-            logprobs = tuple(TokenLogprobs(each, -(each % 7) / 10 - 0.01) for each in sampled)
+            top = alternatives(state.tokens[:first_known], state.sampling.logprobs)
+            logprobs = tuple(
+                TokenLogprobs(each, -(each % 7) / 10 - 0.01, *(top if index == 0 else ((), ())))
+                for index, each in enumerate(sampled)
+            )
         return SequenceResult(
             row.sequence_id,
             tuple(sampled),

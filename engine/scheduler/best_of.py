@@ -1,0 +1,47 @@
+"""best_of: more choices are generated than returned, and the most likely ones win.
+
+Nothing can be streamed before the last choice has ended, so events are kept here until then.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.scheduler.sequence import Sequence
+from engine.types import TokenEvent
+
+
+class BestOf:
+    """Collects the events of all choices of one request."""
+
+    def __init__(self, num_returned: int, first_index: int) -> None:
+        self._num_returned = num_returned
+        self._first_index = first_index
+        self._events: dict[int, list[TokenEvent]] = {}
+
+    def take(self, event: TokenEvent) -> None:
+        """Keeps an event of one choice."""
+        self._events.setdefault(event.choice_index, []).append(event)
+
+    def results(self, sequences: list[Sequence]) -> list[TokenEvent]:
+        """One event for each returned choice, by falling mean log-probability, numbered anew."""
+        ranked = sorted(sequences, key=lambda each: (-each.mean_logprob, each.choice_index))
+        everything = [event for events in self._events.values() for event in events]
+        first = next((event.first_token for event in everything if event.first_token), None)
+        prompt = next((event.prompt_logprobs for event in everything if event.prompt_logprobs), ())
+        results = [
+            self._merge(sequence, self._first_index + place)
+            for place, sequence in enumerate(ranked[: self._num_returned])
+        ]
+        # What concerns the whole request rides on its first answer.
+        results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
+        return results
+
+    def _merge(self, sequence: Sequence, index: int) -> TokenEvent:
+        events = self._events[sequence.choice_index]
+        return msgspec.structs.replace(
+            events[-1],
+            choice_index=index,
+            token_ids=tuple(token for event in events for token in event.token_ids),
+            logprobs=tuple(each for event in events for each in event.logprobs),
+        )

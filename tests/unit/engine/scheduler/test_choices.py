@@ -1,0 +1,97 @@
+"""best_of and beam search, against their definitions computed the slow way."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.types import FinishReason
+from tests.unit.engine.checked_runner import alternatives, expected_token
+from tests.unit.engine.driver import Driver, memory_plan
+
+PROMPT = [5, 9, 2, 7, 1, 1, 3]
+
+
+def test_best_of_returns_the_most_likely_choices_whole() -> None:
+    driver = Driver()
+    request = driver.submit(PROMPT, max_tokens=5, n=2, best_of=5)
+    other = driver.submit(PROMPT, max_tokens=5)
+    driver.run()
+
+    def mean(choice: int) -> float:
+        tokens = [expected_token(tuple(PROMPT), 0, choice, position) for position in range(5)]
+        return sum(-(token % 7) / 10 - 0.01 for token in tokens) / 5
+
+    ranked = sorted(range(5), key=lambda choice: (-mean(choice), choice))[:2]
+    for place, choice in enumerate(ranked):
+        assert driver.tokens(request, place) == driver.expected(request, choice)
+    assert len(driver.events[request]) == 2, "nothing is known before the last choice has ended"
+    assert not any(event.logprobs for event in driver.events[request]), "nobody asked for them"
+    assert driver.events[request][0].first_token
+    assert driver.tokens(other) == driver.expected(other)
+    assert driver.scheduler.num_unreferenced_blocks == driver.memory.num_blocks
+
+
+def test_cancelling_best_of_and_beams_ends_every_returned_choice() -> None:
+    driver = Driver()
+    for fields in ({"n": 2, "best_of": 4}, {"n": 2, "beam_width": 3}):
+        request = driver.submit(PROMPT, max_tokens=50, **fields)  # type: ignore[arg-type]
+        for _ in range(4):
+            driver.step()
+        driver.cancel(request)
+        assert [event.choice_index for event in driver.events[request]] == [0, 1]
+        assert all(event.finish_reason is FinishReason.CANCELLED for event in driver.events[request])
+    driver.run()
+    assert driver.runner.num_states() == 0
+
+
+def slow_beam_search(
+    prompt: list[int], *, width: int, max_tokens: int, stop: int, n: int
+) -> list[tuple[list[int], float]]:
+    """The definition, on whole token lists."""
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    finished: list[tuple[list[int], float]] = []
+    for length in range(1, max_tokens + 1):
+        candidates = [
+            (score + logprob, [*tokens, token])
+            for tokens, score in beams
+            for token, logprob in zip(*alternatives(prompt + tokens, 2 * width), strict=True)
+        ]
+        candidates.sort(key=lambda each: -each[0])
+        beams = []
+        for place, (score, tokens) in enumerate(candidates):
+            if len(beams) == width:
+                break
+            if tokens[-1] == stop:
+                if place < width:
+                    finished.append((tokens, score / length))
+            else:
+                beams.append((tokens, score))
+        if len(finished) >= width:
+            break
+        if length == max_tokens:
+            finished += [(tokens, score / length) for tokens, score in beams]
+    return sorted(finished, key=lambda each: -each[1])[:n]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [200, 26])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_beam_search_finds_what_its_definition_finds(width: int, num_blocks: int, overlap: bool) -> None:
+    # With 26 blocks beams lose theirs to the sequences beside them and come back.
+    driver = Driver(memory=memory_plan(num_blocks, 4, 24), overlap=overlap, watermark=0.0)
+    stop = 11
+    searches = [
+        driver.submit(
+            [*PROMPT, index], max_tokens=12, n=width, best_of=width, beam_width=width, stop_token_ids=(stop,)
+        )
+        for index in range(3)
+    ]
+    beside = [driver.submit([*PROMPT, index], max_tokens=15) for index in range(4)]
+    driver.run()
+    for index, request in enumerate(searches):
+        expected = slow_beam_search([*PROMPT, index], width=width, max_tokens=12, stop=stop, n=width)
+        assert [driver.tokens(request, place) for place in range(width)] == [tokens for tokens, _ in expected]
+    for request in beside:
+        assert driver.tokens(request) == driver.expected(request)
+    assert driver.scheduler.num_unreferenced_blocks == driver.memory.num_blocks
+    assert driver.runner.num_states() == 0
