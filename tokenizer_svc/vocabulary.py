@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -33,14 +34,33 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     decoder: DecoderKind
     tokens: list[bytes]
     special_ids: tuple[int, ...]
+    # Tokens that stand for one byte beside tokens that are whole text (<0xNN>).
+    byte_ids: frozenset[int] = frozenset()
 
     def text(self, token_ids: list[int]) -> str:
-        """The text of the ids without control tokens; invalid UTF-8 becomes U+FFFD."""
+        """The text of the ids without control tokens; invalid UTF-8 becomes U+FFFD.
+
+        As in the library's byte fallback, a run of byte tokens is valid as a whole or not at all.
+        """
         special = frozenset(self.special_ids)
-        joined = b"".join(self.tokens[token_id] for token_id in token_ids if token_id not in special)
+        shown = [token_id for token_id in token_ids if token_id not in special]
+        joined = b"".join(
+            _byte_run(b"".join(self.tokens[token_id] for token_id in run))
+            if are_bytes
+            else b"".join(self.tokens[token_id] for token_id in run)
+            for are_bytes, run in groupby(shown, self.byte_ids.__contains__)
+        )
         if self.decoder is DecoderKind.SENTENCEPIECE and joined.startswith(b" "):
             joined = joined[1:]
         return joined.decode("utf-8", errors="replace")
+
+
+def _byte_run(run: bytes) -> bytes:
+    try:
+        run.decode()
+    except UnicodeDecodeError:
+        return "\ufffd".encode() * len(run)
+    return run
 
 
 def byte_of_character() -> dict[str, int]:
@@ -62,6 +82,7 @@ def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerpri
     added = {token["content"]: token for token in description.get("added_tokens", ())}
     special = {ids[content] for content, token in added.items() if token["special"] and content in ids}
     tokens = [b""] * (max(ids.values(), default=-1) + 1)
+    byte_ids: frozenset[int] = frozenset()
     if "ByteLevel" in kinds:
         table = byte_of_character()
         kind = DecoderKind.BYTE_LEVEL
@@ -71,6 +92,8 @@ def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerpri
         byte_fallback = "ByteFallback" in kinds
         for text, token_id in ids.items():
             tokens[token_id] = text.encode() if text in added else _piece_bytes(text, byte_fallback)
+        if byte_fallback:
+            byte_ids = frozenset(token_id for text, token_id in ids.items() if _BYTE_TOKEN.fullmatch(text))
         kind = DecoderKind.SENTENCEPIECE if _drops_leading_space(steps) else DecoderKind.BYTE_LEVEL
     else:
         raise ConfigError(
@@ -78,7 +101,11 @@ def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerpri
             "byte-level and SentencePiece-style tokenizers are"
         )
     return Vocabulary(
-        fingerprint=fingerprint, decoder=kind, tokens=tokens, special_ids=tuple(sorted(special))
+        fingerprint=fingerprint,
+        decoder=kind,
+        tokens=tokens,
+        special_ids=tuple(sorted(special)),
+        byte_ids=byte_ids,
     )
 
 

@@ -10,7 +10,11 @@ NAMES = ("a", "b", "c")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 4), st.sampled_from((0.5, 1.5, 2.0)), st.sampled_from(("", "x", "xy", "a"))
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 4),
+    st.sampled_from((0.5, 1.5, 2.0)),
+    st.sampled_from(("", "x", "xy", "a")),
 )
 values = st.recursive(
     scalars,
@@ -26,7 +30,9 @@ def _keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
     some = st.lists(inner, min_size=1, max_size=3)
     size = st.integers(0, 3)
     return {
-        "type": st.one_of(st.sampled_from(TYPES), st.lists(st.sampled_from(TYPES), min_size=1, max_size=3, unique=True)),
+        "type": st.one_of(
+            st.sampled_from(TYPES), st.lists(st.sampled_from(TYPES), min_size=1, max_size=3, unique=True)
+        ),
         "const": values,
         "enum": st.lists(values, min_size=1, max_size=3),
         "minimum": st.integers(-1, 3),

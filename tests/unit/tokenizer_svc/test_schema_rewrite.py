@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jsonschema_rs
-import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 

@@ -1,0 +1,69 @@
+"""Token bytes join to what the Hugging Face decoder gives, for any ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from services.errors import ConfigError
+from tests.unit.tokenizer_svc.building import Text
+from tests.unit.tokenizer_svc.checkpoints import write
+from tests.unit.tokenizer_svc.families import FAMILIES, make
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.vocabulary import DecoderKind
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text(make(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(picks=st.lists(st.integers(0, 10_000), max_size=30))
+def test_random_ids_decode_as_the_library_does(text: Text, picks: list[int]) -> None:
+    tokenizer = Tokenizer.from_str(text.checkpoint.tokenizer_json)
+    ids = [pick % len(text.checkpoint.vocabulary.tokens) for pick in picks]
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    mine = text.checkpoint.vocabulary.text(ids)
+    assert mine == expected
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(written=st.text(st.sampled_from("abc zü🙂東\n\x00"), max_size=40))
+def test_texts_survive(text: Text, written: str) -> None:
+    ids = text.encoder.encode_text(written, add_special_tokens=False)
+    tokenizer = Tokenizer.from_str(text.checkpoint.tokenizer_json)
+    assert text.checkpoint.vocabulary.text(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    if not written.startswith(" "):
+        assert text.checkpoint.vocabulary.text(ids) == written
+
+
+def test_kinds(text: Text) -> None:
+    spelled = text.checkpoint.description["decoder"]["type"]
+    expected = DecoderKind.BYTE_LEVEL if spelled == "ByteLevel" else DecoderKind.SENTENCEPIECE
+    assert text.checkpoint.vocabulary.decoder is expected
+
+
+def test_other_decoders_are_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="WordPiece"):
+        load_checkpoint(write(tmp_path, tokenizer))
+
+
+def test_end_tokens_and_generation_defaults(tmp_path: Path) -> None:
+    from tests.unit.tokenizer_svc.checkpoints import byte_level
+    from tests.unit.tokenizer_svc.families import CHATML
+
+    tokenizer = byte_level(CHATML)
+    end, text_end = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    generation = {"eos_token_id": [text_end], "temperature": 0.6}
+    checkpoint = load_checkpoint(
+        write(tmp_path, tokenizer, config={"eos_token": "<|im_end|>"}, generation=generation)
+    )
+    assert checkpoint.eos_token_ids == (text_end, end)
+    assert '"temperature": 0.6' in checkpoint.generation_config_json

@@ -1,0 +1,97 @@
+"""`python -m tokenizer_svc.check FILE`: what of a JSON schema would be enforced; needs no service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from services.config import ModelConfig
+from services.errors import ConfigError
+from tokenizer_svc.checkpoint import load_checkpoint, locate
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
+from tokenizer_svc.grammar.backend import Backend
+from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
+from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, KeywordStatus
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when strict mode accepts the schema, 1 when it does not, 2 for input that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m tokenizer_svc.check", description=__doc__)
+    parser.add_argument("file", type=Path, help="a JSON schema; - reads standard input")
+    parser.add_argument(
+        "--model", default=str(BUNDLED_CHECKPOINT), help="checkpoint whose vocabulary is used"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        text = sys.stdin.read() if str(options.file) == "-" else options.file.read_text(encoding="utf-8")
+        checkpoint = load_checkpoint(locate(ModelConfig(path=options.model), simulated=False))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        print(f"python -m tokenizer_svc.check: {error}", file=sys.stderr)
+        return 2
+    backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
+    strict, lenient = (_build(text, backend, strict=each) for each in (True, False))
+    if options.json:
+        print(json.dumps(_as_json(strict, lenient), indent=2, ensure_ascii=False))
+    else:
+        _print(strict, lenient)
+    return 0 if strict.built is not None else 1
+
+
+def _build(text: str, backend: Backend, *, strict: bool) -> WorkerReply:
+    defaults = LimitsConfig()
+    limits = BuildLimits(
+        max_schema_depth=defaults.max_schema_depth, max_artifact_bytes=defaults.max_artifact_bytes
+    )
+    return build(GrammarRequest(response_format=JsonSchemaFormat(text, strict=strict)), backend, limits)
+
+
+def _report(reply: WorkerReply) -> EnforcementReport:
+    outcome = reply.built or reply.refused
+    return (outcome.enforcement if outcome is not None else None) or EnforcementReport()
+
+
+def _as_json(strict: WorkerReply, lenient: WorkerReply) -> dict[str, object]:
+    report = _report(strict if strict.built is not None else lenient)
+    built = strict.built or lenient.built
+
+    def listed(statuses: tuple[KeywordStatus, ...]) -> list[dict[str, str]]:
+        return [{"keyword": each.keyword, "path": each.path, "note": each.note} for each in statuses]
+
+    return {
+        "accepted_strict": strict.built is not None,
+        "accepted": lenient.built is not None,
+        "refusal": strict.refused.message if strict.refused is not None else "",
+        "compile_ms": round(built.compile_s * 1e3, 3) if built is not None else None,
+        "enforced": listed(report.enforced),
+        "approximated": listed(report.approximated),
+        "unenforced": listed(report.unenforced),
+    }
+
+
+def _print(strict: WorkerReply, lenient: WorkerReply) -> None:
+    built = strict.built or lenient.built
+    if strict.built is not None:
+        print(f"strict: accepted ({strict.built.compile_s * 1e3:.1f} ms)")
+    else:
+        assert strict.refused is not None
+        print(f"strict: refused: {strict.refused.message}")
+        if lenient.built is not None:
+            print("not strict: accepted; validate the answer for what is not enforced")
+        elif lenient.refused is not None:
+            print(f"not strict: refused: {lenient.refused.message}")
+    if built is None or built.enforcement is None:
+        return
+    for title in ("enforced", "approximated", "unenforced"):
+        statuses: tuple[KeywordStatus, ...] = getattr(built.enforcement, title)
+        for status in statuses:
+            print(
+                f"{title:>12}  {status.keyword:<22} {status.path}{'  ' + status.note if status.note else ''}"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
