@@ -19,6 +19,7 @@ from gateway.engines.router import RoutingPolicy
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
+from gateway.overload import Admission
 from gateway.pipeline.caller import CallerVerifier
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
@@ -154,6 +155,7 @@ class Gateway:
             continuation=ContinuationConfig(
                 max_losses=routing.max_continuations, wait_s=routing.continuation_wait_s
             ),
+            admission=Admission(self._edge.tiers.all, self._config.admission),
             limiter=self._edge.limiter,
             tiers=self._edge.tiers,
             callers=self._callers,

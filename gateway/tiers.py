@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.config import TenantConfig, TierConfig
@@ -27,6 +28,11 @@ class Tiers:
         self._tiers = {name: Tier(name, config) for name, config in settings.tiers.items()}
         self._tenants = settings.tenants
         self._default = settings.gateway.default_tier
+
+    @property
+    def all(self) -> Mapping[str, Tier]:
+        """Every tier by its name."""
+        return self._tiers
 
     def named(self, name: str) -> Tier:
         """The tier called `name`; KeyError for an unknown one."""

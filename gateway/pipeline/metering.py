@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
+from gateway.overload import Ticket
 from gateway.pipeline.delta import TimeToFirstToken
 
 
@@ -20,6 +21,8 @@ class Meter:
         self.first_written_s: float | None = None
         self.last_output_s = received_s
         self.first_token = FirstToken()
+        # The place among the requests that wait for their first token.
+        self.ticket: Ticket | None = None
         self.completion_tokens = 0
         self.statistics = ChoiceStatistics()
 
@@ -27,6 +30,8 @@ class Meter:
         """Takes the numbers of one output."""
         if self.first_output_s is None:
             self.first_output_s = now_s
+            if self.ticket is not None:
+                self.ticket.started()
             if output.first_token is not None:
                 self.first_token = output.first_token
         self.last_output_s = now_s

@@ -15,7 +15,8 @@ from opentelemetry.trace import Span
 from gateway.engines.continuation import ContinuationConfig, ContinuousStream
 from gateway.engines.fleet import Fleet
 from gateway.engines.types import Sampling, Submission
-from gateway.pipeline.admission import admit
+from gateway.overload import Admission
+from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
@@ -52,6 +53,7 @@ class Pipeline:
         tokenizer: TokenizerClient,
         fleet: Fleet,
         continuation: ContinuationConfig,
+        admission: Admission,
         limiter: Limiter,
         tiers: Tiers,
         callers: CallerVerifier,
@@ -70,6 +72,7 @@ class Pipeline:
         self.draining = False
         # Accepted requests that have not ended.
         self.num_open = 0
+        self._admission = admission
         self._continuation = continuation
         self._tiers = tiers
         self._recorder = recorder
@@ -152,8 +155,8 @@ class Pipeline:
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
-            with call.span_below(names.GATEWAY_ADMIT):
-                admit(self.fleet, call.tier, num_prompt_tokens)
+            with call.span_below(names.GATEWAY_ADMIT) as span:
+                self._admit(call.tier, num_prompt_tokens, span)
             with call.span_below(names.GATEWAY_ROUTE) as route:
                 stream = self._route(call, prepared, sampling, context)
                 self._note_route(route, stream)
@@ -161,6 +164,11 @@ class Pipeline:
         except BaseException:
             await reservation.cancel()
             raise
+
+    def _admit(self, tier: Tier, num_prompt_tokens: int, span: Span) -> None:
+        estimate = self._admission.admit(tier, num_prompt_tokens, engine_queues(self.fleet))
+        span.set_attribute(names.EXPECTED_WAIT_MS, estimate.wait_s * 1000)
+        self._metrics.set(names.EXPECTED_WAIT, estimate.wait_s, tier=tier.name)
 
     async def _prepare(self, call: _Call, context: Any) -> Prepared:
         started_s = time.monotonic()
@@ -241,6 +249,7 @@ class Pipeline:
             )
             for index in range(sampling.n)
         }
+        meter.ticket = self._admission.enter(call.tier)
         generation = Generation(
             info=AnswerInfo(
                 request_id=request_id,
@@ -266,6 +275,8 @@ class Pipeline:
     def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
         self.num_open -= 1
         meter = generation.meter
+        if meter.ticket is not None:
+            meter.ticket.ended()
         if meter.first_output_s is not None:
             self._telemetry.record(
                 names.GATEWAY_STREAM,
