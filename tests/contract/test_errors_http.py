@@ -1,4 +1,4 @@
-"""Bad input in, OpenAI's error body out: the field is named, the status is the table's, the gateway stays well."""
+"""Bad input in, OpenAI's error body out: the field is named and the status is the table's."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ async def test_chat_names_the_field(
     assert (error["code"], error["param"]) == (reason.value, field), error["message"]
     assert response.status_code == TABLE[reason].http_status
     assert error["type"] == TABLE[reason].openai_type
-    assert field.split("[")[0].split(".")[-1] in error["message"] or reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert (
+        field.split("[", maxsplit=1)[0].rsplit(".", maxsplit=1)[-1] in error["message"]
+        or reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    )
     assert response.headers["x-request-id"] == "request-1"
 
 

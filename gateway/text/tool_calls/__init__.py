@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gateway.text.delta import TextDelta
+from gateway.text.tool_calls import deepseek, hermes, llama3, mistral
+from gateway.text.tool_calls.deepseek import DeepSeekParser
 from gateway.text.tool_calls.hermes import HermesParser
+from gateway.text.tool_calls.llama3 import Llama3Parser
+from gateway.text.tool_calls.mistral import MistralParser
 
 # Makes the id of the call with this index.
 CallIds = Callable[[int], str]
@@ -15,10 +19,13 @@ CallIds = Callable[[int], str]
 class ToolCallParser(Protocol):
     """A TextParser that takes calls out of the text."""
 
-    # Calls begun so far.
-    num_calls: int
     # Calls completed so far.
     num_complete: int
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        ...
 
     def feed(self, text: str, delta: TextDelta) -> None:
         """Adds content and pieces of calls that are certain."""
@@ -31,10 +38,22 @@ class ToolCallParser(Protocol):
 
 PARSERS: Mapping[str, Callable[[CallIds], ToolCallParser]] = {
     "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+    "deepseek": DeepSeekParser,
 }
 
 # Tokens that these formats are made of. They are read by the parser even where the tokenizer calls them
 # special.
 MARKERS: Mapping[str, tuple[str, ...]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
+    "hermes": (hermes.OPEN, hermes.CLOSE),
+    "llama3": (llama3.TAG,),
+    "mistral": (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID),
+    "deepseek": (
+        deepseek.CALLS_BEGIN,
+        deepseek.CALLS_END,
+        deepseek.CALL_BEGIN,
+        deepseek.CALL_END,
+        deepseek.SEPARATOR,
+    ),
 }

@@ -63,11 +63,24 @@ class JsonValue:
 
 
 class JsonCall:
-    """One call. `on_name` is called once, then `on_arguments` with each piece."""
+    """One call. `on_name` is called once, then `on_arguments` with each piece.
 
-    def __init__(self, on_name: Callable[[str], None], on_arguments: Callable[[str], None]) -> None:
+    With `needs_arguments` an object without arguments is no call, and its name waits for them.
+    """
+
+    def __init__(
+        self,
+        on_name: Callable[[str], None],
+        on_arguments: Callable[[str], None],
+        *,
+        needs_arguments: bool = False,
+    ) -> None:
         self.state = CallState.OPEN
+        # Whether the name has been told.
         self.named = False
+        self._name = ""
+        self._argued = False
+        self._needs_arguments = needs_arguments
         # Everything read, to be given back as content when this turns out not to be a call.
         self.raw: list[str] = []
         self._on_name = on_name
@@ -77,7 +90,7 @@ class JsonCall:
         self._value = JsonValue()
         self._text: list[str] = []
         # Arguments that came before the name.
-        self._early: list[str] | None = None
+        self._early = ""
 
     def take(self, character: str) -> None:
         """Reads one character."""
@@ -124,6 +137,8 @@ class JsonCall:
         if character in ",}]:":
             self.state = CallState.BROKEN
             return
+        if self._key in _ARGUMENT_KEYS and self._name and character != '"':
+            self._announce()
         self._value = JsonValue()
         self._text = []
         self._step = self._in_value
@@ -146,22 +161,35 @@ class JsonCall:
         # Arguments that are written as a JSON string have to be decoded as a whole.
         return self._key in _ARGUMENT_KEYS and self.named and self._text[0] != '"'
 
+    def _announce(self) -> None:
+        if not self.named:
+            self.named = True
+            self._on_name(self._name)
+
     def _end_value(self, text: str) -> None:
-        if self._key == "name":
+        if self._key == "name" and not self._name:
             name = _decode_string(text)
             if not name:
                 self.state = CallState.BROKEN
                 return
-            self.named = True
-            self._on_name(name)
-            if self._early is not None:
-                self._on_arguments("".join(self._early))
-        elif self._key in _ARGUMENT_KEYS and not self._streams:
-            written = _decode_string(text) if text.startswith('"') else text
-            if self.named:
-                self._on_arguments(written or "")
+            self._name = name
+            if self._argued or not self._needs_arguments:
+                self._announce()
+                self._argue(self._early)
+        elif self._key in _ARGUMENT_KEYS and self._streams:
+            self._argued = True
+        elif self._key in _ARGUMENT_KEYS:
+            written = (_decode_string(text) if text.startswith('"') else text) or ""
+            self._argued = True
+            if self._name:
+                self._announce()
+                self._argue(written)
             else:
-                self._early = [written or ""]
+                self._early = written
+
+    def _argue(self, written: str) -> None:
+        if written:
+            self._on_arguments(written)
 
     def _after_value(self, character: str) -> None:
         if self.state is CallState.BROKEN:
@@ -175,6 +203,9 @@ class JsonCall:
 
     def _end(self) -> None:
         self.state = CallState.DONE if self.named else CallState.BROKEN
+        if self.named and not self._argued:
+            # Clients parse the arguments of every call.
+            self._on_arguments("{}")
 
 
 def _decode_string(text: str) -> str | None:

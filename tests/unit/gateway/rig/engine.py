@@ -46,7 +46,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Attach(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(requests)
         if first.hello.vocabulary_fingerprint != self.fingerprint:
             raise MillraceError(Reason.VOCABULARY_MISMATCH, f"{self.name} has another vocabulary")

@@ -20,7 +20,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.reasoning_format = "think"
         self.assistant_prefix = ""
 
-    async def GetVocabulary(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def GetVocabulary(self, request: Any, context: Any) -> Any:
         return tokenizer_pb2.GetVocabularyResponse(
             fingerprint=FINGERPRINT,
             decoder=tokenizer_pb2.DECODER_KIND_BYTE_LEVEL,
@@ -32,7 +32,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             generation_config_json=self.generation_config,
         )
 
-    async def Prepare(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Prepare(self, request: Any, context: Any) -> Any:
         self.prepared.append(request)
         response = tokenizer_pb2.PrepareResponse(
             vocabulary_fingerprint=FINGERPRINT, assistant_prefix=self.assistant_prefix
@@ -47,7 +47,7 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             response.grammar.payload = b"grammar"
         return response
 
-    async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Tokenize(self, request: Any, context: Any) -> Any:
         return tokenizer_pb2.TokenizeResponse(token_ids=self._ids(request))
 
     def _ids(self, request: Any) -> list[int]:

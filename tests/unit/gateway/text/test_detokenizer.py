@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
@@ -29,7 +31,7 @@ cuts = st.lists(st.integers(0, 40), max_size=6)
 def in_pieces(vocabulary: Vocabulary, token_ids: list[int], at: list[int]) -> str:
     stream = detokenizer(TokenTexts(vocabulary))
     bounds = [0, *sorted(at), len(token_ids)]
-    texts = [stream.feed(token_ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    texts = [stream.feed(token_ids[a:b]) for a, b in itertools.pairwise(bounds)]
     return "".join(texts) + stream.finish()
 
 

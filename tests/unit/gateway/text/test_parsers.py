@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -24,7 +25,7 @@ def read(text: str, at: list[int], options: TextOptions) -> tuple[str, str, list
     bounds = [0, *sorted(at), len(ids)]
     total = TextDelta()
     calls: dict[int, list[str]] = {}
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         delta = TextDelta()
         choice.feed(ids[start:end], delta)
         _add(delta, total, calls)
@@ -89,18 +90,16 @@ def test_arguments_arrive_as_the_model_wrote_them(arguments: dict[str, object]) 
         ("say <think> aloud", ("say <think> aloud", "", [])),
         ("<think>never ends", ("", "never ends", [])),
         ("<tool_call>not json</tool_call>", ("<tool_call>not json</tool_call>", "", [])),
-        ('<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', "", [])),
+        ('<tool_call>{"name": "f", "argu', ("", "", [("id0", "f", "")])),
         (
-            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": 1',
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"name": "g", "arguments": {"x": 1',
             ("", "", [("id0", "f", "{}"), ("id1", "g", '{"x": 1')]),
         ),
         ("ends with <tool_c", ("ends with <tool_c", "", [])),
     ],
 )
 def test_examples(text: str, expected: object) -> None:
-    if text.startswith('<tool_call>{"name": "f", "argu') and text.endswith("argu"):
-        # The name is out already when the text breaks off.
-        expected = ("", "", [("id0", "f", "")])
     assert read(text, [], HERMES) == expected
 
 
@@ -114,3 +113,90 @@ def test_one_call_ends_the_text_when_only_one_is_allowed() -> None:
     choice = ChoiceText(TEXTS, options, str)
     choice.feed(encode('<tool_call>{"name": "f", "arguments": {}}'), TextDelta())
     assert choice.ended
+
+
+FORMATS = {
+    "hermes": [*FRAGMENTS],
+    "llama3": [
+        "<|python_tag|>",
+        "<|python",
+        '{"name": "add", "parameters": {"a": [1, "}"]}}',
+        '{"name": "Bob", "age": 3}',
+        '{"parameters": {}, "name": "f"}',
+        "; ",
+        "\n",
+        "{",
+        "text",
+    ],
+    "mistral": [
+        "[TOOL_CALLS]",
+        "[TOOL",
+        '[{"name": "add", "arguments": {"a": 1}}',
+        ', {"name": "sub", "arguments": {}}',
+        "]",
+        'add[ARGS]{"a": {"b": "]"}}',
+        "sub[CALL_ID]x9[ARGS]{}",
+        "text",
+        "{",
+    ],
+    "deepseek": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
+        '<｜tool▁call▁begin｜>sub<｜tool▁sep｜>{"b": "{"}<｜tool▁call▁end｜>',
+        "<｜tool▁call▁begin｜>",
+        "<｜tool",
+        "\n",
+        "text {",
+    ],
+}
+
+
+@given(st.data(), cuts)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_cut_of_every_format_gives_the_same_answer(
+    name: str, data: st.DataObject, at: list[int]
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FORMATS[name]), max_size=6)))
+    options = TextOptions(tool_call_format=name)
+    length = len(text.encode())
+    whole = read(text, [], options)
+    assert read(text, [min(cut, length) for cut in at], options) == whole
+    assert read(text, list(range(length)), options) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("llama3", '{"name": "f", "parameters": {"x": 1}}', ("", "", [("id0", "f", '{"x": 1}')])),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"y": 2}}',
+            ("", "", [("id0", "f", "{}"), ("id1", "g", '{"y": 2}')]),
+        ),
+        ("llama3", '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', "", [])),
+        ("llama3", 'see {"name": "f", "parameters": {}}', ('see {"name": "f", "parameters": {}}', "", [])),
+        ("llama3", "<|python", ("<|python", "", [])),
+        (
+            "mistral",
+            'ok[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+            ("ok", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[CALL_ID]9[ARGS]{}',
+            ("", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
+        ),
+        ("mistral", "[TOOL_CALLS]", ("[TOOL_CALLS]", "", [])),
+        (
+            "deepseek",
+            "sure\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            '{"x": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>",
+            ("sure", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
+        ),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("id0", "f", "{}")])),
+    ],
+)
+def test_formats(name: str, text: str, expected: object) -> None:
+    assert read(text, [], TextOptions(tool_call_format=name)) == expected

@@ -1,6 +1,8 @@
-"""Stop strings: nothing of them is shown, nothing else is lost, and no more is held back than may become one."""
+"""Stop strings: nothing of them is shown, nothing else is lost, no more is held back than may become one."""
 
 from __future__ import annotations
+
+import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +36,7 @@ def reference(stop: list[str], text: str) -> tuple[str, str | None]:
 @given(patterns, texts, st.lists(st.integers(0, 30), max_size=5))
 def test_every_cut_gives_the_reference(stop: list[str], text: str, at: list[int]) -> None:
     bounds = [0, *sorted(at), len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     assert run(stop, pieces) == reference(stop, text)
 
 

@@ -1,0 +1,98 @@
+"""DeepSeek's format: calls between `<｜tool▁calls▁begin｜>` and its end, each in markers of its own.
+
+V3 and R1 write `function<｜tool▁sep｜>NAME`, then the arguments in a fenced block; V3.1 writes
+`NAME<｜tool▁sep｜>` and the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.text.delta import TextDelta
+from gateway.text.markers import split_at_marker
+from gateway.text.tool_calls.json_call import JsonValue
+from gateway.text.tool_calls.sink import CallSink
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+_OLD_TYPE = "function"
+
+
+class DeepSeekParser:
+    """See ToolCallParser. White space between the answer and the calls belongs to the format."""
+
+    def __init__(self, call_id: Callable[[int], str]) -> None:
+        self.num_complete = 0
+        self._sink = CallSink(call_id)
+        # Reads one character of a call; None outside of calls.
+        self._step: Callable[[str], None] | None = None
+        self._in_calls = False
+        self._held = ""
+        self._header = ""
+        self._value = JsonValue()
+
+    @property
+    def num_calls(self) -> int:
+        """See ToolCallParser."""
+        return self._sink.num_begun
+
+    def feed(self, text: str, delta: TextDelta) -> None:
+        """See ToolCallParser."""
+        self._sink.delta = delta
+        while text:
+            text = self._read_call(text) if self._step is not None else self._read_between(self._held + text)
+
+    def finish(self, delta: TextDelta) -> None:
+        """See ToolCallParser."""
+        self._sink.delta = delta
+        if self._step == self._before_arguments:
+            self._sink.content(CALL_BEGIN + self._header)
+        elif not self._in_calls:
+            self._sink.content(self._held if self._held.strip() or not self.num_calls else "")
+        self._held = ""
+
+    def _read_between(self, text: str) -> str:
+        self._held = ""
+        markers = (CALL_BEGIN, CALLS_END) if self._in_calls else (CALLS_BEGIN,)
+        before, marker, rest = split_at_marker(text, markers)
+        if not self._in_calls:
+            certain = before.rstrip()
+            self._sink.content(certain)
+            if marker is None:
+                self._held = before[len(certain) :] + rest
+                return ""
+        if marker is None:
+            self._held = rest
+            return ""
+        self._in_calls = marker != CALLS_END
+        if marker == CALL_BEGIN:
+            self._header = ""
+            self._step = self._before_arguments
+        return rest
+
+    def _read_call(self, text: str) -> str:
+        for position, character in enumerate(text):
+            assert self._step is not None, "a call is open here"
+            self._step(character)
+            if self._step is None:
+                return text[position + 1 :]
+        return ""
+
+    def _before_arguments(self, character: str) -> None:
+        if character != "{" or SEPARATOR not in self._header:
+            self._header += character
+            return
+        kind, _, rest = self._header.partition(SEPARATOR)
+        name = rest.partition("\n")[0] if kind.strip() == _OLD_TYPE else kind
+        self._sink.begin(name.strip())
+        self._value = JsonValue()
+        self._step = self._in_arguments
+        self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> None:
+        _, ended = self._value.take(character)
+        self._sink.argue(character)
+        if ended:
+            self.num_complete += 1
+            self._step = None

@@ -1,0 +1,101 @@
+"""Mistral's formats: after `[TOOL_CALLS]` a JSON list of calls, or per marker `name[ARGS]{…}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.text.delta import TextDelta
+from gateway.text.markers import split_at_marker
+from gateway.text.tool_calls.json_call import CallState, JsonCall, JsonValue
+from gateway.text.tool_calls.sink import CallSink
+
+MARKER = "[TOOL_CALLS]"
+ARGUMENTS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
+_SPACE = " \t\r\n"
+
+
+class MistralParser:
+    """See ToolCallParser. Text after the first marker that is no call is dropped: the format has none."""
+
+    def __init__(self, call_id: Callable[[int], str]) -> None:
+        self.num_complete = 0
+        self._sink = CallSink(call_id)
+        # Reads one character after the marker; None before it.
+        self._step: Callable[[str], None] | None = None
+        self._held = ""
+        # What followed the marker so far, given back when no call comes of it.
+        self._raw = ""
+        self._name = ""
+        self._call: JsonCall | None = None
+        self._value = JsonValue()
+
+    @property
+    def num_calls(self) -> int:
+        """See ToolCallParser."""
+        return self._sink.num_begun
+
+    def feed(self, text: str, delta: TextDelta) -> None:
+        """See ToolCallParser."""
+        self._sink.delta = delta
+        if self._step is None:
+            before, marker, rest = split_at_marker(self._held + text, (MARKER,))
+            self._held = "" if marker else rest
+            self._sink.content(before)
+            if marker is None:
+                return
+            self._step, text = self._after_marker, rest
+        for character in text:
+            self._step(character)
+
+    def finish(self, delta: TextDelta) -> None:
+        """See ToolCallParser."""
+        self._sink.delta = delta
+        if self._step is None:
+            self._sink.content(self._held)
+        elif not self.num_calls:
+            self._sink.content(MARKER + self._raw)
+        self._held = ""
+
+    def _after_marker(self, character: str) -> None:
+        self._raw += character
+        if character == "[":
+            self._step = self._between_calls
+        elif character not in _SPACE:
+            self._name = character
+            self._step = self._in_name
+
+    def _between_calls(self, character: str) -> None:
+        if character == "{":
+            self._call = JsonCall(self._sink.begin, self._sink.argue)
+            self._step = self._in_call
+            self._in_call(character)
+        else:
+            self._raw += character
+
+    def _in_call(self, character: str) -> None:
+        assert self._call is not None, "a call is open in this state"
+        self._raw += character
+        self._call.take(character)
+        if self._call.state is not CallState.OPEN:
+            self.num_complete += self._call.state is CallState.DONE
+            self._step = self._between_calls
+
+    def _in_name(self, character: str) -> None:
+        self._raw += character
+        if character != "{":
+            self._name += character
+            return
+        name = self._name.partition(CALL_ID)[0].removesuffix(ARGUMENTS).strip()
+        self._sink.begin(name.removeprefix(MARKER))
+        self._value = JsonValue()
+        self._step = self._in_arguments
+        self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> None:
+        _, ended = self._value.take(character)
+        self._sink.argue(character)
+        if ended:
+            self.num_complete += 1
+            self._name = ""
+            self._step = self._in_name
