@@ -1,0 +1,33 @@
+"""`[engine]`: defaults that work, and mistakes that are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from services.config import load_section
+from services.errors import ConfigError
+
+
+def test_the_defaults_are_valid() -> None:
+    load_section({}, "engine", EngineConfig).validate()
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"max_num_seqs": 4}, "max_num_seqs"),
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs = 0"),
+        ({"scheduler": {"max_num_seqs": 4096}}, "lower the former"),
+        ({"scheduler": {"long_prefill_share": 1.5}}, "long_prefill_share"),
+        ({"scheduler": {"watermark": 0.9}}, "watermark"),
+        ({"scheduler": {"max_preemptions": 0}}, "max_preemptions"),
+        ({"cache": {"block_size": 0}}, "cache.block_size"),
+        ({"cache": {"kv_dtype": "int3"}}, "kv_dtype"),
+        ({"simulation": {"first_token_id": 5000}}, "first_token_id"),
+        ({"dtype": "float64"}, "dtype"),
+    ],
+)
+def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_section({"engine": table}, "engine", EngineConfig).validate()
