@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 # prctl(2): signal for this process when its parent ends.
 _PR_SET_PDEATHSIG = 1
 # A process that was told to end, and does not, is killed this long after its drain limit.
@@ -20,6 +22,8 @@ KILL_MARGIN_S = 5.0
 # Time for the last lines of a process that has ended.
 _LAST_OUTPUT_S = 0.2
 _CHUNK_BYTES = 64 * 1024
+# Longest part of a log that is shown.
+_TAIL_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,13 @@ class ProcessSpec:
     says_ready: bool = True
     # Time that it may take to end after SIGTERM.
     drain_limit_s: float = 30.0
+
+
+class _LoadingLine(msgspec.Struct):
+    """A line of a service's log that tells about a long load. Other lines have no stage."""
+
+    stage: str = ""
+    fraction: float = 0.0
 
 
 class ProcessEnded(Exception):
@@ -173,10 +184,20 @@ class ChildProcess:
     def log_tail(self, lines: int = 15) -> str:
         """Last lines of the log."""
         try:
-            text = self.log_path.read_text(encoding="utf-8", errors="replace")
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = log.read().decode(errors="replace")
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-lines:])
+
+    def loading_stage(self) -> tuple[str, float]:
+        """What the process is loading and how much of it is done, 0 to 1; "" when it does not say."""
+        try:
+            line = msgspec.json.decode(self.log_tail(1).encode(), type=_LoadingLine)
+        except msgspec.DecodeError:
+            return "", 0.0
+        return line.stage, line.fraction
 
 
 def _look_for_ready(lines: list[bytes], ready: asyncio.Future[dict[str, str]]) -> None:

@@ -21,6 +21,8 @@ class StartReport:
         self._console = console
         self._started_s = time.monotonic()
         self._ready_s: dict[str, float | None] = dict.fromkeys(names)
+        # What each process is loading, and how much of it is done.
+        self._loading: dict[str, tuple[str, float]] = {}
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> StartReport:
@@ -34,23 +36,34 @@ class StartReport:
 
     def ready(self, name: str) -> None:
         """Notes that a process is ready."""
-        seconds = self._ready_s[name] = time.monotonic() - self._started_s
-        if not self._console.is_terminal:
-            self._console.print(f"  {name} ready after {seconds:.1f} s", highlight=False)
+        seconds = self._ready_s[name] = self.elapsed_s
+        self._line(f"{name} ready after {seconds:.1f} s")
+
+    def loading(self, name: str, stage: str, fraction: float) -> None:
+        """Notes what a process that is not ready yet is loading, from 0 to 1."""
+        if stage and self._ready_s[name] is None:
+            if self._loading.get(name, ("", 0.0))[0] != stage:
+                self._line(f"{name}: {stage} ...")
+            self._loading[name] = stage, fraction
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started_s
 
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(f"  {text}", highlight=False, markup=False)
+
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         frame = _SPINNER[int(self.elapsed_s * 8) % len(_SPINNER)]
         for name, seconds in self._ready_s.items():
             if seconds is None:
-                table.add_row(
-                    Text(frame, style="cyan"), name, Text(f"starting {self.elapsed_s:.0f} s", style="dim")
-                )
+                stage, fraction = self._loading.get(name, ("starting", 0.0))
+                done = f" {fraction:.0%}" if fraction else ""
+                text = Text(f"{stage}{done}, {self.elapsed_s:.0f} s", style="dim")
+                table.add_row(Text(frame, style="cyan"), name, text)
             else:
                 table.add_row(Text("✓", style="green"), name, Text(f"{seconds:.1f} s", style="dim"))
         return table

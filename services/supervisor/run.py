@@ -46,7 +46,7 @@ async def _run(layout: Layout, console: Console) -> int:
     announce(f"Starting {layout.model_name} with {len(layout.processes)} processes ...")
     try:
         with StartReport(console, tuple(spec.name for spec in layout.processes)) as report:
-            starting = asyncio.create_task(stack.start(report.ready))
+            starting = asyncio.create_task(stack.start(report))
             await asyncio.wait({starting, signals.first}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()

@@ -19,6 +19,7 @@ from services.supervisor.edge import (
 from services.supervisor.health import wait_healthy
 from services.supervisor.layout import Layout
 from services.supervisor.process import ChildProcess, ProcessEnded, describe_code
+from services.supervisor.report import StartReport
 from services.supervisor.state import ProcessState, RunState, own_create_time, remove_state, write_state
 
 # Exit status of a service whose configuration cannot be used.
@@ -27,6 +28,7 @@ _CONFIG_EXIT = 2
 _FLUSH_LIMIT_S = 2.0
 # Envoy asks its gateways for their health several times a second.
 _FORWARD_LIMIT_S = 30.0
+_LOADING_INTERVAL_S = 0.25
 
 
 class StartFailed(Exception):
@@ -59,8 +61,8 @@ class Stack:
         """Where the processes log."""
         return str(self.layout.state_directory / "logs")
 
-    async def start(self, ready: Callable[[str], None]) -> None:
-        """Starts everything and waits until all of it is healthy; `ready` gets the name of each that is.
+    async def start(self, report: StartReport) -> None:
+        """Starts everything and waits until all of it is healthy; tells `report` how far it is.
 
         Raises StartFailed with the reason and the end of the log. Whoever started it kills what runs then.
         """
@@ -68,17 +70,26 @@ class Stack:
         environment = {**os.environ, **self.layout.environment}
         rendered = await render_configuration(self.layout.config, environment)
         self.layout.envoy_config.write_bytes(rendered)
+        watching = asyncio.create_task(self._watch_loading(report))
         try:
             async with asyncio.TaskGroup() as group:
                 for child in self._children.values():
-                    group.create_task(self._start_one(child, ready))
+                    group.create_task(self._start_one(child, report))
             await wait_forwarding(self.layout.edge, _FORWARD_LIMIT_S)
         except* (ProcessEnded, TimeoutError, OSError) as failures:
             raise StartFailed(self._explain(failures.exceptions[0])) from failures
+        finally:
+            watching.cancel()
         self._write_state()
         self._tenders = [asyncio.create_task(self._tend(child)) for child in self._children.values()]
 
-    async def _start_one(self, child: ChildProcess, ready: Callable[[str], None]) -> None:
+    async def _watch_loading(self, report: StartReport) -> None:
+        while True:
+            for name, child in self._children.items():
+                report.loading(name, *child.loading_stage())
+            await asyncio.sleep(_LOADING_INTERVAL_S)
+
+    async def _start_one(self, child: ChildProcess, report: StartReport) -> None:
         await child.start()
         limit_s = self.layout.settings.start_limit_s
         try:
@@ -87,7 +98,7 @@ class Stack:
             raise TimeoutError(
                 f"{child.spec.name} was not ready after {limit_s:.0f} s (supervisor.start_limit_s)"
             ) from error
-        ready(child.spec.name)
+        report.ready(child.spec.name)
 
     def _explain(self, failure: BaseException) -> str:
         if isinstance(failure, BaseExceptionGroup):
