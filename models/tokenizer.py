@@ -3,6 +3,7 @@ its own."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -86,3 +87,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Learn the vocabulary anew; every model must then be retrained."
+    )
+    parser.add_argument(
+        "folder", type=Path, help="where tokenizer.json and tokenizer_config.json are written"
+    )
+    save_tokenizer(train_tokenizer(), parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,8 +26,10 @@ from models.batches import Batch, batches
 from models.checkpoint import export, import_weights
 from models.corpus import Mixture
 from models.optimizer import Optimizers
-from models.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from models.tokenizer import load_tokenizer, save_tokenizer
 
+BUNDLED = Path(__file__).parent / "millrace-nano"
+"""Its tokenizer serves every model, so that a draft can propose tokens to any of them."""
 SAVE_EVERY_S = 240.0
 NUM_ROWS = {256: 12, 512: 4, 1024: 2, 2048: 1}
 """Rows per micro-batch at each sequence length: 2,000 to 3,000 tokens keep activations in the cache."""
@@ -188,17 +190,15 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, help="exported nano model to distil from")
     arguments = parser.parse_args()
     folder: Path = arguments.run
-    if not (folder / "tokenizer.json").exists():
-        save_tokenizer(load_tokenizer(arguments.teacher) if arguments.teacher else train_tokenizer(), folder)
+    tokenizer = load_tokenizer(BUNDLED)
+    save_tokenizer(tokenizer, folder)
     model = LanguageModel(SHAPES[arguments.shape])
     teacher = None
     if arguments.teacher:
         teacher = LanguageModel(SHAPES["nano"]).requires_grad_(False)
         import_weights(teacher, arguments.teacher)
         teacher.compile_layers()
-    run = Run(
-        model, load_tokenizer(folder), folder, arguments.minutes * 60, CURRICULA[arguments.shape], teacher
-    )
+    run = Run(model, tokenizer, folder, arguments.minutes * 60, CURRICULA[arguments.shape], teacher)
     model.compile_layers()
     train(run)
 
