@@ -67,7 +67,6 @@ class Explanation:
 
 def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -> Explanation:
     """Explains a request by the spans of its trace."""
-    request = request_span(spans)
     request_id = next((span.request_id for span in spans if span.request_id), "unknown")
     start_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     total_ms = (end_ns - start_ns) / 1e6
@@ -75,8 +74,8 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
     delays = sorted(_delays(spans), key=lambda finding: -finding.milliseconds)
     work = sorted(_work(spans), key=lambda finding: -finding.milliseconds)
     largest = delays[0] if delays else None
-    outcome = str(request.attributes.get(names.OUTCOME, "")) if request else ""
-    if outcome.isupper():
+    outcome = _failure(spans)
+    if outcome:
         cause = Cause.RATE_LIMIT if outcome in _REFUSED_BY_LIMITS else None
         verdict = _refusal(spans, outcome)
     elif largest is not None and largest.milliseconds >= max(MIN_DELAY_MS, MIN_DELAY_SHARE * total_ms):
@@ -98,6 +97,12 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
         findings=[*delays, *work],
         neighbours=neighbours,
     )
+
+
+def _failure(spans: Sequence[StoredSpan]) -> str:
+    """Reason of the error table with which the request ended, wherever it was refused; "" for none."""
+    outcomes = (str(span.attributes.get(names.OUTCOME, "")) for span in spans)
+    return next((outcome for outcome in outcomes if outcome.isupper()), "")
 
 
 def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
