@@ -85,7 +85,12 @@ def _repaired(grammars: list[Grammar], error: str) -> bool:
 
 def _told(error: str) -> str:
     """The back end's error for the sender: without the names of rewritten definitions."""
-    line = error.strip().splitlines()[0] if error.strip() else "the grammar cannot be compiled"
+    lines = error.strip().splitlines() or ["the grammar cannot be compiled"]
+    line = lines[0]
+    # Of a regular expression's error the last line has the reason.
+    detail = next((each for each in lines[1:] if each.startswith("error: ")), "")
+    if detail:
+        return f"{line} {detail.removeprefix('error: ')}"
     if line.startswith("Unsatisfiable schema"):
         return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
     return line

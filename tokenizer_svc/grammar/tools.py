@@ -60,7 +60,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
     ),
     formats.MISTRAL: _Layout(
         mark="[TOOL_CALLS]",
-        opening='/ ?/ "["',
+        opening='/ {0,2}/ "["',
         before='{"name": {name}, "arguments": ',
         after="}",
         between=", ",

@@ -38,6 +38,11 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
         raise SchemaRefused("a JSON schema is an object or a boolean")
     try:
         document = Document(schema, max_depth=max_depth)
+        endless = document.endless_reference()
+        if endless:
+            raise SchemaRefused(
+                f"$ref {endless!r} leads back to itself without end; give it something to match"
+            )
         context = Context(document)
         context.positive = lambda *a: positive(context, *a)
         context.negative = lambda *a: negative(context, *a)

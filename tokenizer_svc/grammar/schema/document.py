@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
@@ -41,6 +42,8 @@ _CLASSES: dict[Draft, Any] = {
     Draft.DRAFT2019_09: jsonschema_rs.Draft201909Validator,
     Draft.DRAFT2020_12: jsonschema_rs.Draft202012Validator,
 }
+# Keywords whose schemas judge the same value.
+_SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _WHOLE = "http://schema.invalid/whole"
 
 
@@ -73,6 +76,8 @@ class Document:
         self._resources: dict[str, Target] = {_BASE: Target(root, "", _BASE)}
         self._anchors: dict[tuple[str, str], Target] = {}
         self._found: dict[tuple[str, str], Target] = {}
+        # Every $ref in the document, with the base it stands under.
+        self._references: list[tuple[str, str]] = []
         self._max_depth = max_depth
         self._index(root, "", _BASE, 0)
         self.base = self.base_of(root, _BASE)
@@ -92,6 +97,44 @@ class Document:
         if found is None:
             found = self._found[key] = self._resolve(reference, base)
         return found
+
+    def endless_reference(self) -> str:
+        """A reference that leads back to itself without going into a property or item; "" if there is none.
+
+        Such a schema says nothing about any value.
+        """
+        state: dict[int, bool] = {}
+
+        def loops(target: Target) -> bool:
+            node = target.node
+            if not isinstance(node, dict):
+                return False
+            if id(node) in state:
+                return state[id(node)]
+            state[id(node)] = True
+            found = any(loops(each) for each in self._same_level(target))
+            state[id(node)] = False
+            return found
+
+        for reference, base in dict.fromkeys(self._references):
+            try:
+                if loops(self.resolve(reference, base)):
+                    return reference
+            except UnresolvedReference:
+                continue
+        return ""
+
+    def _same_level(self, target: Target) -> Iterator[Target]:
+        """The schemas that judge the same value as the target does."""
+        node, path = target.node, target.path
+        if isinstance(node.get("$ref"), str):
+            with contextlib.suppress(UnresolvedReference):
+                yield self.resolve(node["$ref"], target.base)
+        for keyword in _SAME_LEVEL:
+            value = node.get(keyword)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, dict):
+                    yield Target(each, f"{path}/{keyword}", self.base_of(each, target.base))
 
     def matcher(self, path: str) -> Callable[[Any], bool] | None:
         """Decides whether a value matches the schema at `path`; None when a validator cannot be made."""
@@ -147,6 +190,9 @@ class Document:
                 name = value[1:] if value.startswith("#") else value if keyword.endswith("nchor") else ""
                 if name:
                     self._anchors.setdefault((inner, name), Target(node, path, inner))
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            self._references.append((reference, inner))
         for key, value in node.items():
             if isinstance(value, dict | list) and key not in _DATA:
                 self._index(value, f"{path}/{key}", inner, depth + 1)

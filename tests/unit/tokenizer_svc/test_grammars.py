@@ -1,0 +1,292 @@
+"""Grammars of every format, as the engine would run them: which texts they admit, token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.formats import tool_call_format
+from tokenizer_svc.grammar.backend import Backend
+from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
+from tokenizer_svc.types import (
+    ChoiceFormat,
+    EbnfFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    ToolChoiceMode,
+)
+
+
+class Family:
+    """A checkpoint's grammar side."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        checkpoint = load_checkpoint(make(name, folder))
+        added = {token["content"]: token["id"] for token in checkpoint.description["added_tokens"]}
+        self.format = tool_call_format(checkpoint.templates, added)
+        self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
+        self.matcher_tokenizer = LLTokenizer(
+            checkpoint.tokenizer_json, eos_token=list(checkpoint.eos_token_ids)
+        )
+        self.backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
+
+    def build(self, request: GrammarRequest) -> Built | Refused:
+        reply = build(request, self.backend, BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 20))
+        outcome = reply.built or reply.refused
+        assert outcome is not None
+        return outcome
+
+    def accepts(self, request: GrammarRequest, text: str) -> bool:
+        built = self.build(request)
+        assert isinstance(built, Built), built
+        matcher = LLMatcher(self.matcher_tokenizer, built.payload.decode())
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family("qwen_tools", tmp_path_factory.mktemp("qwen"))
+
+
+def schema_format(schema: Any, *, strict: bool = True) -> GrammarRequest:
+    return GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=strict))
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (JsonObjectFormat(), ['{"a": [1, {"b": null}]}', "{}"], ["[]", "1", '{"a"}']),
+        (RegexFormat(r"\d{2,3}/[a-z]+"), ["12/a", "123/xyz"], ["1/a", "12/", "12/a "]),
+        (
+            ChoiceFormat(('yes "quoted"', "no\nline", "日本")),
+            ['yes "quoted"', "no\nline", "日本"],
+            ["yes", "nope"],
+        ),
+        (LarkFormat('start: "a" NUM\nNUM: /[0-9]+/\n'), ["a1", "a42"], ["a", "1"]),
+        (
+            EbnfFormat('root ::= item ("," item)*\nitem ::= [a-c]+ | "x" digit\ndigit ::= [0-9]'),
+            ["abc,x1"],
+            ["d", "a,"],
+        ),
+    ],
+)
+def test_formats(qwen: Family, form: Any, good: list[str], bad: list[str]) -> None:
+    request = GrammarRequest(response_format=form)
+    assert [text for text in good if not qwen.accepts(request, text)] == []
+    assert [text for text in bad if qwen.accepts(request, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "part"),
+    [
+        (RegexFormat("(a"), "response_format.regex", "regex parse error"),
+        (RegexFormat("(?=a)b"), "response_format.regex", "look"),
+        (LarkFormat("start: nothing"), "response_format.lark", "nothing"),
+        (EbnfFormat("root ::= ["), "response_format.ebnf", "EBNF"),
+        (JsonSchemaFormat("{"), "response_format.json_schema", "not valid JSON"),
+        (JsonSchemaFormat("[]"), "response_format.json_schema", "object or a boolean"),
+        (JsonSchemaFormat('{"$ref": "#/nowhere"}'), "response_format.json_schema", "$ref at /$ref"),
+        (JsonSchemaFormat('{"$ref": "#"}'), "response_format.json_schema", "without end"),
+        (
+            JsonSchemaFormat('{"type": "string", "minLength": 3, "maxLength": 1}'),
+            "response_format.json_schema",
+            "no value",
+        ),
+        (
+            JsonSchemaFormat('{"type": "array", "uniqueItems": true}'),
+            "response_format.json_schema",
+            "/uniqueItems",
+        ),
+        (JsonSchemaFormat('{"items":' * 70 + "{}" + "}" * 70), "response_format.json_schema", "deep"),
+    ],
+)
+def test_refusals_say_why(qwen: Family, form: Any, field: str, part: str) -> None:
+    refused = qwen.build(GrammarRequest(response_format=form))
+    assert isinstance(refused, Refused)
+    assert refused.field == field
+    assert part in refused.message
+
+
+def test_not_strict_reports_what_is_not_enforced(qwen: Family) -> None:
+    built = qwen.build(schema_format({"type": "array", "uniqueItems": True, "maxItems": 4}, strict=False))
+    assert isinstance(built, Built)
+    assert built.enforcement is not None
+    assert [each.keyword for each in built.enforcement.unenforced] == ["uniqueItems"]
+    assert {each.keyword for each in built.enforcement.enforced} == {"type", "maxItems"}
+
+
+def test_a_list_in_a_recursive_definition(qwen: Family) -> None:
+    tree = {
+        "$ref": "#/$defs/tree",
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "integer"},
+                    "child": {"$ref": "#/$defs/tree", "minProperties": 1},
+                },
+                "additionalProperties": False,
+            }
+        },
+    }
+    request = schema_format(tree)
+    assert qwen.accepts(request, '{"value": 1, "child": {"value": 2, "child": {"value": 3}}}')
+    assert qwen.accepts(request, "{}")
+    assert not qwen.accepts(request, '{"value": 1, "child": {}}')
+    assert not qwen.accepts(request, '{"value": 1, "child": {"value": 2, "child": {}}}')
+
+
+def test_an_unsatisfiable_definition_leaves_the_rest(qwen: Family) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#/$defs/never"}, {"type": "null"}]}},
+        "required": ["a"],
+        "$defs": {"never": {"allOf": [{"type": "string"}, {"pattern": "^a$"}, {"pattern": "^b$"}]}},
+    }
+    assert qwen.accepts(schema_format(schema), '{"a": null}')
+    assert not qwen.accepts(schema_format(schema), '{"a": "a"}')
+
+
+def test_reasoning_comes_first_where_it_is_open(qwen: Family) -> None:
+    request = GrammarRequest(response_format=JsonObjectFormat(), reasoning_open=True)
+    assert qwen.accepts(request, 'let me see {"a"\n</think>\n\n{"a": 1}')
+    assert not qwen.accepts(request, '{"a": 1}')
+
+
+TOOLS = (
+    ToolSpec(
+        name="get_weather",
+        parameters={
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        strict=True,
+    ),
+    ToolSpec(name="now"),
+)
+# Per family: one call, two calls, a call of the second tool, and the same call with wrong arguments.
+CALLS = {
+    "qwen_tools": (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Bern"}}\n</tool_call>',
+    ),
+    "llama3": (
+        '{"name": "get_weather", "parameters": {"city": "Bern"}}',
+        '{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Bern"}}',
+        '<|python_tag|>{"name": "now", "parameters": {}}',
+        '{"name": "get_weather", "parameters": {"town": "Bern"}}',
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bern"}}]',
+        '[TOOL_CALLS] [{"name": "now", "arguments": {}}, '
+        '{"name": "get_weather", "arguments": {"city": "Bern"}}]',
+        '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"town": "Bern"}}]',
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
+        "```json\n{}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"town": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CALLS))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Family]:
+    return request.param, Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def rules(
+    family: Family, mode: ToolChoiceMode, tools: tuple[ToolSpec, ...] = TOOLS, parallel: bool = True
+) -> GrammarRequest:
+    return GrammarRequest(tools=ToolRules(tools=tools, mode=mode, parallel=parallel, format=family.format))
+
+
+def test_required_calls(family: tuple[str, Family]) -> None:
+    name, side = family
+    one, two, other, wrong = CALLS[name]
+    request = rules(side, ToolChoiceMode.REQUIRED)
+    assert all(side.accepts(request, text) for text in (one, two, other))
+    assert not any(side.accepts(request, text) for text in (wrong, "Hello", ""))
+
+
+def test_one_call_where_parallel_ones_are_off(family: tuple[str, Family]) -> None:
+    name, side = family
+    one, two, _, _ = CALLS[name]
+    request = rules(side, ToolChoiceMode.REQUIRED, parallel=False)
+    assert side.accepts(request, one)
+    assert not side.accepts(request, two)
+
+
+def test_a_named_call(family: tuple[str, Family]) -> None:
+    name, side = family
+    one, _, other, _ = CALLS[name]
+    request = rules(side, ToolChoiceMode.NAMED, TOOLS[:1], parallel=False)
+    assert side.accepts(request, one)
+    assert not side.accepts(request, other)
+
+
+def test_optional_calls_after_free_text(family: tuple[str, Family]) -> None:
+    name, side = family
+    one, two, _, wrong = CALLS[name]
+    request = rules(side, ToolChoiceMode.AUTO)
+    assert all(side.accepts(request, text) for text in ("It is 3 o'clock.\nSo.", one, two))
+    assert not side.accepts(request, wrong)
+    if name != "llama3":
+        assert side.accepts(request, "I will look.\n" + one)
+        assert not side.accepts(request, "I will look.\n" + wrong)
+
+
+def test_thinking_before_an_optional_call(qwen: Family) -> None:
+    request = rules(qwen, ToolChoiceMode.AUTO)
+    assert qwen.accepts(request, "<think>\nhm\n</think>\n\n" + CALLS["qwen_tools"][0])
+
+
+def test_tools_or_a_schema(qwen: Family) -> None:
+    request = GrammarRequest(
+        response_format=JsonSchemaFormat('{"type": "object", "properties": {"x": {"type": "null"}}}'),
+        tools=ToolRules(tools=TOOLS, mode=ToolChoiceMode.AUTO, parallel=True, format=qwen.format),
+    )
+    assert qwen.accepts(request, CALLS["qwen_tools"][0])
+    assert qwen.accepts(request, '{"x": null}')
+    assert not qwen.accepts(request, '{"x": 1}')
+
+
+def test_a_tool_that_cannot_be_enforced_is_named(qwen: Family) -> None:
+    hard = ToolSpec(
+        name="hard",
+        parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}},
+        strict=True,
+    )
+    refused = qwen.build(rules(qwen, ToolChoiceMode.REQUIRED, (TOOLS[1], hard)))
+    assert isinstance(refused, Refused)
+    assert refused.field == "tools[1].function.parameters"
+    assert "'hard'" in refused.message
+    assert "uniqueItems" in refused.message
+    lenient = ToolSpec(name="hard", parameters=hard.parameters)
+    built = qwen.build(rules(qwen, ToolChoiceMode.REQUIRED, (TOOLS[1], lenient)))
+    assert isinstance(built, Built)
+    assert built.enforcement is not None
+    assert built.enforcement.unenforced[0].path == "/tools/1/parameters/properties/x/uniqueItems"
