@@ -6,8 +6,10 @@ import base64
 import hashlib
 import hmac
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ def _base64url(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
 
+JWKS = json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "one", "k": _base64url(SIGNING_KEY)}]})
+
+
 def token(signing_key: bytes = SIGNING_KEY, **claims: Any) -> str:
     """A JWT (RFC 7519) with HMAC-SHA256."""
     head = _base64url(json.dumps({"alg": "HS256", "typ": "JWT", "kid": "one"}).encode())
@@ -36,15 +41,39 @@ def token(signing_key: bytes = SIGNING_KEY, **claims: Any) -> str:
     return f"{head}.{body}.{_base64url(signature)}"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+@pytest.fixture(scope="module")
+def key_server() -> Iterator[str]:
+    """The issuer's keys over HTTP."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(JWKS.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/keys"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["file", "url"])
+async def client(
+    request: pytest.FixtureRequest, key_server: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[httpx.AsyncClient]:
     folder = Path(tmp_path_factory.mktemp("jwt"))
-    keys = {"keys": [{"kty": "oct", "alg": "HS256", "kid": "one", "k": _base64url(SIGNING_KEY)}]}
-    (folder / "jwks.json").write_text(json.dumps(keys))
+    (folder / "jwks.json").write_text(JWKS)
+    source = {"jwks_url": key_server} if request.param == "url" else {"jwks_file": f"{folder}/jwks.json"}
     jwt = {
         "issuer": ISSUER,
         "audiences": ["millrace"],
-        "jwks_file": str(folder / "jwks.json"),
+        **source,
         "tenant_claim": "org",
         "tier_claim": "plan",
         "tenants": {"org-7": "acme"},
