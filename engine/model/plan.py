@@ -41,6 +41,14 @@ ATTENTION_CHUNK_TOKENS = 256
 LARGEST_BLOCK = 64
 
 
+class DraftInput(msgspec.Struct, frozen=True, kw_only=True):
+    """A draft model: it adds its weights, and its keys and values to those of every token."""
+
+    folder: str
+    spec: ModelSpec
+    num_weights: int
+
+
 class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan is made for."""
 
@@ -51,6 +59,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     num_weights: int
     config: EngineConfig
+    # The draft model of speculation, where there is one.
+    draft: DraftInput | None = None
 
     @property
     def dtype(self) -> str:
@@ -138,6 +148,10 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
+    if given.draft is not None:
+        weights += given.draft.num_weights * DTYPE_BYTES[given.dtype]
+        per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
+        workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     per_block = per_token * cache.block_size
     sequence_blocks = -(-given.max_model_len // cache.block_size)
     left = int(given.available_bytes * cache.memory_fraction) - weights - workspace - headroom
@@ -168,17 +182,41 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     )
 
 
+def num_scratch_blocks(config: EngineConfig) -> int:
+    """Blocks in which a draft model runs ahead of what is allocated."""
+    per_sequence = -(-config.speculation.num_draft_tokens // config.cache.block_size) + 1
+    return config.scheduler.max_num_seqs * per_sequence
+
+
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
     folder = resolve_checkpoint(model.path)
     spec = read_spec(folder)
+    draft = None
+    if config.speculation.method == "draft_model":
+        draft = _draft_input(config, spec)
     return PlanInput(
+        draft=draft,
         spec=spec,
         device=device,
         available_bytes=available_bytes,
         num_weights=num_weights(spec, read_headers(folder)),
         config=config,
     )
+
+
+def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
+    path = config.speculation.draft_model
+    if not path:
+        raise ConfigError("engine.speculation.method = 'draft_model' needs engine.speculation.draft_model")
+    folder = resolve_checkpoint(path)
+    draft = read_spec(folder)
+    if draft.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "
+            f"{spec.vocab_size}; take a draft of the same vocabulary"
+        )
+    return DraftInput(folder=str(folder), spec=draft, num_weights=num_weights(draft, read_headers(folder)))
 
 
 def available_host_bytes() -> int:

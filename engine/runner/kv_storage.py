@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from engine.model.spec import ModelSpec
-from engine.types import MemoryPlan
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -23,14 +22,21 @@ class KvStorage:
     """One LayerCache per layer, and a host copy of `host_blocks` blocks for the offload tier."""
 
     def __init__(
-        self, spec: ModelSpec, plan: MemoryPlan, *, kv_dtype: str, device: torch.device, host_blocks: int
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        device: torch.device,
+        host_blocks: int = 0,
     ) -> None:
-        self.num_blocks = plan.num_blocks
-        self.block_size = plan.block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.layers: list[LayerCache] = [
             allocate_layer(
-                num_blocks=plan.num_blocks,
-                block_size=plan.block_size,
+                num_blocks=num_blocks,
+                block_size=block_size,
                 num_heads=spec.cache_heads,
                 key_dim=spec.cache_key_dim,
                 value_dim=spec.cache_value_dim,

@@ -27,6 +27,10 @@ class SequenceState:
     num_prompt: int
     sampling: SamplingParams
     matcher: Matcher | None = None
+    # How its drafts fared so far, and whether the latest were forced by the grammar.
+    num_drafted: int = 0
+    num_accepted: int = 0
+    forced: bool = False
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +23,15 @@ from engine.kernels.linear import ROW_MULTIPLE
 from engine.model.checkpoint import resolve_checkpoint
 from engine.model.decoder import Decoder, load_decoder
 from engine.model.device import choose_device
-from engine.model.plan import kv_bytes_per_token, make_plan, plan_input
+from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
 from engine.runner.prompt_scores import prompt_logprobs
 from engine.runner.sequence_table import SequenceTable
+from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.proposer import Proposer
 from engine.runner.verification import LogitRows, confirmed, logit_rows, sampling_rows
 from engine.sampling.grammar import GrammarEngine, GrammarError, GrammarMasks
 from engine.sampling.logprobs import token_logprobs
@@ -67,6 +71,7 @@ class TorchRunner:
         attention: AttentionBackend,
         storage: KvStorage,
         grammar: GrammarEngine,
+        proposer: Proposer,
         num_threads: int,
     ) -> None:
         self.model = model
@@ -74,6 +79,7 @@ class TorchRunner:
         self.storage = storage
         self.device = model.embedding.device
         self.grammar = grammar
+        self.proposer = proposer
         self.table = SequenceTable(vocab_size=model.spec.vocab_size, device=self.device, grammar=grammar)
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
@@ -115,6 +121,7 @@ class TorchRunner:
         )
         pending_masks = self._start_masks(inputs)
         hidden = self.model.forward(inputs.batch, self.storage.layers, self.attention)
+        self.proposer.observe(inputs.batch, self.storage.spare_slot)
         forwarded = time.monotonic()
         rows = logit_rows(inputs, self.table)
         scores = prompt_logprobs(inputs, hidden, self.model, self.table)
@@ -137,9 +144,10 @@ class TorchRunner:
             self.table.add(new)
         for parent, child in plan.forks:
             self.table.fork(parent, child)
-        self.storage.offload(plan.offloads)
-        self.storage.restore(plan.restores)
-        self.storage.copy_blocks(plan.block_copies)
+        for storage in (self.storage, *self.proposer.storages()):
+            storage.offload(plan.offloads)
+            storage.restore(plan.restores)
+            storage.copy_blocks(plan.block_copies)
         for sequence in plan.scheduled:
             self.table.add_blocks(self.table.states[sequence.sequence_id].slot, sequence.new_block_ids)
 
@@ -182,11 +190,28 @@ class TorchRunner:
             )
             for member, start, end in zip(rows.members, rows.starts, rows.starts[1:], strict=False)
         ]
-        reports = self._logprobs(logits, rows, outcomes)
-        for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
-            results.append(_with(outcome, report, scores.get(member, ())))
+        reports = self._logprobs(inputs, logits, drawn, rows, outcomes)
         self._append(inputs, rows, outcomes)
+        proposals = self._propose(inputs, rows, outcomes)
+        for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
+            drafts = proposals.get(outcome.sequence_id, ())
+            results.append(_with(outcome, report, scores.get(member, ()), drafts))
         return results
+
+    def _propose(
+        self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]
+    ) -> dict[int, tuple[int, ...]]:
+        """Drafts for the next step of the sequences that go on."""
+        alive = []
+        for member, outcome in zip(rows.members, outcomes, strict=True):
+            state = inputs.states[member]
+            if not outcome.failure and not outcome.grammar_finished:
+                self.proposer.judge(state, outcome.num_drafted, outcome.num_accepted)
+                alive.append((outcome.sequence_id, state))
+        if not alive:
+            return {}
+        found = self.proposer.propose([state for _, state in alive], self.table)
+        return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
 
     def _logits(self, hidden: Tensor, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         """Logits [R, V] of the rows `tokens`."""
@@ -200,6 +225,7 @@ class TorchRunner:
         """What one member's draws mean: its tokens, or why it cannot go on."""
         state, sequence = inputs.states[member], inputs.scheduled[member]
         tokens = confirmed(sequence.draft_token_ids, drawn.tokens[rows].tolist())
+        num_confirmed = len(tokens) - 1
         used = slice(rows.start, rows.start + len(tokens))
         if not problem and not drawn.finite[used].all():
             problem = "the model's logits are not finite"
@@ -207,7 +233,7 @@ class TorchRunner:
             problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
         if not problem and state.matcher is not None:
             try:
-                state.matcher.accept(tokens)
+                tokens = tokens[: state.matcher.accept(tokens)]
             except GrammarError as error:
                 problem = str(error)
         if problem:
@@ -218,14 +244,21 @@ class TorchRunner:
             tokens,
             grammar_finished=state.matcher is not None and state.matcher.finished,
             num_drafted=len(sequence.draft_token_ids),
-            num_accepted=len(tokens) - 1,
+            num_accepted=min(num_confirmed, len(tokens)),
             grammar_s=grammar_s if state.matcher is not None else 0.0,
         )
 
     def _logprobs(
-        self, logits: Tensor, rows: LogitRows, outcomes: list[SequenceResult]
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        drawn: Drawn,
+        rows: LogitRows,
+        outcomes: list[SequenceResult],
     ) -> list[tuple[TokenLogprobs, ...]]:
-        """Log-probabilities of each outcome's tokens, where they were asked for."""
+        """Log-probabilities of each outcome's tokens, where they were asked for. For beams, which continue
+        with the alternatives, those that masks exclude are left out.
+        """
         wanted = self.table.sampling.logprobs
         picked = [
             (index, start + place, token, wanted[int(rows.slots[start])])
@@ -286,14 +319,21 @@ def build(
         progress=progress,
     )
     progress("allocate KV cache", 0.0)
-    host_blocks = config.cache.host_bytes // (kv_bytes_per_token(spec, given.kv_dtype) * plan.block_size)
-    storage = KvStorage(spec, plan, kv_dtype=given.kv_dtype, device=device, host_blocks=host_blocks)
+    storage_options: dict[str, Any] = {
+        "block_size": plan.block_size,
+        "kv_dtype": given.kv_dtype,
+        "device": device,
+        "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
+    }
+    storage = KvStorage(spec, num_blocks=plan.num_blocks, **storage_options)
+    draft = _draft_model(given, plan, attention_name, storage_options, progress)
     progress("allocate KV cache", 1.0)
     runner = TorchRunner(
         model=decoder,
         attention=BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
         storage=storage,
         grammar=GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids),
+        proposer=Proposer(config.speculation, draft),
         num_threads=config.num_threads,
     )
     facts = ModelFacts(
@@ -308,6 +348,33 @@ def build(
     return runner, plan, facts
 
 
+def _draft_model(
+    given: PlanInput,
+    plan: MemoryPlan,
+    attention_name: str,
+    storage_options: dict[str, Any],
+    progress: Progress,
+) -> DraftModel | None:
+    """The draft model that the plan counts in, or None."""
+    if given.draft is None:
+        return None
+    spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
+    decoder = load_decoder(
+        Path(given.draft.folder),
+        spec,
+        dtype=TORCH_DTYPES[given.dtype],
+        device=storage_options["device"],
+        max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
+        progress=lambda phase, part: progress("load draft model", part),
+    )
+    return DraftModel(
+        decoder,
+        BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
+        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **storage_options),
+        num_scratch_blocks=num_scratch,
+    )
+
+
 def _set_threads(num_threads: int) -> None:
     """Threads of a forward; 0 keeps torch's choice, one per core."""
     if num_threads:
@@ -315,10 +382,13 @@ def _set_threads(num_threads: int) -> None:
 
 
 def _with(
-    outcome: SequenceResult, logprobs: tuple[TokenLogprobs, ...], prompt: tuple[TokenLogprobs, ...]
+    outcome: SequenceResult,
+    logprobs: tuple[TokenLogprobs, ...],
+    prompt: tuple[TokenLogprobs, ...],
+    drafts: tuple[int, ...],
 ) -> SequenceResult:
-    """The outcome with its reports."""
-    if not logprobs and not prompt:
+    """The outcome with its reports and proposals."""
+    if not logprobs and not prompt and not drafts:
         return outcome
     return SequenceResult(
         outcome.sequence_id,
@@ -330,4 +400,5 @@ def _with(
         num_drafted=outcome.num_drafted,
         num_accepted=outcome.num_accepted,
         grammar_s=outcome.grammar_s,
+        next_draft_token_ids=drafts,
     )

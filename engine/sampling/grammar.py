@@ -37,10 +37,28 @@ class Matcher:
         """No token but the end may follow."""
         return bool(self._inner.is_stopped())
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Moves along tokens. Raises GrammarError when one is not allowed."""
-        if tokens and not self._inner.consume_tokens(list(tokens)):
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Moves along tokens up to the grammar's end; returns how many that were. Raises GrammarError when
+        one is not allowed.
+        """
+        for place, token in enumerate(tokens):
+            if place and self.finished:
+                return place
+            self._accept(token)
+        return len(tokens)
+
+    def _accept(self, token: int) -> None:
+        if not self._inner.consume_token(token):
             raise GrammarError(f"grammar: {_reason(self._inner) or 'a token outside the grammar'}")
+
+    def try_accept(self, token: int) -> bool:
+        """Moves along one token if it is allowed; a refused one leaves the state as it was."""
+        return self._inner.validate_tokens([token]) == 1 and bool(self._inner.consume_token(token))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+        if num_tokens:
+            self._inner.rollback(num_tokens)
 
     def forced(self) -> list[int]:
         """Tokens that must come next, when the grammar leaves no choice and tokenization is unambiguous."""

@@ -43,6 +43,7 @@ class Drawn:
     tokens: NDArray[np.int64]  # [R]
     finite: NDArray[np.bool_]  # [R] the model's logits were finite
     allowed: NDArray[np.bool_]  # [R] at least one token was allowed
+    processed: Tensor  # [R, V] logits after penalties, biases and masks; minus infinity is excluded
 
 
 def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
@@ -66,7 +67,12 @@ def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
         index = torch.from_numpy(random).to(device)
         drawn = _draw(masked if everything else masked[index], chosen, rows.positions[random])
         tokens = drawn if everything else tokens.index_copy(0, index, drawn)
-    return Drawn(tokens=tokens.cpu().numpy(), finite=finite.cpu().numpy(), allowed=allowed.cpu().numpy())
+    return Drawn(
+        tokens=tokens.cpu().numpy(),
+        finite=finite.cpu().numpy(),
+        allowed=allowed.cpu().numpy(),
+        processed=masked,
+    )
 
 
 def _draw(logits: Tensor, options: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:

@@ -53,7 +53,9 @@ class Job:
     grammar: GrammarSpec | None = None
     # Tokens of the prompt that a step computes at most.
     chunk: int = 1 << 30
+    # Drafts by output position; the runner's own proposals go here as well when the driver speculates.
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    speculate: bool = False
     # Filled by the driver.
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Job:
     failure: str = ""
     grammar_finished: bool = False
     num_steps: int = 0
+    num_drafted: int = 0
     num_accepted: int = 0
 
 
@@ -82,7 +85,7 @@ class Driver:
         for job in jobs:
             sequence_id = next(self._ids)
             shared, computed = prefix or ([], 0)
-            own = self.take_blocks(len(job.prompt) + job.num_tokens + 8, len(shared))
+            own = self.take_blocks(len(job.prompt) + job.num_tokens + 40, len(shared))
             live[sequence_id] = (job, own, computed)
             new.append(
                 NewSequence(
@@ -142,7 +145,10 @@ def _take(job: Job, outcome: SequenceResult) -> None:
     job.prompt_logprobs.extend(outcome.prompt_logprobs)
     job.failure = outcome.failure
     job.grammar_finished = outcome.grammar_finished
+    job.num_drafted += outcome.num_drafted
     job.num_accepted += outcome.num_accepted
+    if job.speculate:
+        job.drafts[len(job.output)] = outcome.next_draft_token_ids
 
 
 def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
