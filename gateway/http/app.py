@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.http import openapi
 from gateway.http.body import ClientGoneError, Receive, Scope, Send
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange
@@ -125,6 +126,11 @@ def build_app(
         body, content_type = metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    schema = openapi.document()
+
+    async def describe(request: Request) -> Response:
+        return Response(schema, media_type="application/json")
+
     def route(path: str, method: str, handler: Handler) -> Route:
         return Route(path, Endpoint(callers, handler), methods=[method])
 
@@ -138,6 +144,7 @@ def build_app(
             route("/detokenize", "POST", inspect.detokenize),
             Route("/health", health, methods=["GET"]),
             Route("/metrics", expose, methods=["GET"]),
+            Route("/openapi.json", describe, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},
     )

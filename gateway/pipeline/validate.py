@@ -32,7 +32,7 @@ MAX_TOKENS = 2**31 - 1
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # Field: (lowest, highest).
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -71,7 +71,7 @@ def validate(request: GenerationRequest) -> None:
 
 def _check_numbers(request: GenerationRequest) -> None:
     sampling = request.sampling
-    for name, (lowest, highest) in _RANGES.items():
+    for name, (lowest, highest) in RANGES.items():
         value = getattr(sampling, name)
         if value is not None and not lowest <= value <= highest:
             raise refuse(request, name, f"{value} is not between {lowest} and {highest}")
