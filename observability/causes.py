@@ -124,6 +124,7 @@ def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
             found[Cause.RATE_LIMIT] = found.get(Cause.RATE_LIMIT, 0.0) + duration_ms
         if span.name == names.GATEWAY_RESUBMIT:
             found[Cause.ENGINE_LOST] = found.get(Cause.ENGINE_LOST, 0.0) + duration_ms
+    _charge_preemption(found, spans)
     explained_ms = sum(
         found.get(cause, 0.0) for cause in (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL)
     )
@@ -134,6 +135,22 @@ def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
         if rest_ms >= MIN_DELAY_MS:
             found[Cause.BATCH_FULL] = found.get(Cause.BATCH_FULL, 0.0) + rest_ms
     return [Finding(ms, _delay_text(cause, spans), cause) for cause, ms in found.items() if ms > 0]
+
+
+def _charge_preemption(found: dict[Cause, float], spans: Sequence[StoredSpan]) -> None:
+    """Waits for a place after the first token happened because the place was taken away before."""
+    if not any(span.attributes.get(names.NUM_PREEMPTIONS) for span in spans):
+        return
+    ttft = ttft_of(spans)
+    queue_ms = ttft.parts_ms.get(TtftPart.QUEUE, 0.0) if ttft else 0.0
+    for cause in (Cause.BATCH_FULL, Cause.HIGHER_TIER):
+        waited_ms = found.pop(cause, 0.0)
+        first_wait_ms = min(waited_ms, queue_ms)
+        queue_ms -= first_wait_ms
+        if first_wait_ms:
+            found[cause] = first_wait_ms
+        if waited_ms > first_wait_ms:
+            found[Cause.PREEMPTION] = found.get(Cause.PREEMPTION, 0.0) + waited_ms - first_wait_ms
 
 
 def _delay_text(cause: Cause, spans: Sequence[StoredSpan]) -> str:

@@ -74,6 +74,16 @@ def test_preemption_is_told_with_its_numbers() -> None:
     assert "preempted 2 times, 640 tokens computed again" in explanation.verdict
 
 
+def test_waiting_for_a_place_that_was_taken_away_is_preemption() -> None:
+    spans = request_trace(delays_ms={Cause.BATCH_FULL: 20.0 + 500.0}, decode_ms=900.0)
+    assert explain(spans).cause is Cause.BATCH_FULL
+    spans[-1] = replace(spans[-1], attributes={**spans[-1].attributes, str(names.NUM_PREEMPTIONS): 1})
+    findings = {finding.cause: finding.milliseconds for finding in explain(spans).findings}
+    assert findings[Cause.PREEMPTION] == 500.0
+    assert findings[Cause.BATCH_FULL] == 20.0
+    assert explain(spans).cause is Cause.PREEMPTION
+
+
 def test_a_refusal_by_limits_is_the_cause() -> None:
     edge = request_trace()[0]
     attributes = {str(names.OUTCOME): "TOKEN_RATE_EXCEEDED", str(names.RETRY_AFTER_S): 12.5}

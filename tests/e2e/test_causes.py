@@ -1,0 +1,184 @@
+"""Five causes are planted in a running stack; `why` names each of them.
+
+The engine is simulated, so that steps take the time that the plan says and the planted cause is the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import openai
+import pytest
+
+from observability import names
+from observability.names import Cause
+from observability.why import explain_stored
+from tests.e2e.conftest import needs_weights
+from tests.e2e.stack import LIMITED_KEY, Stack, running_stack
+
+PACE = {
+    "MILLRACE_ENGINE__SIMULATION__STEP_MS": "5",
+    "MILLRACE_ENGINE__SIMULATION__TOKENS_PER_S": "10000",
+    "MILLRACE_ENGINE__SIMULATION__NUM_BLOCKS": "512",
+    "MILLRACE_ENGINE__SCHEDULER__MAX_NUM_SEQS": "2",
+    "MILLRACE_ENGINE__SCHEDULER__MAX_NUM_BATCHED_TOKENS": "512",
+    # Every prompt is computed: a cached one would delay nobody.
+    "MILLRACE_ENGINE__CACHE__PREFIX_CACHING": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("causes"), "--simulated", environment=PACE) as stack:
+        yield stack
+
+
+class Client:
+    """One streaming completion on its own thread."""
+
+    def __init__(self, stack: Stack, prompt: Sequence[int], max_tokens: int, tier: str = "standard") -> None:
+        self.request_id = ""
+        self._stack = stack
+        self._prompt = list(prompt)
+        self._max_tokens = max_tokens
+        self._tier = tier
+        # Set at the first output.
+        self.started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._stack.openai() as client:
+            answer = client.completions.with_raw_response.create(
+                model=self._stack.model,
+                prompt=self._prompt,
+                max_tokens=self._max_tokens,
+                stream=True,
+                extra_body={"ignore_eos": True, "service_tier": self._tier},
+            )
+            self.request_id = str(answer.headers["x-request-id"])
+            for _ in answer.parse():
+                self.started.set()
+
+    def wait(self) -> str:
+        """The request id, once the stream has ended."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.request_id
+
+
+def _tokens(count: int) -> list[int]:
+    return [300 + index % 500 for index in range(count)]
+
+
+def _long_prefill(stack: Stack) -> str:
+    mine = Client(stack, _tokens(8), 150)
+    assert mine.started.wait(60)
+    Client(stack, _tokens(7000), 2).wait()
+    return mine.wait()
+
+
+def _kv_pressure(stack: Stack) -> str:
+    holder = Client(stack, _tokens(5000), 120)
+    assert holder.started.wait(60)
+    mine = Client(stack, _tokens(4000), 2)
+    holder.wait()
+    return mine.wait()
+
+
+def _preemption(stack: Stack) -> str:
+    first = Client(stack, _tokens(8), 250, tier="batch")
+    second = Client(stack, _tokens(8), 250, tier="batch")
+    assert first.started.wait(60)
+    assert second.started.wait(60)
+    Client(stack, _tokens(8), 150, tier="interactive").wait()
+    # The one that was displaced is the one that was blamed for.
+    for request_id in (first.wait(), second.wait()):
+        spans = stack.trace(request_id, [names.ENGINE_DECODE, names.GATEWAY_REQUEST])
+        if any(span.attributes.get(names.NUM_PREEMPTIONS) for span in spans):
+            return request_id
+    raise AssertionError("nobody was displaced")
+
+
+def _grammar_compile(stack: Stack) -> str:
+    words = [f"word-{index}-{'x' * 40}" for index in range(400)]
+    schema = {
+        "type": "object",
+        "properties": {f"field_{index}": {"enum": words[index * 5 :]} for index in range(20)},
+        "required": [f"field_{index}" for index in range(20)],
+        "additionalProperties": False,
+    }
+    with stack.openai() as client:
+        answer = client.chat.completions.with_raw_response.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": "Fill it in."}],
+            max_tokens=1,
+            response_format={"type": "json_schema", "json_schema": {"name": "large", "schema": schema}},
+        )
+    return str(answer.headers["x-request-id"])
+
+
+def _rate_limit(stack: Stack) -> str:
+    with stack.openai(LIMITED_KEY) as client:
+        for _ in range(3):
+            try:
+                client.completions.create(model=stack.model, prompt=_tokens(4), max_tokens=1)
+            except openai.RateLimitError as error:
+                return str(error.response.headers["x-request-id"])
+    raise AssertionError("the limit did not apply")
+
+
+PLANTED: dict[Cause, Callable[[Stack], str]] = {
+    Cause.LONG_PREFILL: _long_prefill,
+    Cause.KV_PRESSURE: _kv_pressure,
+    Cause.PREEMPTION: _preemption,
+    Cause.RATE_LIMIT: _rate_limit,
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_why_names_the_planted_cause(slow: Stack, cause: Cause) -> None:
+    _check(slow, PLANTED[cause](slow), cause)
+
+
+@needs_weights
+def test_why_names_a_grammar_that_was_compiled(stack: Stack) -> None:
+    """On the bundled model: a simulated engine has no grammars."""
+    _check(stack, _grammar_compile(stack), Cause.GRAMMAR_COMPILE)
+
+
+def _check(stack: Stack, request_id: str, cause: Cause) -> None:
+    served = [names.GATEWAY_REQUEST, names.ENGINE_DECODE]
+    last = [names.GATEWAY_RATE_LIMIT] if cause is Cause.RATE_LIMIT else served
+    # Envoy's span ends the trace; without it the whole time is not known.
+    last.append(names.ENVOY_INGRESS)
+    stack.trace(request_id, last)
+    explanation, _ = explain_stored(Path(stack.state.trace_store), request_id)
+    assert explanation.cause is cause, explanation
+    shown = subprocess.run(
+        [sys.executable, "-m", "services.cli", "why", request_id],
+        env={"MILLRACE_STATE_DIR": str(stack.directory), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert explanation.verdict.split(":")[0] in shown.replace("\n", " ")
+
+
+def test_parts_of_the_first_token_sum_to_what_the_client_measures(slow: Stack) -> None:
+    """Within 5 % of the time that the gateway measured; the gateway's own time is within the client's."""
+    request_id = Client(slow, _tokens(3000), 4).wait()
+    spans = slow.trace(request_id, [names.GATEWAY_REQUEST])
+    (request,) = [span for span in spans if span.name == names.GATEWAY_REQUEST]
+    parts = [float(request.attributes[key]) for key in names.TTFT_PARTS.values()]
+    total = float(request.attributes[names.TTFT_MS])
+    assert all(part >= 0 for part in parts), request.attributes
+    assert sum(parts) == pytest.approx(total, rel=0.05)
+    # 3000 tokens at 10,000 a second, in six steps.
+    assert float(request.attributes[names.TTFT_PARTS[names.TtftPart.PREFILL]]) >= 300
+    assert json.dumps(dict(request.attributes))
