@@ -14,8 +14,6 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 
@@ -106,7 +104,8 @@ class WorkerPool:
         self._suspect_until: dict[str, float] = {}
         self._idle: list[_Worker] = []
         self._num_starting = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Work under way: also what a cancelled task that never ran would have had to finish.
+        self._tasks: dict[asyncio.Task[None], tuple[_Worker, _Job]] = {}
         self._closed = False
         # Killed or dead workers so far, by cause; for metrics.
         self.num_overruns = {"time": 0, "memory": 0}
@@ -124,10 +123,15 @@ class WorkerPool:
             for job in queue:
                 _fail(job, MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
         self._waiting.clear()
-        for task in self._tasks:
+        under_way = dict(self._tasks)
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(worker.kill() for worker in self._idle))
+        await asyncio.gather(*under_way, return_exceptions=True)
+        for _, job in under_way.values():
+            _fail(job, MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
+        workers = [worker for worker, _ in under_way.values()] + self._idle
+        self._idle = []
+        await asyncio.gather(*(worker.kill() for worker in workers))
 
     async def run(self, request: GrammarRequest, *, tenant: str) -> WorkerReply:
         """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait."""
@@ -153,7 +157,10 @@ class WorkerPool:
             if job is None:
                 return
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
-            self._spawn(self._serve(self._idle.pop(), job))
+            worker = self._idle.pop()
+            task = asyncio.create_task(self._serve(worker, job))
+            self._tasks[task] = (worker, job)
+            task.add_done_callback(self._finished)
 
     def _next_job(self) -> _Job | None:
         now = time.monotonic()
@@ -176,8 +183,6 @@ class WorkerPool:
         return None
 
     async def _serve(self, worker: _Worker, job: _Job) -> None:
-        reply: WorkerReply | None = None
-        failure: MillraceError | None = None
         try:
             async with asyncio.timeout(self._config.time_limit_s):
                 answer = await worker.run(job.payload)
@@ -186,18 +191,11 @@ class WorkerPool:
             reply = self._overrun(job, "time")
         except EOFError:
             reply = self._overrun(job, "memory")
-        except asyncio.CancelledError:
-            failure = MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0)
-            await worker.kill()
-            raise
-        finally:
-            self._running[job.tenant] -= 1
-            if not self._running[job.tenant]:
-                del self._running[job.tenant]
-            if reply is not None and not job.done.done():
-                job.done.set_result(reply)
-            elif failure is not None:
-                _fail(job, failure)
+        self._running[job.tenant] -= 1
+        if not self._running[job.tenant]:
+            del self._running[job.tenant]
+        if not job.done.done():
+            job.done.set_result(reply)
         if reply.refused is not None and reply.refused.overrun:
             await self._replace(worker)
         else:
@@ -223,13 +221,8 @@ class WorkerPool:
         await worker.kill()
         self._idle.append(await _Worker.start(self._setup))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
     def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and task.exception() is not None:
             _log.error("a grammar worker could not be replaced", exc_info=task.exception())
 

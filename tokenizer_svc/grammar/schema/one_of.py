@@ -12,13 +12,14 @@ from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
 def one_of(
     context: Context,
-    value: Any,
+    node: dict[str, Any],
     place: Place,
     types: frozenset[str],
     out: dict[str, Schema],
     extra: list[Schema],
 ) -> None:
     """Writes the equivalent anyOf into `out`, in oneOf's place among the keywords."""
+    value = node["oneOf"]
     if not isinstance(value, list) or not value:
         context.give_up("oneOf", place, "must be a list of schemas")
         return
@@ -36,7 +37,7 @@ def one_of(
         ]
         options.append(all_of([branches[index], _all_of_unions(others)]))
     union = any_of(options)
-    if isinstance(union, dict) and set(union) == {"anyOf"} and "anyOf" not in out:
+    if isinstance(union, dict) and set(union) == {"anyOf"} and "anyOf" not in node:
         out["anyOf"] = union["anyOf"]
     else:
         extra.append(union)

@@ -315,7 +315,7 @@ def _rewritten(
     value = node[keyword]
     match keyword:
         case "oneOf":
-            one_of(context, value, place, types, out, extra)
+            one_of(context, node, place, types, out, extra)
         case "not":
             extra.append(context.negative(value, place.at("not"), types))
         case "if":

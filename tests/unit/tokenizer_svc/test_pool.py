@@ -1,0 +1,144 @@
+"""Budgets and fairness of the worker processes, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from services.errors import MillraceError, Reason
+from tests.unit.tokenizer_svc.checkpoints import byte_level
+from tests.unit.tokenizer_svc.families import CHATML
+from tokenizer_svc.config import CompileConfig
+from tokenizer_svc.grammar.cache import GrammarCompiler
+from tokenizer_svc.grammar.pool import WorkerPool
+from tokenizer_svc.grammar.request import GrammarRequest, WorkerSetup
+from tokenizer_svc.types import JsonSchemaFormat
+
+SETUP = WorkerSetup(
+    tokenizer_json=byte_level(CHATML).to_str(),
+    eos_token_ids=(0,),
+    memory_limit_bytes=256 << 20,
+    max_schema_depth=64,
+    max_artifact_bytes=1 << 20,
+)
+
+
+def request(schema: object) -> GrammarRequest:
+    return GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=False))
+
+
+def slow(number: int) -> GrammarRequest:
+    """Intersections double at each of many levels: far more than the time allows."""
+    levels = {
+        f"d{level}": {
+            "type": "object",
+            "properties": {
+                side: {"$ref": f"#/$defs/d{level + 1}", "type": "object", "title": f"{number}"}
+                for side in "ab"
+            },
+        }
+        for level in range(40)
+    }
+    levels["d40"] = {"type": "object", "minProperties": number}
+    return request({"$ref": "#/$defs/d0", "$defs": levels})
+
+
+QUICK = request({"type": "object", "properties": {"a": {"type": "integer"}}})
+
+
+@pytest_asyncio.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    config = CompileConfig(workers=2, time_limit_s=0.5, max_queued_per_tenant=3, max_queued=5)
+    pool = WorkerPool(config, SETUP)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def test_a_grammar_is_built(pool: WorkerPool) -> None:
+    reply = await pool.run(QUICK, tenant="a")
+    assert reply.built is not None
+    assert json.loads(reply.built.payload)["grammars"][0]["json_schema"]["type"] == "object"
+
+
+async def test_overrunning_time_is_refused_and_the_worker_replaced(pool: WorkerPool) -> None:
+    reply = await pool.run(slow(1), tenant="a")
+    assert reply.refused is not None
+    assert reply.refused.overrun == "time"
+    assert "0.5 s" in reply.refused.message
+    assert pool.num_overruns == {"time": 1, "memory": 0}
+    replies = await asyncio.gather(*(pool.run(QUICK, tenant=name) for name in "bcd"))
+    assert all(reply.built is not None for reply in replies)
+
+
+async def test_overrunning_memory_is_refused(pool: WorkerPool) -> None:
+    # A list of a million constants needs far more than the worker may take.
+    values = [f"{number:07d}" * 3 for number in range(600_000)]
+    reply = await pool.run(request({"enum": values}), tenant="a")
+    assert reply.refused is not None
+    assert reply.refused.overrun in ("memory", "time") or "bytes" in reply.refused.message
+    assert (await pool.run(QUICK, tenant="a")).built is not None
+
+
+async def test_other_tenants_are_served_while_one_is_slow(pool: WorkerPool) -> None:
+    hostile = [asyncio.ensure_future(pool.run(slow(number), tenant="hostile")) for number in range(3)]
+    await asyncio.sleep(0)
+    for _ in range(20):
+        reply = await pool.run(QUICK, tenant="good")
+        assert reply.built is not None
+    assert not all(task.done() for task in hostile)
+    assert all(reply.refused is not None for reply in await asyncio.gather(*hostile))
+
+
+async def test_queues_are_bounded_for_each_tenant(pool: WorkerPool) -> None:
+    tasks = [asyncio.ensure_future(pool.run(slow(number), tenant="hostile")) for number in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(MillraceError, match="retry later") as caught:
+        await pool.run(QUICK, tenant="hostile")
+    assert caught.value.reason is Reason.QUEUE_LIMIT_EXCEEDED
+    assert (await pool.run(QUICK, tenant="good")).built is not None
+    for task in tasks:
+        task.cancel()
+
+
+async def test_closing_refuses_what_waits(pool: WorkerPool) -> None:
+    tasks = [asyncio.ensure_future(pool.run(slow(number), tenant="a")) for number in range(3)]
+    await asyncio.sleep(0)
+    await pool.close()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, MillraceError) and each.reason is Reason.DRAINING for each in outcomes)
+
+
+async def test_the_same_grammar_compiles_once(pool: WorkerPool) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    first, second = await asyncio.gather(
+        compiler.compile(QUICK, tenant="a"), compiler.compile(QUICK, tenant="b")
+    )
+    third = await compiler.compile(QUICK, tenant="c")
+    assert first[0].artifact == second[0].artifact == third[0].artifact
+    assert (first[1], third[1]) == (False, True)
+    other = GrammarCompiler(pool, fingerprint="g", cache_bytes=1 << 20)
+    assert (await other.compile(QUICK, tenant="a"))[0].artifact.digest != first[0].artifact.digest
+
+
+async def test_a_refusal_is_remembered(pool: WorkerPool) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    for _ in range(3):
+        with pytest.raises(MillraceError, match=r"0\.5 s") as caught:
+            await compiler.compile(slow(2), tenant="a")
+        assert caught.value.reason is Reason.GRAMMAR_REFUSED
+        assert caught.value.metadata == {"overrun": "time"}
+    assert pool.num_overruns["time"] == 1
+
+
+async def test_the_cache_forgets_the_least_recently_used(pool: WorkerPool) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=2_000)
+    requests = [request({"const": f"{number}" * 100}) for number in range(4)]
+    for each in requests:
+        await compiler.compile(each, tenant="a")
+    assert (await compiler.compile(requests[-1], tenant="a"))[1]
+    assert not (await compiler.compile(requests[0], tenant="a"))[1]

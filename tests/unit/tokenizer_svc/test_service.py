@@ -1,0 +1,275 @@
+"""The whole service over a real socket: identity, names, limits, errors, and its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import struct_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from millrace.common.v1 import chat_pb2, context_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from transformers import AutoTokenizer
+
+from services.context import sign
+from services.errors import MillraceError, Reason
+from services.status import from_rpc_error
+from tests.unit.tokenizer_svc.families import make
+
+SECRET = "a secret of the tests"
+
+
+class Service:
+    """A running `python -m tokenizer_svc`."""
+
+    def __init__(self, path: Path, **settings: str) -> None:
+        environment = {
+            **os.environ,
+            "MILLRACE_MODEL__PATH": str(path),
+            "MILLRACE_MODEL__NAME": "small",
+            "MILLRACE_MODEL__ALIASES": '["tiny"]',
+            "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET,
+            "MILLRACE_TOKENIZER__LISTEN": "127.0.0.1:0",
+            **settings,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tokenizer_svc"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        self.channel = grpc.insecure_channel(self.ready.partition("grpc=")[2].split()[0])
+        self.stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+
+    def stop(self) -> int:
+        self.channel.close()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen_tools", tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def service(path: Path) -> Iterator[Service]:
+    running = Service(
+        path,
+        MILLRACE_TOKENIZER__METRICS_LISTEN="127.0.0.1:0",
+        MILLRACE_TOKENIZER__LIMITS__MAX_MESSAGES="8",
+        MILLRACE_TOKENIZER__LIMITS__MAX_PROMPT_BYTES="20000",
+        MILLRACE_TOKENIZER__LIMITS__MAX_GRAMMAR_BYTES="5000",
+    )
+    yield running
+    assert running.stop() == 0
+
+
+def signed(**fields: Any) -> context_pb2.SignedContext:
+    context = context_pb2.RequestContext(
+        request_id="r1", tenant="acme", issued_unix_ms=round(time.time() * 1000), **fields
+    )
+    return sign(context, SECRET.encode())
+
+
+def user(content: str) -> chat_pb2.Conversation:
+    return chat_pb2.Conversation(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content=content)])
+
+
+def refused(call: Any, request: Any) -> MillraceError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request)
+    return from_rpc_error(caught.value)
+
+
+def test_prepare_agrees_with_transformers(service: Service, path: Path) -> None:
+    answer = service.stub.Prepare(
+        tokenizer_pb2.PrepareRequest(context=signed(), model="small", conversation=user("Hello 🙂"))
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(path))
+    expected = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello 🙂"}], add_generation_prompt=True, return_dict=False
+    )
+    assert list(answer.token_ids) == expected
+    assert not answer.HasField("grammar")
+    vocabulary = service.stub.GetVocabulary(tokenizer_pb2.GetVocabularyRequest(model="tiny"))
+    assert answer.vocabulary_fingerprint == vocabulary.fingerprint
+    assert vocabulary.tool_call_format == "hermes"
+    assert vocabulary.reasoning_format == "think"
+    assert vocabulary.tokens[tokenizer.convert_tokens_to_ids("<think>")] == b"<think>"
+    assert list(vocabulary.eos_token_ids) == [tokenizer.eos_token_id]
+
+
+def test_switches_reach_the_template(service: Service) -> None:
+    conversation = user("q")
+    conversation.template_options.CopyFrom(
+        struct_pb2.Struct(fields={"enable_thinking": struct_pb2.Value(bool_value=False)})
+    )
+    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    assert answer.assistant_prefix == "<think>\n\n</think>\n\n"
+
+
+def test_grammars_come_once_and_then_from_the_cache(service: Service) -> None:
+    form = chat_pb2.ResponseFormat(
+        json_schema=chat_pb2.JsonSchema(schema_json='{"type": "object", "format": "x"}')
+    )
+    request = tokenizer_pb2.PrepareRequest(context=signed(), text="Hi", response_format=form)
+    first, second = service.stub.Prepare(request), service.stub.Prepare(request)
+    assert (first.grammar_cached, second.grammar_cached) == (False, True)
+    assert first.grammar == second.grammar
+    assert first.grammar.backend == "llguidance/1"
+    assert [each.keyword for each in first.enforcement.enforced] == ["type"]
+
+
+def test_tools_bring_a_grammar(service: Service) -> None:
+    conversation = user("q")
+    conversation.tools.add(name="f", parameters_json='{"type": "object"}')
+    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    assert "tool_calls" in answer.grammar.payload.decode()
+    conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
+    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
+    assert not answer.HasField("grammar")
+
+
+def test_round_trip_of_text(service: Service) -> None:
+    ids = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Grüße, 東京")).token_ids
+    assert service.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=ids)).text == "Grüße, 東京"
+    rendered = service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=user("x"))).token_ids
+    prepared = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=user("x")))
+    assert rendered == prepared.token_ids
+
+
+def test_encoded_prompts_are_checked(service: Service) -> None:
+    encoded = tokenizer_pb2.EncodedPrompt(ids=[1, 2, 3])
+    answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=encoded))
+    assert list(answer.token_ids) == [1, 2, 3]
+    bad = tokenizer_pb2.PrepareRequest(context=signed(), encoded=tokenizer_pb2.EncodedPrompt(ids=[1, 99999]))
+    error = refused(service.stub.Prepare, bad)
+    assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "prompt[1]")
+
+
+def test_identity_is_verified(service: Service) -> None:
+    unsigned = tokenizer_pb2.PrepareRequest(text="x")
+    assert refused(service.stub.Prepare, unsigned).reason is Reason.CONTEXT_SIGNATURE_INVALID
+    forged = signed()
+    forged.signature = bytes(32)
+    error = refused(service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=forged, text="x"))
+    assert error.reason is Reason.CONTEXT_SIGNATURE_INVALID
+    other = tokenizer_pb2.PrepareRequest(context=signed(allowed_models=["big"]), model="small", text="x")
+    assert refused(service.stub.Prepare, other).reason is Reason.MODEL_NOT_ALLOWED
+
+
+def test_unknown_models_are_named(service: Service) -> None:
+    error = refused(
+        service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=signed(), model="gpt", text="x")
+    )
+    assert error.reason is Reason.MODEL_NOT_FOUND
+    assert "'gpt'" in error.message
+    assert "'small'" in error.message
+
+
+def test_refusals_name_field_and_limit(service: Service) -> None:
+    prepare = service.stub.Prepare
+
+    def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:
+        return tokenizer_pb2.PrepareRequest(context=signed(), **fields)
+
+    many = chat_pb2.Conversation(messages=list(user("x").messages) * 9)
+    long = chat_pb2.ResponseFormat(regex="a" * 5001)
+    wrong_role = chat_pb2.Conversation(messages=[chat_pb2.Message(content="x")])
+    tools = user("x")
+    tools.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_REQUIRED
+    named = user("x")
+    named.tools.add(name="f")
+    named.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NAMED
+    named.tool_choice.name = "g"
+    broken = user("x")
+    broken.tools.add(name="f", parameters_json="{")
+    expected = [
+        (request(conversation=many), Reason.REQUEST_TOO_LARGE, "messages", "limit is 8"),
+        (request(text="x" * 20001), Reason.REQUEST_TOO_LARGE, "prompt", "limit is 20000"),
+        (request(text="x", response_format=long), Reason.GRAMMAR_REFUSED, "response_format.regex", "5000"),
+        (request(conversation=wrong_role), Reason.INVALID_ARGUMENT, "messages[0].role", "role"),
+        (request(conversation=chat_pb2.Conversation()), Reason.INVALID_ARGUMENT, "messages", "at least one"),
+        (request(), Reason.INVALID_ARGUMENT, "input", "no input"),
+        (request(conversation=tools), Reason.INVALID_ARGUMENT, "tool_choice", "needs tools"),
+        (request(conversation=named), Reason.INVALID_ARGUMENT, "tool_choice", "tools: f"),
+        (request(conversation=broken), Reason.INVALID_ARGUMENT, "tools[0].function.parameters", "not JSON"),
+    ]
+    for message, reason, field, part in expected:
+        error = refused(prepare, message)
+        assert (error.reason, error.field) == (reason, field)
+        assert part in error.message
+
+
+def test_schemas_are_reported(service: Service) -> None:
+    def check(schema: Any) -> tokenizer_pb2.CheckSchemaResponse:
+        form = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema)))
+        return service.stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest(response_format=form))
+
+    good = check({"oneOf": [{"type": "string"}, {"type": "null"}]})
+    assert (good.accepted_strict, good.accepted, good.refusal) == (True, True, "")
+    half = check({"type": "array", "uniqueItems": True})
+    assert (half.accepted_strict, half.accepted) == (False, True)
+    assert [(each.keyword, each.path) for each in half.enforcement.unenforced] == [
+        ("uniqueItems", "/uniqueItems")
+    ]
+    assert "/uniqueItems" in half.refusal
+    never = check({"type": "string", "enum": [1]})
+    assert (never.accepted_strict, never.accepted) == (False, False)
+    assert "no value matches" in never.refusal
+
+
+def test_health_and_metrics(service: Service) -> None:
+    import httpx
+
+    health: Any = health_pb2_grpc.HealthStub(service.channel)
+    status = health.Check(
+        health_pb2.HealthCheckRequest(service="millrace.tokenizer.v1.TokenizerService")
+    ).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
+    address = service.ready.partition("metrics=")[2].split()[0]
+    text = httpx.get(f"http://{address}/metrics").text
+    assert 'millrace_tokenizer_stage_seconds_count{stage="encode"}' in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"MILLRACE_TOKENIZER__NOPE": "1"}, "nope"),
+        ({"MILLRACE_TOKENIZER__COMPILE__WORKERS": "0"}, "tokenizer.compile.workers"),
+        ({"MILLRACE_SECURITY__CONTEXT_SECRET": "short"}, "context_secret"),
+        ({"MILLRACE_MODEL__PATH": "/nowhere/at/all"}, "model.path"),
+    ],
+)
+def test_bad_configuration_ends_with_one_line(path: Path, settings: dict[str, str], part: str) -> None:
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "MILLRACE_MODEL__PATH": str(path),
+        "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET,
+        **settings,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenizer_svc"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
