@@ -70,7 +70,8 @@ class ProgressReport:
             self._connection.send(messages.Progress(stage, fraction))
 
 
-def _serve(connection: CoreSocket) -> int:
+def serve_core(connection: CoreSocket) -> int:
+    """Loads and steps until told to stop; returns the exit code. Raises PeerGone when the front ends."""
     (start,) = _first_messages(connection)
     config, model = start.config, start.model
     name = "simulated" if config.simulated else "torch"
@@ -114,7 +115,7 @@ def main() -> int:
     json_logging.configure("engine-core", arguments.log_level)
     connection = socket.socket(fileno=arguments.fd)
     try:
-        return _serve(CoreSocket(connection))
+        return serve_core(CoreSocket(connection))
     except PeerGone:
         _log.info("the front is gone; the core ends")
         return 0

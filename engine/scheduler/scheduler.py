@@ -180,6 +180,14 @@ class Scheduler:
         """Whether a plan made now could contain anything."""
         return bool(self._state.groups or self._state.released)
 
+    def kv_use(self) -> tuple[int, int]:
+        """(token slots in allocated blocks, tokens in them); blocks that several sequences share count for
+        each. The difference is what block granularity wastes.
+        """
+        running = self._state.running
+        slots = sum(len(sequence.table) for sequence in running) * self._state.cache.block_size
+        return slots, sum(sequence.num_known for sequence in running)
+
     def request_ids(self) -> tuple[int, ...]:
         """Requests that have not ended."""
         return tuple(self._state.groups)

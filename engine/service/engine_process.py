@@ -31,11 +31,17 @@ _FLUSH_S = 2.0
 class EngineProcess:
     """Owns the core client and the dispatcher. `lost` is set when the engine cannot serve any more."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        telemetry: Telemetry,
+        core_client: type[CoreClient] = CoreClient,
+    ) -> None:
         self.config = config
         self.model = model
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
-        self.core = CoreClient(messages.Start(config, model), log_level=telemetry.config.log_level)
+        self.core = core_client(messages.Start(config, model), log_level=telemetry.config.log_level)
         self.core.on_report = self._take_report
         self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))

@@ -1,0 +1,182 @@
+"""The real scheduler under a virtual clock: a step costs what a cost model says, and no time passes.
+
+Only the device is modelled (a fixed cost per step and one per token); every decision is made by the code
+that serves. A run of minutes takes seconds, and is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.types import (
+    FinishReason,
+    MemoryPlan,
+    Request,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceResult,
+    StepResult,
+)
+
+# A token id that no request stops at.
+_TOKEN = 7
+
+
+@dataclass(frozen=True)
+class Device:
+    """Cost of a step: about an 8-billion-parameter model on one data-centre GPU."""
+
+    step_s: float = 0.006
+    token_s: float = 0.00002
+    num_blocks: int = 16_384
+    block_size: int = 16
+    max_model_len: int = 32_768
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        """Duration of a step."""
+        return self.step_s + self.token_s * plan.num_tokens
+
+    def memory(self) -> MemoryPlan:
+        """The memory plan of this device; only counts matter."""
+        kv_bytes = self.num_blocks * self.block_size
+        return MemoryPlan(
+            total_bytes=kv_bytes,
+            weights_bytes=0,
+            workspace_bytes=0,
+            headroom_bytes=0,
+            kv_cache_bytes=kv_bytes,
+            kv_bytes_per_token=1,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+        )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a workload."""
+
+    at_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+    kind: str
+    tenant: str = ""
+    priority: int = 0
+    ttft_target_s: float | None = None
+    queue_limit_s: float | None = None
+    weight: float = 1.0
+
+
+@dataclass
+class Served:
+    """What became of it."""
+
+    arrival: Arrival
+    token_times_s: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: str = ""
+    num_preemptions: int = 0
+    ended_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return self.token_times_s[0] - self.arrival.at_s if self.token_times_s else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Time between tokens."""
+        return [
+            after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)
+        ]
+
+
+@dataclass
+class Outcome:
+    """One simulated run."""
+
+    served: list[Served]
+    duration_s: float
+    # Samples of (slots of allocated blocks, tokens in them).
+    kv_use: list[tuple[int, int]]
+
+    def of(self, kind: str) -> list[Served]:
+        """Requests of one kind."""
+        return [each for each in self.served if each.arrival.kind == kind]
+
+
+def poisson(rng: random.Random, rate_per_s: float, until_s: float) -> Iterable[float]:
+    """Arrival times."""
+    now = rng.expovariate(rate_per_s)
+    while now < until_s:
+        yield now
+        now += rng.expovariate(rate_per_s)
+
+
+def simulate(
+    arrivals: list[Arrival], config: SchedulerConfig, device: Device, *, stop_s: float | None = None
+) -> Outcome:
+    """Runs the workload to its end, or until `stop_s`."""
+    rng = random.Random(0)
+    scheduler = Scheduler(config, CacheConfig(prefix_caching=False), device.memory(), model="virtual")
+    queue = [(arrival.at_s, index, arrival) for index, arrival in enumerate(arrivals)]
+    heapq.heapify(queue)
+    served = [Served(arrival) for arrival in arrivals]
+    kv_use: list[tuple[int, int]] = []
+    now = 0.0
+    while (queue or scheduler.has_work) and (stop_s is None or now < stop_s):
+        while queue and queue[0][0] <= now:
+            _, index, arrival = heapq.heappop(queue)
+            scheduler.submit(_request(index, arrival, rng), now)
+        plan = scheduler.schedule(now)
+        if plan.scheduled:
+            now += device.seconds(plan)
+        if plan.scheduled or plan.released:
+            scheduler.update(_result(plan), now)
+        elif queue:
+            now = max(now, queue[0][0])
+        for event in scheduler.take_events():
+            one = served[event.request_id]
+            one.token_times_s += [now] * len(event.token_ids)
+            one.finish = event.finish_reason or one.finish
+            one.ended_s = now
+            one.failure = event.failure.reason if event.failure else one.failure
+            if event.statistics:
+                one.num_preemptions = event.statistics.num_preemptions
+        kv_use.append(scheduler.kv_use())
+    return Outcome(served, now, kv_use)
+
+
+def _request(index: int, arrival: Arrival, rng: random.Random) -> Request:
+    at = arrival.at_s
+    return Request(
+        request_id=index,
+        external_id=str(index),
+        prompt_token_ids=tuple(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens)),
+        sampling=SamplingParams(max_tokens=arrival.max_tokens),
+        tenant=arrival.tenant,
+        tier=arrival.kind,
+        priority=arrival.priority,
+        weight=arrival.weight,
+        arrival_s=at,
+        ttft_deadline_s=None if arrival.ttft_target_s is None else at + arrival.ttft_target_s,
+        queue_deadline_s=None if arrival.queue_limit_s is None else at + arrival.queue_limit_s,
+    )
+
+
+def _result(plan: SchedulerOutput) -> StepResult:
+    results = tuple(
+        SequenceResult(row.sequence_id, (_TOKEN,) if row.samples else ()) for row in plan.scheduled
+    )
+    return StepResult(plan.step_id, results)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie; nan when there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
