@@ -41,106 +41,116 @@ _FILES = (
 )
 
 
+_SAMPLING = sampling_pb2.SamplingOptions(
+    temperature=0.0, top_k=0, top_p=0.5, seed=0, max_tokens=16, stop=["\n"], n=1, logprobs=0
+)
+_SIGNED = context_pb2.SignedContext(payload=b"payload", signature=b"\x01\x02")
+_GRAMMAR = grammar_pb2.GrammarArtifact(digest="ab", payload=b"\x00", backend="llguidance/1")
+
+
 def messages() -> dict[str, Message]:
     """Messages by a name that says what they are."""
-    sampling = sampling_pb2.SamplingOptions(
-        temperature=0.0, top_k=0, top_p=0.5, seed=0, max_tokens=16, stop=["\n"], n=1, logprobs=0
-    )
-    conversation = chat_pb2.Conversation(
+    return {**_shared(), **_public(), **_internal()}
+
+
+def _shared() -> dict[str, Message]:
+    return {
+        "conversation": _conversation(),
+        "request_context": context_pb2.RequestContext(
+            request_id="r-1",
+            tenant="acme",
+            key_id="k1",
+            tier="interactive",
+            priority=-1,
+            weight=0.5,
+            ttft_target_ms=0,
+            deadline_unix_ms=1_700_000_000_000,
+            cache_salt=b"\x00\xff",
+            traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            issued_unix_ms=1_700_000_000_001,
+            allowed_models=["a", "b"],
+        ),
+        "signed_context": _SIGNED,
+        "sampling_options": _SAMPLING,
+        "grammar_artifact": _GRAMMAR,
+        "error_detail": error_pb2.ErrorDetail(reason="DRAINING", message="later", retry_after_s=0.0),
+    }
+
+
+def _conversation() -> chat_pb2.Conversation:
+    call = chat_pb2.ToolCall(id="c1", name="add", arguments_json='{"a":1}')
+    options = Struct()
+    options.update({"enable_thinking": True})
+    return chat_pb2.Conversation(
         messages=[
             chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, content="Be brief."),
-            chat_pb2.Message(
-                role=chat_pb2.ROLE_ASSISTANT,
-                tool_calls=[chat_pb2.ToolCall(id="c1", name="add", arguments_json='{"a":1}')],
-            ),
+            chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, tool_calls=[call]),
             chat_pb2.Message(role=chat_pb2.ROLE_TOOL, content="ü", tool_call_id="c1"),
         ],
         tools=[chat_pb2.Tool(name="add", parameters_json="{}", strict=False)],
         tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_NAMED, name="add"),
         parallel_tool_calls=False,
-        template_options=_struct(enable_thinking=True),
+        template_options=options,
     )
-    context = context_pb2.RequestContext(
-        request_id="r-1",
-        tenant="acme",
-        key_id="k1",
-        tier="interactive",
-        priority=-1,
-        weight=0.5,
-        ttft_target_ms=0,
-        deadline_unix_ms=1_700_000_000_000,
-        cache_salt=b"\x00\xff",
-        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        issued_unix_ms=1_700_000_000_001,
-        allowed_models=["a", "b"],
+
+
+def _public() -> dict[str, Message]:
+    schema = chat_pb2.JsonSchema(name="s", schema_json="{}", strict=True)
+    finished = inference_pb2.ChatChoice(
+        index=1, content="hé", finish_reason=output_pb2.FINISH_REASON_STOP, stop_reason=""
     )
-    signed = context_pb2.SignedContext(payload=b"payload", signature=b"\x01\x02")
-    grammar = grammar_pb2.GrammarArtifact(digest="ab", payload=b"\x00", backend="llguidance/1")
     return {
-        "conversation": conversation,
-        "request_context": context,
-        "signed_context": signed,
-        "sampling_options": sampling,
-        "grammar_artifact": grammar,
-        "error_detail": error_pb2.ErrorDetail(reason="DRAINING", message="later", retry_after_s=0.0),
         "chat_request": inference_pb2.ChatRequest(
             model="m",
-            conversation=conversation,
-            sampling=sampling,
-            response_format=chat_pb2.ResponseFormat(
-                json_schema=chat_pb2.JsonSchema(name="s", schema_json="{}", strict=True)
-            ),
+            conversation=_conversation(),
+            sampling=_SAMPLING,
+            response_format=chat_pb2.ResponseFormat(json_schema=schema),
             service_tier="auto",
             include_timing=True,
             metadata={"a": "b"},
         ),
         "chat_response": inference_pb2.ChatResponse(
             request_id="r-1",
-            choices=[
-                inference_pb2.ChatChoice(
-                    index=1, content="hé", finish_reason=output_pb2.FINISH_REASON_STOP, stop_reason=""
-                )
-            ],
+            choices=[finished],
             usage=output_pb2.Usage(prompt_tokens=3, completion_tokens=2),
         ),
         "generate_request_ids": inference_pb2.GenerateRequest(
             model="m", token_ids=inference_pb2.TokenIds(ids=[0, 1, 300])
         ),
-        "prepare_request": tokenizer_pb2.PrepareRequest(context=signed, model="m", conversation=conversation),
-        "prepare_response": tokenizer_pb2.PrepareResponse(token_ids=[1, 2, 70_000], grammar=grammar),
-        "attach_submit": engine_pb2.AttachRequest(
-            submit=engine_pb2.Submit(
-                handle=7,
-                context=signed,
-                prompt_token_ids=[1, 2, 3],
-                output_token_ids=[4],
-                sampling=sampling,
-                grammar=grammar,
-                choice_index=2,
-            )
+    }
+
+
+def _internal() -> dict[str, Message]:
+    submit = engine_pb2.Submit(
+        handle=7,
+        context=_SIGNED,
+        prompt_token_ids=[1, 2, 3],
+        output_token_ids=[4],
+        sampling=_SAMPLING,
+        grammar=_GRAMMAR,
+        choice_index=2,
+    )
+    failed = engine_pb2.RequestOutput(
+        handle=8,
+        finish_reason=output_pb2.FINISH_REASON_ERROR,
+        error=error_pb2.ErrorDetail(reason="STEP_FAILED"),
+    )
+    stored = engine_pb2.BlocksStored(block_hashes=[1, 2**64 - 1], parent_hash=3)
+    outputs = engine_pb2.StepOutputs(
+        step_id=9,
+        outputs=[engine_pb2.RequestOutput(handle=7, token_ids=[5, 6], stop_token_id=0), failed],
+        load=engine_pb2.EngineLoad(num_running=2, num_free_blocks=10, draining=True),
+        kv_events=[engine_pb2.KvEvent(stored=stored)],
+    )
+    cancel = engine_pb2.Cancel(handle=7, reason=engine_pb2.CANCEL_REASON_DEADLINE)
+    return {
+        "prepare_request": tokenizer_pb2.PrepareRequest(
+            context=_SIGNED, model="m", conversation=_conversation()
         ),
-        "attach_cancel": engine_pb2.AttachRequest(
-            cancel=engine_pb2.Cancel(handle=7, reason=engine_pb2.CANCEL_REASON_DEADLINE)
-        ),
-        "attach_outputs": engine_pb2.AttachResponse(
-            outputs=engine_pb2.StepOutputs(
-                step_id=9,
-                outputs=[
-                    engine_pb2.RequestOutput(handle=7, token_ids=[5, 6], stop_token_id=0),
-                    engine_pb2.RequestOutput(
-                        handle=8,
-                        finish_reason=output_pb2.FINISH_REASON_ERROR,
-                        error=error_pb2.ErrorDetail(reason="STEP_FAILED"),
-                    ),
-                ],
-                load=engine_pb2.EngineLoad(num_running=2, num_free_blocks=10, draining=True),
-                kv_events=[
-                    engine_pb2.KvEvent(
-                        stored=engine_pb2.BlocksStored(block_hashes=[1, 2**64 - 1], parent_hash=3)
-                    )
-                ],
-            )
-        ),
+        "prepare_response": tokenizer_pb2.PrepareResponse(token_ids=[1, 2, 70_000], grammar=_GRAMMAR),
+        "attach_submit": engine_pb2.AttachRequest(submit=submit),
+        "attach_cancel": engine_pb2.AttachRequest(cancel=cancel),
+        "attach_outputs": engine_pb2.AttachResponse(outputs=outputs),
     }
 
 
@@ -182,12 +192,6 @@ def _of_message(message: Descriptor) -> Iterator[str]:
 
 def _stream(streaming: bool) -> str:
     return "stream " if streaming else ""
-
-
-def _struct(**values: bool) -> Struct:
-    struct = Struct()
-    struct.update(values)
-    return struct
 
 
 def _lines(file: Path) -> list[str]:
