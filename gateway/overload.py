@@ -5,9 +5,8 @@ instead of late. And the order among tiers: the more work waits, the higher the 
 are still taken, so that a flood of the lowest tier cannot fill the queue that the others need. Nothing that
 was accepted is dropped.
 
-Waiting is estimated from what was measured: how fast engines compute prompts, and how fast waiting requests
-are started. Work of higher and equal tiers counts as ahead, that of lower tiers does not: engines serve by
-tier.
+Waiting is estimated from what was measured: how fast engines compute prompts, and how fast requests that
+waited were started, for each tier apart: what a tier gets is what higher ones leave over.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from services.errors import MillraceError, Reason
 
 # A hint below this would make clients come back into the same queue.
 _MIN_RETRY_AFTER_S = 0.25
-_TICK_S = 1e-6
-# A rate is believed from this many starts on, with what is forgotten taken off.
-_FEWEST_STARTS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,59 +48,77 @@ class Estimate:
     position: int
 
 
-class StartRate:
-    """How many waiting requests are started a second, forgotten exponentially."""
+class WaitingLine:
+    """Requests that wait for their first token, and how fast they get it.
+
+    The pace is starts per second of the time during which somebody waited: an idle hour says nothing about
+    it, and for a tier it is what the higher ones leave over. It is forgotten exponentially in that same time.
+    """
 
     def __init__(self, memory_s: float, clock: Callable[[], float]) -> None:
+        self.num_waiting = 0
         self._memory_s = memory_s
         self._clock = clock
-        self._weight = 0.0
-        self._measured_s = 0.0
+        self._starts = 0.0
+        self._waited_s = 0.0
         self._at_s = clock()
 
-    def started(self) -> None:
-        """Counts one start."""
-        self._forget()
-        self._weight += 1.0
+    def enter(self) -> None:
+        """One more waits."""
+        self._pass()
+        self.num_waiting += 1
 
-    def per_s(self) -> float:
-        """Starts a second; 0 while there is too little to tell."""
-        self._forget()
-        return self._weight / self._measured_s if self._weight >= _FEWEST_STARTS else 0.0
+    def leave(self, *, started: bool) -> None:
+        """One less waits."""
+        self._pass()
+        self.num_waiting -= 1
+        if started:
+            self._starts += 1.0
 
-    def _forget(self) -> None:
+    def wait_s(self, num_starts: int) -> float:
+        """Time in which so many are started; 0 while nobody ever waited.
+
+        One start is added to those seen, so that a line that stands still is slow and not infinitely so.
+        """
+        self._pass()
+        return num_starts * self._waited_s / (self._starts + 1.0)
+
+    def _pass(self) -> None:
         now_s = self._clock()
-        # Starts in the same tick of the clock are a moment apart.
-        passed_s, self._at_s = max(_TICK_S, now_s - self._at_s), now_s
-        kept = math.exp(-passed_s / self._memory_s)
-        self._weight *= kept
-        # The time that the weights stand for; grows to the length of the memory.
-        self._measured_s = self._measured_s * kept + self._memory_s * (1.0 - kept)
+        passed_s, self._at_s = now_s - self._at_s, now_s
+        if self.num_waiting:
+            kept = math.exp(-passed_s / self._memory_s)
+            self._starts *= kept
+            # Grows to the length of the memory.
+            self._waited_s = self._waited_s * kept + self._memory_s * (1.0 - kept)
 
 
 class Ticket:
     """One request on its way to its first token; to be ended exactly when it starts or fails."""
 
-    def __init__(self, admission: Admission, priority: int) -> None:
-        self._admission = admission
-        self._priority = priority
+    def __init__(self, lines: Sequence[WaitingLine]) -> None:
+        self._lines = lines
         self._is_waiting = True
+        for line in lines:
+            line.enter()
 
     def started(self) -> None:
         """The first output came."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._admission.left(self._priority, started=True)
+        self._leave(started=True)
 
     def ended(self) -> None:
         """The request is over, with or without a start."""
+        self._leave(started=False)
+
+    def _leave(self, *, started: bool) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._admission.left(self._priority, started=False)
+            for line in self._lines:
+                line.leave(started=started)
 
 
 class Admission:
-    """Decides about each request by the state of the engines' queues."""
+    """Decides about each request by the state of the engines' queues and of this gateway's own lines."""
 
     def __init__(
         self,
@@ -118,9 +132,10 @@ class Admission:
         self._sheds_at_s = {
             rank: config.max_backlog_s * (number + 1) / len(ranks) for number, rank in enumerate(ranks)
         }
-        self._rate = StartRate(config.rate_memory_s, clock)
-        # Requests of this gateway that have not started, by priority.
-        self._waiting: dict[int, int] = {}
+        self._all = WaitingLine(config.rate_memory_s, clock)
+        self._by_priority = {
+            tier.config.priority: WaitingLine(config.rate_memory_s, clock) for tier in tiers.values()
+        }
 
     def admit(self, tier: Tier, prompt_tokens: int, queues: Sequence[EngineQueue]) -> Estimate:
         """The estimate for a request that may go on; raises QUEUE_LIMIT_EXCEEDED otherwise."""
@@ -132,7 +147,7 @@ class Admission:
                 f"{sheds_at_s:.1f} s",
                 estimate,
                 estimate.backlog_s - sheds_at_s,
-                {"shed_at_ms": f"{sheds_at_s * 1000:.0f}"},
+                {"shed_at_s": f"{sheds_at_s:.3f}"},
             )
         limit_ms = tier.config.queue_limit_ms
         if limit_ms is not None and estimate.wait_s * 1000 > limit_ms:
@@ -141,39 +156,33 @@ class Admission:
                 f"tier {tier.name} allows {limit_ms} ms",
                 estimate,
                 estimate.wait_s - limit_ms / 1000,
-                {"queue_limit_ms": str(limit_ms)},
+                {"queue_limit_s": f"{limit_ms / 1000:.3f}"},
             )
         return estimate
 
     def estimate(self, tier: Tier, prompt_tokens: int, queues: Sequence[EngineQueue]) -> Estimate:
         """What a request of this tier would have before it at the engine where it would start first."""
-        all_waiting = sum(self._waiting.values())
-        ahead = sum(number for priority, number in self._waiting.items() if priority >= tier.config.priority)
-        share = ahead / all_waiting if all_waiting else 1.0
-        # Engines know of other gateways' requests too; these are taken to be mixed as ours are.
-        seen = max(all_waiting, sum(queue.num_waiting for queue in queues))
-        position = round(seen * share)
+        own = self._by_priority[tier.config.priority]
+        higher = sum(
+            line.num_waiting
+            for priority, line in self._by_priority.items()
+            if priority > tier.config.priority
+        )
+        position = higher + own.num_waiting
         if any(_is_free(queue) for queue in queues):
             return Estimate(0.0, 0.0, position)
-        prefill_s = min((_prefill_s(queue, share, prompt_tokens) for queue in queues), default=0.0)
+        share = position / self._all.num_waiting if self._all.num_waiting else 1.0
+        wait_s = min((_prefill_s(queue, share, prompt_tokens) for queue in queues), default=0.0)
         backlog_s = min((_prefill_s(queue, 1.0, 0) for queue in queues), default=0.0)
-        starts_per_s = self._rate.per_s()
-        if starts_per_s and all(_is_full(queue) for queue in queues):
-            prefill_s = max(prefill_s, (position + 1) / starts_per_s)
-            backlog_s = max(backlog_s, seen / starts_per_s)
-        return Estimate(prefill_s, backlog_s, position)
+        return Estimate(
+            wait_s=max(wait_s, own.wait_s(own.num_waiting + 1), self._all.wait_s(higher)),
+            backlog_s=max(backlog_s, self._all.wait_s(self._all.num_waiting)),
+            position=position,
+        )
 
     def enter(self, tier: Tier) -> Ticket:
         """Counts a request that goes to an engine now."""
-        priority = tier.config.priority
-        self._waiting[priority] = self._waiting.get(priority, 0) + 1
-        return Ticket(self, priority)
-
-    def left(self, priority: int, *, started: bool) -> None:
-        """See Ticket."""
-        self._waiting[priority] -= 1
-        if started:
-            self._rate.started()
+        return Ticket((self._all, self._by_priority[tier.config.priority]))
 
 
 def _is_free(queue: EngineQueue) -> bool:
@@ -196,8 +205,8 @@ def _refusal(message: str, estimate: Estimate, excess_s: float, metadata: Mappin
         Reason.QUEUE_LIMIT_EXCEEDED,
         f"{message}: try again in {retry_after_s:.1f} s",
         metadata={
-            "expected_wait_ms": f"{estimate.wait_s * 1000:.0f}",
-            "backlog_ms": f"{estimate.backlog_s * 1000:.0f}",
+            "expected_wait_s": f"{estimate.wait_s:.3f}",
+            "backlog_s": f"{estimate.backlog_s:.3f}",
             "queue_position": str(estimate.position),
             **metadata,
         },

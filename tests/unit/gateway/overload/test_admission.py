@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import AdmissionConfig, TierConfig
-from gateway.overload import Admission, EngineQueue, StartRate
+from gateway.overload import Admission, EngineQueue, WaitingLine
 from gateway.tiers import Tier
 from services.errors import MillraceError, Reason
 
@@ -78,32 +78,63 @@ def test_lowest_tier_is_shed_first(backlog_s: float, taken: list[str]) -> None:
 def test_come_back_when_the_excess_is_worked_off() -> None:
     error = refusal(admission(), BATCH, queue(14.0), queue(17.0))
     assert error.retry_after_s == pytest.approx(4.0)
-    assert error.metadata["backlog_ms"] == "14000"
+    assert error.metadata["backlog_s"] == "14.000"
 
 
 def test_own_tiers_wait_is_limited() -> None:
     subject = admission()
+    # Half of what waits is gold's.
     subject.enter(GOLD)
     subject.enter(BATCH)
     assert subject.admit(GOLD, 100, [queue(19.0)]).wait_s == pytest.approx(9.6)
     error = refusal(subject, GOLD, queue(20.0))
-    assert error.metadata["queue_limit_ms"] == "10000"
-    assert error.metadata["expected_wait_ms"] == "10100"
+    assert error.metadata["queue_limit_s"] == "10.000"
+    assert error.metadata["expected_wait_s"] == "10.100"
     assert error.retry_after_s == 0.25
 
 
 def test_full_engine_is_judged_by_how_fast_it_starts_requests() -> None:
     clock = Clock()
     subject = admission(clock)
-    for _ in range(50):
+    waiting = [subject.enter(SILVER) for _ in range(130)]
+    for _ in range(100):
         clock.now_s += 0.5
-        subject.enter(SILVER).started()
+        waiting.pop().started()
     full = replace(IDLE, num_running=8, num_waiting=30)
-    estimate = subject.admit(SILVER, 10, [full])
+    estimate = subject.estimate(SILVER, 10, [full])
     # Two a second are started and 30 are ahead.
     assert estimate.wait_s == pytest.approx(15.5, rel=0.1)
     assert estimate.position == 30
-    assert refusal(subject, BATCH, full).retry_after_s == pytest.approx(5.0, abs=1.0)
+    assert refusal(subject, BATCH, full).retry_after_s == pytest.approx(5.0, abs=1.5)
+    # Gold goes first, whatever waits below it.
+    assert subject.admit(GOLD, 10, [full]).position == 0
+
+
+def test_tier_gets_what_higher_ones_leave_over() -> None:
+    clock = Clock()
+    subject = admission(clock)
+    full = replace(IDLE, num_running=8, num_waiting=1)
+    silver = subject.enter(SILVER)
+    for _ in range(200):
+        gold = subject.enter(GOLD)
+        clock.now_s += 0.1
+        gold.started()
+    # Gold is served at once, silver has waited for 20 s and still does.
+    assert subject.estimate(GOLD, 1, [full]).wait_s < 0.2
+    assert subject.estimate(SILVER, 1, [full]).wait_s > 5.0
+    silver.ended()
+
+
+def test_idle_time_says_nothing_about_the_pace() -> None:
+    clock = Clock()
+    subject = admission(clock)
+    full = replace(IDLE, num_running=8, num_waiting=1)
+    for _ in range(50):
+        ticket = subject.enter(SILVER)
+        clock.now_s += 0.1
+        ticket.started()
+        clock.now_s += 100.0
+    assert subject.estimate(SILVER, 1, [full]).wait_s == pytest.approx(0.1, rel=0.1)
 
 
 def test_ticket_counts_once() -> None:
@@ -112,21 +143,23 @@ def test_ticket_counts_once() -> None:
     ticket.started()
     ticket.started()
     ticket.ended()
-    assert subject.estimate(GOLD, 1, [queue(1.0)]).position == 3
-    assert subject._waiting == {2: 0}
+    assert subject.estimate(GOLD, 1, [queue(1.0)]).position == 0
 
 
-@given(st.lists(st.floats(0.01, 5.0), min_size=1, max_size=200), st.floats(0.1, 20.0))
-def test_rate_lies_between_the_slowest_and_the_fastest_pace(gaps_s: list[float], memory_s: float) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 5)), max_size=200), st.integers(1, 50))
+def test_line_is_never_negative_and_longer_lines_wait_longer(
+    steps: list[tuple[bool, float]], more: int
+) -> None:
     clock = Clock()
-    rate = StartRate(memory_s, clock)
-    for gap_s in gaps_s:
-        clock.now_s += gap_s
-        rate.started()
-    measured = rate.per_s()
-    assert measured == 0.0 or measured > 0
-    clock.now_s += 50 * memory_s
-    assert rate.per_s() == 0.0
+    line = WaitingLine(10.0, clock)
+    for enters, passed_s in steps:
+        clock.now_s += passed_s
+        if enters:
+            line.enter()
+        elif line.num_waiting:
+            line.leave(started=True)
+        assert line.wait_s(1) >= 0.0
+        assert line.wait_s(1 + more) >= line.wait_s(1)
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.sampled_from(list(TIERS.values())))
