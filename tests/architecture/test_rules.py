@@ -31,8 +31,8 @@ def test_bookkeeping_is_pure(source: Source) -> None:
 # --- proto classes stay at the border ---------------------------------------------------------------------
 
 _PROTO_PACKAGES = {"millrace", "envoy_api"}
-# Where messages are built and read: servicers, converters, clients of other services, and the mains that register
-# servicers. Everything else sees domain types.
+# Where messages are built and read: servicers, converters, clients of other services, and the mains that
+# register servicers. Everything else sees domain types.
 _BORDER = (
     "services/",
     "gateway/app.py",
@@ -58,8 +58,8 @@ _BORDER = (
 def test_proto_classes_stay_at_the_border(source: Source) -> None:
     used = {name.split(".")[0] for name in imported_modules(source.tree)} & _PROTO_PACKAGES
     assert not used or source.name.startswith(_BORDER), (
-        f"{source.name} uses proto classes; convert them in a servicer or in convert.py (or, for a new border, "
-        "add it here)"
+        f"{source.name} uses proto classes; convert them in a servicer or in convert.py "
+        "(or, for a new border, add it here)"
     )
 
 
