@@ -48,7 +48,7 @@ class KvStorage:
         ]
         self._tensors = [tensor for layer in self.layers for tensor in layer.tensors()]
         self._host = [
-            torch.zeros(host_blocks, *tensor.shape[1:], dtype=tensor.dtype) for tensor in self._tensors
+            torch.empty(host_blocks, *tensor.shape[1:], dtype=tensor.dtype) for tensor in self._tensors
         ]
 
     @property

@@ -28,14 +28,14 @@ from engine.runner.base import Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
+from engine.runner.outcomes import SampledStep, conclude, logprob_reports, with_reports
 from engine.runner.prompt_scores import prompt_logprobs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.proposer import Proposer
-from engine.runner.verification import LogitRows, confirmed, logit_rows, sampling_rows
-from engine.sampling.grammar import GrammarEngine, GrammarError, GrammarMasks
-from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drawn, sample
+from engine.runner.verification import LogitRows, logit_rows, sampling_rows
+from engine.sampling.grammar import GrammarEngine, GrammarMasks
+from engine.sampling.sampler import sample
 from engine.types import (
     MemoryPlan,
     ModelFacts,
@@ -177,25 +177,20 @@ class TorchRunner:
             return results
         logits = self._logits(hidden, rows.tokens)
         drawn = sample(logits, self.table.sampling, sampling_rows(inputs, rows, masks))
-        problems = iter(masks.problems if masks else ())
-        num_masked = len(masks.problems) if masks else 1
-        outcomes = [
-            self._conclude(
-                inputs,
-                member,
-                slice(start, end),
-                drawn,
-                next(problems) if inputs.states[member].matcher is not None else "",
-                masks.seconds / num_masked if masks else 0.0,
-            )
-            for member, start, end in zip(rows.members, rows.starts, rows.starts[1:], strict=False)
-        ]
-        reports = self._logprobs(inputs, logits, drawn, rows, outcomes)
+        step = SampledStep(inputs=inputs, rows=rows, logits=logits, drawn=drawn, masks=masks)
+        outcomes = conclude(step)
+        reports = logprob_reports(step, outcomes, self.table)
         self._append(inputs, rows, outcomes)
         proposals = self._propose(inputs, rows, outcomes)
         for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
-            drafts = proposals.get(outcome.sequence_id, ())
-            results.append(_with(outcome, report, scores.get(member, ()), drafts))
+            results.append(
+                with_reports(
+                    outcome,
+                    logprobs=report,
+                    prompt_logprobs=scores.get(member, ()),
+                    drafts=proposals.get(outcome.sequence_id, ()),
+                )
+            )
         return results
 
     def _propose(
@@ -218,63 +213,6 @@ class TorchRunner:
         padded = np.pad(tokens, (0, -tokens.size % ROW_MULTIPLE))
         chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
         return self.model.logits(chosen)[: tokens.size]
-
-    def _conclude(
-        self, inputs: StepInputs, member: int, rows: slice, drawn: Drawn, problem: str, grammar_s: float
-    ) -> SequenceResult:
-        """What one member's draws mean: its tokens, or why it cannot go on."""
-        state, sequence = inputs.states[member], inputs.scheduled[member]
-        tokens = confirmed(sequence.draft_token_ids, drawn.tokens[rows].tolist())
-        num_confirmed = len(tokens) - 1
-        used = slice(rows.start, rows.start + len(tokens))
-        if not problem and not drawn.finite[used].all():
-            problem = "the model's logits are not finite"
-        elif not problem and not drawn.allowed[used].all():
-            problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
-        if not problem and state.matcher is not None:
-            try:
-                tokens = tokens[: state.matcher.accept(tokens)]
-            except GrammarError as error:
-                problem = str(error)
-        if problem:
-            state.failure = problem
-            return SequenceResult(sequence.sequence_id, (), failure=problem)
-        return SequenceResult(
-            sequence.sequence_id,
-            tokens,
-            grammar_finished=state.matcher is not None and state.matcher.finished,
-            num_drafted=len(sequence.draft_token_ids),
-            num_accepted=min(num_confirmed, len(tokens)),
-            grammar_s=grammar_s if state.matcher is not None else 0.0,
-        )
-
-    def _logprobs(
-        self,
-        inputs: StepInputs,
-        logits: Tensor,
-        drawn: Drawn,
-        rows: LogitRows,
-        outcomes: list[SequenceResult],
-    ) -> list[tuple[TokenLogprobs, ...]]:
-        """Log-probabilities of each outcome's tokens, where they were asked for. For beams, which continue
-        with the alternatives, those that masks exclude are left out.
-        """
-        wanted = self.table.sampling.logprobs
-        picked = [
-            (index, start + place, token, wanted[int(rows.slots[start])])
-            for index, (start, outcome) in enumerate(zip(rows.starts, outcomes, strict=False))
-            if int(rows.slots[start]) in wanted
-            for place, token in enumerate(outcome.token_ids)
-        ]
-        reports: list[tuple[TokenLogprobs, ...]] = [()] * len(outcomes)
-        if picked:
-            index = torch.tensor([row for _, row, _, _ in picked], device=logits.device)
-            found = token_logprobs(
-                logits[index], [token for *_, token, _ in picked], [count for *_, count in picked]
-            )
-            for (outcome, *_), entry in zip(picked, found, strict=True):
-                reports[outcome] = (*reports[outcome], entry)
-        return reports
 
     def _append(self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]) -> None:
         """Makes the new tokens part of their sequences."""
@@ -379,26 +317,3 @@ def _set_threads(num_threads: int) -> None:
     """Threads of a forward; 0 keeps torch's choice, one per core."""
     if num_threads:
         torch.set_num_threads(num_threads)
-
-
-def _with(
-    outcome: SequenceResult,
-    logprobs: tuple[TokenLogprobs, ...],
-    prompt: tuple[TokenLogprobs, ...],
-    drafts: tuple[int, ...],
-) -> SequenceResult:
-    """The outcome with its reports and proposals."""
-    if not logprobs and not prompt and not drafts:
-        return outcome
-    return SequenceResult(
-        outcome.sequence_id,
-        outcome.token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=prompt,
-        grammar_finished=outcome.grammar_finished,
-        failure=outcome.failure,
-        num_drafted=outcome.num_drafted,
-        num_accepted=outcome.num_accepted,
-        grammar_s=outcome.grammar_s,
-        next_draft_token_ids=drafts,
-    )

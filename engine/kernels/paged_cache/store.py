@@ -102,14 +102,14 @@ def allocate_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerCache:
-    """Storage for num_blocks blocks and the one that padding writes to. On CPU, untouched memory costs
-    nothing yet.
+    """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
+    reads a slot before writing it, and on a CPU untouched memory costs nothing.
     """
     shape = (num_blocks + 1, num_heads, block_size)
-    keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
-    values = torch.zeros(*shape, value_dim, dtype=dtype, device=device) if value_dim else None
+    keys = torch.empty(*shape, key_dim, dtype=dtype, device=device)
+    values = torch.empty(*shape, value_dim, dtype=dtype, device=device) if value_dim else None
     if dtype == torch.int8:
-        scales = torch.zeros(*shape, 2, dtype=torch.float32, device=device)
+        scales = torch.empty(*shape, 2, dtype=torch.float32, device=device)
         return QuantizedCache(keys, values, scales, shared_value_dim)
     return PlainCache(keys, values, shared_value_dim)
 

@@ -65,6 +65,47 @@ def test_bundled_model_equals_transformers() -> None:
         assert job.output == reference_greedy(oracle, job.prompt, 24)
 
 
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("bfloat16", 0.15), ("int8", 0.3)])
+def test_smaller_caches_stay_close(kv_dtype: str, tolerance: float) -> None:
+    """The bundled model's log-probabilities of a long prompt hardly change with a compressed cache."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    prompt = tokenizer("Once upon a time there was a small boat. The boat had a red sail. " * 8)["input_ids"]
+    runner = open_runner(BUNDLED, cache={"kv_dtype": kv_dtype})
+    try:
+        scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        (job,) = Driver(runner).run([Job(prompt, num_tokens=1, sampling=scored, chunk=50)])
+    finally:
+        runner.close()
+    expected = torch.log_softmax(reference_logits(oracle, prompt), -1)[:-1].gather(
+        1, torch.tensor(prompt[1:])[:, None]
+    )
+    ours = torch.tensor([entry.logprob for entry in job.prompt_logprobs])
+    assert (ours - expected[:, 0]).abs().mean() < tolerance / 10
+    assert (ours - expected[:, 0]).abs().max() < tolerance * 2
+
+
+def test_beams_get_only_alternatives_that_masks_allow(
+    runner: TorchRunner, oracle: transformers.PreTrainedModel
+) -> None:
+    prompt = prompt_of(20, 199)
+    few = (9, 4, 77)
+    options = {"temperature": 0.0, "logprobs": 8, "allowed_token_ids": few}
+    beam, plain = Driver(runner).run(
+        [
+            Job(prompt, num_tokens=1, sampling=SamplingParams(**options, beam_width=4)),
+            Job(prompt, num_tokens=1, sampling=SamplingParams(**options)),
+        ]
+    )
+    expected = torch.log_softmax(reference_logits(oracle, prompt)[-1], -1)
+    ranked = sorted(few, key=lambda token: -float(expected[token]))
+    assert list(beam.logprobs[0].top_ids) == ranked
+    assert list(beam.logprobs[0].top_logprobs) == pytest.approx(
+        [float(expected[token]) for token in ranked], abs=1e-4
+    )
+    assert len(plain.logprobs[0].top_ids) == 8
+
+
 def test_a_poisoned_sequence_fails_alone(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
     """An id outside the vocabulary, a bias outside it, and a contradiction of masks end their own sequence
     only.

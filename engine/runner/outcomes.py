@@ -1,0 +1,121 @@
+"""What draws mean for each sequence: tokens, log-probabilities, or a failure of its own.
+
+Shape letters: R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.runner.inputs import StepInputs
+from engine.runner.sequence_table import SequenceTable
+from engine.runner.verification import LogitRows, confirmed
+from engine.sampling.grammar import GrammarError, GrammarMasks
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import Drawn
+from engine.types import SequenceResult, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledStep:
+    """One step after the draw."""
+
+    inputs: StepInputs
+    rows: LogitRows
+    logits: Tensor  # [R, V]
+    drawn: Drawn
+    masks: GrammarMasks | None
+
+
+def conclude(step: SampledStep) -> list[SequenceResult]:
+    """Each sampling sequence's outcome, in the order of `rows.members`. Moves grammars along."""
+    problems = iter(step.masks.problems if step.masks else ())
+    grammar_s = step.masks.seconds / len(step.masks.problems) if step.masks else 0.0
+    return [
+        _conclude_one(
+            step,
+            member,
+            slice(start, end),
+            next(problems) if step.inputs.states[member].matcher is not None else "",
+            grammar_s,
+        )
+        for member, start, end in zip(step.rows.members, step.rows.starts, step.rows.starts[1:], strict=False)
+    ]
+
+
+def _conclude_one(
+    step: SampledStep, member: int, rows: slice, problem: str, grammar_s: float
+) -> SequenceResult:
+    state, sequence = step.inputs.states[member], step.inputs.scheduled[member]
+    tokens = confirmed(sequence.draft_token_ids, step.drawn.tokens[rows].tolist())
+    num_confirmed = len(tokens) - 1
+    used = slice(rows.start, rows.start + len(tokens))
+    if not problem and not step.drawn.finite[used].all():
+        problem = "the model's logits are not finite"
+    elif not problem and not step.drawn.allowed[used].all():
+        problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
+    if not problem and state.matcher is not None:
+        try:
+            tokens = tokens[: state.matcher.accept(tokens)]
+        except GrammarError as error:
+            problem = str(error)
+    if problem:
+        state.failure = problem
+        return SequenceResult(sequence.sequence_id, (), failure=problem)
+    return SequenceResult(
+        sequence.sequence_id,
+        tokens,
+        grammar_finished=state.matcher is not None and state.matcher.finished,
+        num_drafted=len(sequence.draft_token_ids),
+        num_accepted=min(num_confirmed, len(tokens)),
+        grammar_s=grammar_s if state.matcher is not None else 0.0,
+    )
+
+
+def logprob_reports(
+    step: SampledStep, outcomes: list[SequenceResult], table: SequenceTable
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Log-probabilities of each outcome's tokens, where they were asked for.
+
+    Beams continue with the alternatives, so for them those that masks exclude are left out.
+    """
+    wanted, slots = table.sampling.logprobs, step.rows.slots
+    picked = [
+        (index, start + place, token, wanted[int(slots[start])])
+        for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))
+        if int(slots[start]) in wanted
+        for place, token in enumerate(outcome.token_ids)
+    ]
+    reports: list[tuple[TokenLogprobs, ...]] = [()] * len(outcomes)
+    if not picked:
+        return reports
+    rows = torch.tensor([row for _, row, _, _ in picked], device=step.logits.device)
+    beams = [step.inputs.states[step.rows.members[index]].sampling.beam_width > 0 for index, *_ in picked]
+    excluded = None
+    if any(beams):
+        masked = step.drawn.processed[rows] == float("-inf")
+        excluded = masked & torch.tensor(beams, device=masked.device)[:, None]
+    tokens, counts = [token for *_, token, _ in picked], [count for *_, count in picked]
+    found = token_logprobs(step.logits[rows], tokens, counts, excluded)
+    for (index, *_), entry in zip(picked, found, strict=True):
+        reports[index] = (*reports[index], entry)
+    return reports
+
+
+def with_reports(
+    outcome: SequenceResult,
+    *,
+    logprobs: tuple[TokenLogprobs, ...],
+    prompt_logprobs: tuple[TokenLogprobs, ...],
+    drafts: tuple[int, ...],
+) -> SequenceResult:
+    """The outcome with its log-probabilities and proposals."""
+    if not logprobs and not prompt_logprobs and not drafts:
+        return outcome
+    return msgspec.structs.replace(
+        outcome, logprobs=logprobs, prompt_logprobs=prompt_logprobs, next_draft_token_ids=drafts
+    )
