@@ -49,6 +49,21 @@ down: ## Stop the containers
 	@command -v docker >/dev/null || { echo "make down needs Docker with compose" >&2; exit 1; }
 	docker compose down
 
+.PHONY: certificates
+certificates: ## Make an authority and a certificate for localhost, for TLS on this machine
+	sh services/envoy/make-certificates.sh certificates
+
+.PHONY: sbom
+sbom: $(VENV)/.installed ## Write what each image holds to build/sbom (CycloneDX)
+	@mkdir -p build/sbom
+	@for name in gateway tokenizer engine; do \
+		$(BIN)/python -m services.bill_of_materials $$name >build/sbom/$$name.json; done
+	@ls build/sbom/*.json
+
+.PHONY: dashboards
+dashboards: $(VENV)/.installed ## Write the Grafana dashboards from the declared metrics
+	$(BIN)/python -m observability.dashboards
+
 # --- checking ---------------------------------------------------------------------------------------------
 
 .PHONY: test
