@@ -13,8 +13,10 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 TORCH ?= torch==2.13.0
 # Extra arguments for the pip command that installs torch, and for that one only.
 PIP_ARGS ?=
-# Arguments for `millrace serve`, for example: make serve ARGS="--engines 2 --port 9090"
+# Arguments for `millrace serve` or the benchmark, for example: make serve ARGS="--engines 2 --port 9090"
 ARGS ?=
+# Module of benchmarks/ for `make bench`.
+BENCH ?= gateway_overhead
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
 
@@ -94,8 +96,8 @@ proto-check: dev ## Check the stubs for drift and lint the protos
 	cd proto && ../$(BIN)/buf lint
 
 .PHONY: bench
-bench: $(VENV)/.installed ## Measure this machine; figures side by side with a baseline
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(VENV)/.installed ## Run one module of benchmarks/, for example: make bench BENCH=engine.fairness
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 .PHONY: redis
 redis:

@@ -180,7 +180,9 @@ class _Planner:
         metrics = f"{_LOOPBACK}:{next(ports)}"
         self._set("gateway.tokenizer", listen)
         self._addresses["tokenizer"] = {"grpc": listen, "metrics": metrics}
-        settings = {"tokenizer.listen": listen, "tokenizer.metrics_listen": metrics}
+        settings: dict[str, object] = {"tokenizer.listen": listen, "tokenizer.metrics_listen": metrics}
+        if self._options.simulated:
+            settings["tokenizer.simulated"] = True
         return self._spec("tokenizer", "tokenizer_svc", settings, health=listen)
 
     def _plan_engine(self, index: int, ports: Iterator[int]) -> ProcessSpec:
