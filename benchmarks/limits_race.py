@@ -39,7 +39,7 @@ from services.errors import MillraceError, Reason
 REQUESTS_PER_MINUTE = 3000
 TOKENS_PER_MINUTE = 200_000
 STREAMS = 8
-MONTHLY_TOKENS = 250_000
+MONTHLY_TOKENS = 100_000
 WINDOW_S = 60.0
 TABLES = {
     "security": {"context_secret": "a secret for the race of limits"},

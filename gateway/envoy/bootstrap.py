@@ -54,6 +54,7 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
     if config.tls_certificate or config.tls_key:
         listeners[0]["filter_chains"][0]["transport_socket"] = tls.transport_socket(config)
     upstreams = [
+        clusters.gateway_edge(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),
     ]

@@ -11,6 +11,9 @@ from gateway.config import EnvoyConfig
 from gateway.settings import split_address
 
 GATEWAY_GRPC = "gateway_grpc"
+# The same processes: questions of the edge have connections and limits of their own, so that running streams
+# can neither delay nor crowd them out.
+GATEWAY_EDGE = "gateway_edge"
 GATEWAY_HTTP = "gateway_http"
 TRACES = "traces"
 JWKS = "jwks"
@@ -32,8 +35,13 @@ def address(host_port: str, key: str = "address") -> dict[str, Any]:
 
 
 def gateway_grpc(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """gRPC face, authorization and rate limit services."""
+    """gRPC face."""
     return _gateway(GATEWAY_GRPC, endpoints, config, {"grpc_health_check": {}}, http2=True)
+
+
+def gateway_edge(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
+    """Authorization and rate limit services."""
+    return _gateway(GATEWAY_EDGE, endpoints, config, {"grpc_health_check": {}}, http2=True)
 
 
 def gateway_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:

@@ -149,4 +149,4 @@ def _router() -> dict[str, Any]:
 
 
 def _gateway_service(timeout: str) -> dict[str, Any]:
-    return {"envoy_grpc": {"cluster_name": clusters.GATEWAY_GRPC}, "timeout": timeout}
+    return {"envoy_grpc": {"cluster_name": clusters.GATEWAY_EDGE}, "timeout": timeout}

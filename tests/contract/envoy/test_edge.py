@@ -220,6 +220,33 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
         await edge.stop()
 
 
+async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
+    edge = Edge(tmp_path, envoy={"max_requests": 1})
+    await edge.start()
+    try:
+        async with (
+            grpc.aio.insecure_channel(edge.address) as channel,
+            httpx.AsyncClient(base_url=f"http://{edge.address}") as client,
+        ):
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            running = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(BEARER.items()))
+            edge.faces.items.put_nowait("one")
+            await running.read()
+            # Authorization still answers: it is not in the way of streams, nor they in its.
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(BEARER.items())).read()
+            assert "limit of connections or requests" in (caught.value.details() or "")
+            async with client.stream("GET", "/events", headers=BEARER) as events:
+                assert events.status_code == 200
+                response = await client.get("/v1/models", headers=BEARER)
+                assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+                assert response.json()["error"]["code"] == "QUEUE_LIMIT_EXCEEDED"
+                edge.faces.items.put_nowait(None)
+                edge.faces.items.put_nowait(None)
+    finally:
+        await edge.stop()
+
+
 async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) -> None:
     response = await client.get("/metrics", headers=BEARER)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
