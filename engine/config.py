@@ -58,6 +58,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_caching: bool = True
     # Host memory for KV blocks of preempted sequences and evicted prefixes; 0 turns the tier off.
     host_bytes: int = 0
+    # Speed of copies from the host. A block is brought back when that is faster than computing it again.
+    host_bytes_per_s: float = 8e9
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,37 +122,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def validate(self) -> None:
         """Raises ConfigError naming the first key whose value cannot work, its limit and the remedy."""
+        self._check_counts()
         scheduler, cache = self.scheduler, self.cache
-        at_least_one = {
-            "scheduler.max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "scheduler.max_num_seqs": scheduler.max_num_seqs,
-            "scheduler.long_prefill_tokens": scheduler.long_prefill_tokens,
-            "scheduler.aging_interval": scheduler.aging_interval,
-            "scheduler.max_waiting": scheduler.max_waiting,
-            "scheduler.fairness_band_tokens": scheduler.fairness_band_tokens,
-            "scheduler.max_preemptions": scheduler.max_preemptions,
-            "cache.block_size": cache.block_size,
-            "simulation.num_blocks": self.simulation.num_blocks,
-            "simulation.max_model_len": self.simulation.max_model_len,
-            "speculation.num_draft_tokens": self.speculation.num_draft_tokens,
-            "max_stream_backlog": self.max_stream_backlog,
-        }
-        for key, value in at_least_one.items():
-            if value < 1:
-                raise ConfigError(f"engine.{key} = {value}: must be at least 1")
-        fractions = {
-            "scheduler.long_prefill_share": scheduler.long_prefill_share,
-            "cache.memory_fraction": cache.memory_fraction,
-        }
-        for key, fraction in fractions.items():
+        for key, fraction in (
+            ("scheduler.long_prefill_share", scheduler.long_prefill_share),
+            ("cache.memory_fraction", cache.memory_fraction),
+        ):
             if not 0 < fraction <= 1:
                 raise ConfigError(f"engine.{key} = {fraction}: must be above 0 and at most 1")
-        simulation = self.simulation
-        if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
-            raise ConfigError(
-                f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
-                f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
-            )
         if not 0 <= scheduler.watermark < 0.5:
             raise ConfigError(f"engine.scheduler.watermark = {scheduler.watermark}: must be in [0, 0.5)")
         if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
@@ -159,3 +138,46 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{scheduler.max_num_batched_tokens}: every running sequence needs one token per step; "
                 "lower the former or raise the latter"
             )
+        if cache.host_bytes and not cache.prefix_caching:
+            raise ConfigError(
+                "engine.cache.host_bytes: host memory holds prefixes; set prefix_caching = true, "
+                "or host_bytes = 0"
+            )
+        simulation = self.simulation
+        if not 0 <= simulation.first_token_id < min(simulation.last_token_id, simulation.vocab_size):
+            raise ConfigError(
+                f"engine.simulation.first_token_id = {simulation.first_token_id}: must be below "
+                f"last_token_id = {simulation.last_token_id} and vocab_size = {simulation.vocab_size}"
+            )
+
+    def _check_counts(self) -> None:
+        at_least_one = {
+            "scheduler.max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "scheduler.max_num_seqs": self.scheduler.max_num_seqs,
+            "scheduler.long_prefill_tokens": self.scheduler.long_prefill_tokens,
+            "scheduler.max_preemptions": self.scheduler.max_preemptions,
+            "scheduler.fairness_band_tokens": self.scheduler.fairness_band_tokens,
+            "scheduler.aging_interval": self.scheduler.aging_interval,
+            "scheduler.max_waiting": self.scheduler.max_waiting,
+            "cache.block_size": self.cache.block_size,
+            "cache.host_bytes_per_s": self.cache.host_bytes_per_s,
+            "simulation.num_blocks": self.simulation.num_blocks,
+            "simulation.max_model_len": self.simulation.max_model_len,
+            "speculation.num_draft_tokens": self.speculation.num_draft_tokens,
+            "max_stream_backlog": self.max_stream_backlog,
+        }
+        for key, value in at_least_one.items():
+            if value < 1:
+                raise ConfigError(f"engine.{key} = {value}: must be at least 1")
+        not_negative = {
+            "cache.kv_cache_bytes": self.cache.kv_cache_bytes,
+            "cache.host_bytes": self.cache.host_bytes,
+            "max_model_len": self.max_model_len,
+            "num_threads": self.num_threads,
+            "drain_limit_s": self.drain_limit_s,
+            "simulation.step_ms": self.simulation.step_ms,
+            "simulation.tokens_per_s": self.simulation.tokens_per_s,
+        }
+        for key, value in not_negative.items():
+            if value < 0:
+                raise ConfigError(f"engine.{key} = {value}: must not be negative")

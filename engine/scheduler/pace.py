@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from engine.scheduler.state import Row
-
 # Weight of the newest step in the averages.
 _ALPHA = 0.1
 
@@ -17,14 +13,8 @@ class StepPace:
         self.prefill_tokens_per_s = 0.0
         self.decode_tokens_per_s = 0.0
 
-    def observe(self, rows: Iterable[Row], seconds: float) -> None:
-        """Books one step that took `seconds`."""
-        prefill = decode = 0
-        for row in rows:
-            if row.is_prefill:
-                prefill += row.num_tokens
-            else:
-                decode += row.num_tokens
+    def observe(self, prefill: int, decode: int, seconds: float) -> None:
+        """Books one step that computed so many prefill and decode tokens in `seconds`."""
         if seconds <= 0:
             return
         if prefill:

@@ -262,7 +262,9 @@ class Planner:
             # Cached positions have no logits to report.
             return 0, Prefix()
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
-        prefix = cache.find_prefix(sequence.hasher, sequence.num_known)
+        prefix = cache.find_prefix(
+            sequence.hasher, sequence.num_known, restore_worth_it=self._state.is_restoring_cheaper
+        )
         return prefix.num_blocks * cache.block_size, prefix
 
     def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.scheduler.group import RequestGroup
-from engine.scheduler.pace import StepPace
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
@@ -25,7 +24,6 @@ class ResultHandler:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._last_result_s = 0.0
-        self.pace = StepPace()
 
     def apply(self, step: StepInFlight, result: StepResult, now: float) -> None:
         """Books every row of the step that still concerns someone."""
@@ -33,7 +31,9 @@ class ResultHandler:
         started = max(step.planned_s, self._last_result_s)
         self._last_result_s = now
         seconds = result.compute_s or now - started
-        self.pace.observe(step.rows.values(), seconds)
+        prefill = sum(row.num_tokens for row in step.rows.values() if row.is_prefill)
+        total = sum(row.num_tokens for row in step.rows.values())
+        self._state.speed.observe(prefill, total - prefill, seconds)
         long_share = self._long_share(step)
         results = {each.sequence_id: each for each in result.results}
         prefill_end = max(started, now - result.sampling_s)

@@ -54,7 +54,9 @@ class Scheduler:
             prefix_caching=cache_config.prefix_caching,
             num_host_blocks=num_host_blocks,
         )
-        self._state = SchedulerState(config, memory, cache, model)
+        self._state = SchedulerState(
+            config, memory, cache, model, host_bytes_per_s=cache_config.host_bytes_per_s
+        )
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation = FailureIsolation(self._state)
@@ -207,7 +209,7 @@ class Scheduler:
 
     def load(self, now: float) -> SchedulerLoad:
         """The present load."""
-        state, pace = self._state, self._results.pace
+        state, speed = self._state, self._state.speed
         oldest = state.waiting.oldest()
         return SchedulerLoad(
             num_running=len(state.running),
@@ -218,8 +220,8 @@ class Scheduler:
             num_free_blocks=state.cache.num_available,
             num_cached_blocks=state.cache.num_evictable,
             num_total_blocks=state.cache.num_blocks,
-            prefill_tokens_per_s=pace.prefill_tokens_per_s,
-            decode_tokens_per_s=pace.decode_tokens_per_s,
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_tokens_per_s=speed.decode_tokens_per_s,
             oldest_wait_s=now - oldest.group.request.arrival_s if oldest else 0.0,
             counters=state.totals,
         )

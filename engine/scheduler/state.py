@@ -12,6 +12,7 @@ from engine.scheduler.admission import CompletionPace
 from engine.scheduler.beams import Candidate
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.group import RequestGroup
+from engine.scheduler.pace import StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
@@ -64,6 +65,9 @@ class SchedulerState:
     pace: CompletionPace = field(default_factory=CompletionPace)
     # Sequences ever made.
     num_sequences: int = 0
+    speed: StepPace = field(default_factory=StepPace)
+    # Bytes per second that come back from host memory.
+    host_bytes_per_s: float = 8e9
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,12 @@ class SchedulerState:
     def reserve_of(self, sequence: Sequence) -> int:
         """Blocks that the sequence may still come to need."""
         return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
+
+    @property
+    def is_restoring_cheaper(self) -> bool:
+        """Whether copying a token's keys and values from the host beats computing them, as measured."""
+        computing_s = 1 / self.speed.prefill_tokens_per_s if self.speed.prefill_tokens_per_s else float("inf")
+        return self.memory.kv_bytes_per_token / self.host_bytes_per_s < computing_s
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""

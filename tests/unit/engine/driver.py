@@ -36,6 +36,7 @@ class Driver:
         overlap: bool = False,
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        host_bytes_per_s: float = 8e9,
         check: bool = True,
         step_s: float = 0.01,
         **config: object,
@@ -49,7 +50,7 @@ class Driver:
         self.config = SchedulerConfig(**{**options, **config})  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             self.config,
-            CacheConfig(prefix_caching=prefix_caching),
+            CacheConfig(prefix_caching=prefix_caching, host_bytes_per_s=host_bytes_per_s),
             memory,
             model="m",
             num_host_blocks=num_host_blocks,

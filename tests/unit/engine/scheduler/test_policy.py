@@ -357,3 +357,16 @@ def test_restores_from_host_memory_replace_recomputation() -> None:
     assert driver.runner.num_computed_tokens - before == 4
     assert any(plan.restores for plan in driver.plans)
     driver.check_everything()
+
+
+def test_what_is_faster_to_compute_is_not_restored() -> None:
+    driver = Driver(memory=memory_plan(16, 4, 60), num_host_blocks=32, host_bytes_per_s=1.0)
+    driver.submit(prompt(40, 1), max_tokens=1)
+    driver.run()
+    driver.submit(prompt(55, 2), max_tokens=1)
+    driver.run()
+    driver.submit(prompt(40, 1), max_tokens=1)
+    driver.run()
+    # One byte per second from the host, thousands of tokens per second from the device.
+    assert not any(plan.restores for plan in driver.plans)
+    driver.check_everything()
