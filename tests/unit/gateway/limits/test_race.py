@@ -20,10 +20,10 @@ from gateway.limits.store import (
 from .conftest import RedisServer
 
 PROCESSES = 3
-TASKS = 16
+TASKS = 8
 WINDOW_LIMIT = 1000
 SLOTS = 10
-METER_LIMIT = 5003
+METER_LIMIT = 1503
 
 
 async def _race(url: str, name: str, barrier: Any) -> tuple[int, int, int]:
@@ -33,7 +33,7 @@ async def _race(url: str, name: str, barrier: Any) -> tuple[int, int, int]:
 
     async def fill(number: int) -> tuple[int, int, int]:
         admitted = slots = units = 0
-        for attempt in range(40):
+        for attempt in range(30):
             amount = 1 + (number + attempt) % 7
             outcome = await store.acquire(Demand(windows=(WindowDemand("w", WINDOW_LIMIT, amount),)))
             if isinstance(outcome, Granted):
