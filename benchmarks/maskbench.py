@@ -23,8 +23,6 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build

@@ -51,7 +51,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """See the proto."""
         who = self._verify(request)
         self._check_model(request.model, who)
-        identity = RequestIdentity(request_id=who.request_id, tenant=who.tenant, tier=who.tier)
+        identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
         token = otel_context.attach(with_identity(identity))
         try:
             with self._telemetry.span(names.TOKENIZER_PREPARE):

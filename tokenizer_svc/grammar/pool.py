@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections import OrderedDict, deque
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _STREAM_LIMIT = 1 << 20
 # A tenant counts as suspect for this long after a grammar of its was killed.
 _SUSPECT_S = 60.0
+_SUSPECT_NICENESS = 10
 # A new process has this long to load the vocabulary.
 _START_LIMIT_S = 60.0
 
@@ -37,6 +39,8 @@ class _Worker:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        # Whether it gives way to everything else; that cannot be taken back.
+        self.yielding = False
 
     @classmethod
     async def start(cls, setup: WorkerSetup) -> _Worker:
@@ -58,6 +62,13 @@ class _Worker:
             await worker.kill()
             raise
         return worker
+
+    def give_way(self) -> None:
+        """From now on it computes when nothing else wants to."""
+        if not self.yielding:
+            self.yielding = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, _SUSPECT_NICENESS)
 
     async def run(self, payload: bytes) -> bytes:
         """The reply to one request; EOFError when the process died."""
@@ -157,18 +168,25 @@ class WorkerPool:
             if job is None:
                 return
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
-            worker = self._idle.pop()
+            worker = self._pick(self._is_suspect(job.tenant))
             task = asyncio.create_task(self._serve(worker, job))
             self._tasks[task] = (worker, job)
             task.add_done_callback(self._finished)
 
+    def _pick(self, suspect: bool) -> _Worker:
+        worker = next((each for each in self._idle if each.yielding == suspect), self._idle[-1])
+        self._idle.remove(worker)
+        if suspect:
+            worker.give_way()
+        return worker
+
+    def _is_suspect(self, tenant: str) -> bool:
+        return self._suspect_until.get(tenant, 0.0) > time.monotonic()
+
     def _next_job(self) -> _Job | None:
-        now = time.monotonic()
-        num_suspects = sum(
-            count for tenant, count in self._running.items() if self._suspect_until.get(tenant, 0.0) > now
-        )
+        num_suspects = sum(count for tenant, count in self._running.items() if self._is_suspect(tenant))
         for tenant, queue in self._waiting.items():
-            suspect = self._suspect_until.get(tenant, 0.0) > now
+            suspect = self._is_suspect(tenant)
             if self._running.get(tenant, 0) and (suspect or len(self._waiting) > 1 or len(self._idle) < 2):
                 continue
             if suspect and num_suspects >= max(1, self._config.workers - 1):

@@ -21,8 +21,6 @@ from tokenizer_svc.grammar.request import GrammarRequest, Refused, WorkerReply, 
 
 # Sent once the worker can take requests.
 READY = b"ready"
-# Compilation gives way to rendering and encoding, which every request needs.
-_NICENESS = 5
 
 
 def write_frame(stream: BinaryIO, payload: bytes) -> None:
@@ -52,7 +50,6 @@ def main() -> None:
     limits = BuildLimits(max_schema_depth=setup.max_schema_depth, max_artifact_bytes=setup.max_artifact_bytes)
     decoder = msgspec.msgpack.Decoder(GrammarRequest)
     encoder = msgspec.msgpack.Encoder()
-    os.nice(_NICENESS)
     _limit_memory(setup.memory_limit_bytes)
     write_frame(sink, READY)
     while (frame := read_frame(source)) is not None:

@@ -79,14 +79,20 @@ def typed(kind: str, types: frozenset[str], rules: dict[str, Schema]) -> Schema:
     return {"type": kind, **rules} if kind in types else False
 
 
-def _values(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    values = [node["const"]] if "const" in node else node["enum"]
-    if not isinstance(values, list):
+def _const(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    return _values(context, "const", [node["const"]], place, types)
+
+
+def _enum(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    if not isinstance(node["enum"], list):
         return context.give_up("enum", place, "must be a list")
+    return _values(context, "enum", node["enum"], place, types)
+
+
+def _values(context: Context, keyword: str, values: list[Any], place: Place, types: frozenset[str]) -> Schema:
     by_type: dict[str, list[Any]] = {}
     for value in values:
         by_type.setdefault(type_of_value(value), []).append(value)
-    keyword = "const" if "const" in node else "enum"
     numbers = [*by_type.get("integer", ()), *by_type.get(FRACTION, ())]
     untouched = types - set(by_type) - (NUMBERS if numbers else frozenset())
     options = [_of_types(context, untouched, place)] if untouched else []
@@ -374,8 +380,8 @@ def reference(context: Context, node: dict[str, Any], place: Place, types: froze
 
 
 KEYWORDS: dict[str, Complement] = {
-    "const": _values,
-    "enum": _values,
+    "const": _const,
+    "enum": _enum,
     "minimum": _bound("minimum", "exclusiveMaximum"),
     "maximum": _bound("maximum", "exclusiveMinimum"),
     "exclusiveMinimum": _bound("exclusiveMinimum", "maximum"),
