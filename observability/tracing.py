@@ -93,6 +93,8 @@ class Telemetry:
     def __init__(self, service: str, config: ObservabilityConfig, provider: TracerProvider | None) -> None:
         self.service = service
         self.config = config
+        # Generation of the GenAI attribute names.
+        self.semconv = config.semconv_generation()
         self._provider = provider
         self.tracer: trace.Tracer = (
             trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")

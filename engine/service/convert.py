@@ -66,6 +66,7 @@ def to_request(
     return Request(
         request_id=request_id,
         external_id=context.request_id,
+        client_request_id=context.client_request_id,
         prompt_token_ids=prompt,
         sampling=sampling,
         output_token_ids=output,

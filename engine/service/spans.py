@@ -15,7 +15,9 @@ class RequestTrace:
     def __init__(self, telemetry: Telemetry, request: Request, engine_id: str) -> None:
         self._telemetry = telemetry
         self._request = request
-        identity = RequestIdentity(request.external_id, tenant=request.tenant, tier=request.tier)
+        identity = RequestIdentity(
+            request.external_id, request.client_request_id, request.tenant, request.tier
+        )
         parent = context_from_traceparent(request.traceparent, request.tracestate)
         self._context = with_identity(identity, parent)
         self._span = telemetry.start(

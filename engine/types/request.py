@@ -20,6 +20,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: int
     external_id: str
+    # The client's own id, for traces.
+    client_request_id: str = ""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     # Tokens of this choice that another engine generated already; generation continues after them.

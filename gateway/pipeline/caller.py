@@ -16,6 +16,8 @@ from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 from services.errors import MillraceError, Reason
 
+_MAX_CLIENT_REQUEST_ID = 128
+
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """A verified caller and its call. Moments are monotonic seconds."""
@@ -29,6 +31,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     trace: Context
     # When nobody wants the answer any more.
     deadline_s: float | None = None
+    # The client's own x-request-id, cut to a length that every span can carry.
+    client_request_id: str = ""
 
 
 class CallerVerifier:
@@ -66,6 +70,7 @@ class CallerVerifier:
             from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
         )
         identity = identity_from_context(context)
+        client_request_id = client_request_id[:_MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
         deadline_s = None if timeout_s is None else now_s + timeout_s
         if identity.deadline_unix_ms is not None:
@@ -83,12 +88,14 @@ class CallerVerifier:
                 ),
             ),
             deadline_s=deadline_s,
+            client_request_id=client_request_id,
         )
 
     def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> context_pb2.SignedContext:
         """The context under the effective tier, with the caller's deadline, below the given span."""
         context = context_pb2.RequestContext()
         context.CopyFrom(caller.context)
+        context.client_request_id = caller.client_request_id
         write_tier(context, tier, tenant_weight=self._tiers.tenant_weight(context.tenant))
         context.traceparent, context.tracestate = traceparent
         now_unix_ms = time.time_ns() // 1_000_000

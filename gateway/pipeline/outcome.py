@@ -6,15 +6,17 @@ import time
 
 from opentelemetry.trace import Span
 
+from gateway.pipeline import span_attributes
 from gateway.pipeline.caller import Caller
-from gateway.pipeline.delta import TimeToFirstToken, Usage
+from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.pipeline.request import GenerationRequest
+from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from observability import names
 from observability.metrics import Metrics
-from observability.names import TTFT_PARTS, TtftPart, length_bucket
+from observability.names import length_bucket
 from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
 
@@ -59,7 +61,7 @@ class OutcomeRecorder:
         self._observe(request, tier, generation, usage, duration_s, tpot_s)
         self._count_tokens(caller, request, tier.name, usage)
         self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
-        self._end_span(span, generation, usage, outcome, duration_s, tpot_s)
+        self._end_span(span, request, tier, generation, usage, outcome, duration_s, tpot_s)
         self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s))
 
     def _count(self, caller: Caller, request: GenerationRequest, tier: str, group: str) -> None:
@@ -148,6 +150,8 @@ class OutcomeRecorder:
     def _end_span(
         self,
         span: Span,
+        request: GenerationRequest,
+        tier: Tier,
         generation: Generation,
         usage: Usage,
         outcome: Outcome,
@@ -157,37 +161,18 @@ class OutcomeRecorder:
         if not span.is_recording():
             span.end()
             return
-        attributes: dict[str, str | int | float] = {
-            names.OUTCOME: outcome.name,
-            names.PROMPT_TOKENS: usage.prompt_tokens,
-            names.CACHED_TOKENS: usage.cached_prompt_tokens,
-            names.OUTPUT_TOKENS: usage.completion_tokens,
-            names.E2E_MS: duration_s * 1000,
-            names.ENGINE_ID: generation.engine,
-        }
-        if tpot_s is not None:
-            attributes[names.TPOT_MS] = tpot_s * 1000
-        if usage.ttft is not None:
-            attributes[names.TTFT_MS] = usage.ttft.total_s * 1000
-            for part, seconds in ttft_parts(usage.ttft).items():
-                attributes[TTFT_PARTS[part]] = seconds * 1000
-        causes = generation.meter.statistics.delayed_by_s
-        if causes:
-            attributes[names.DELAYED_BY] = ",".join(sorted(causes, key=causes.__getitem__, reverse=True))
+        attributes = span_attributes.at_end(
+            self._telemetry,
+            request,
+            tier,
+            generation,
+            usage,
+            outcome,
+            duration_s=duration_s,
+            tpot_s=tpot_s,
+        )
         failed = outcome.name if outcome.error is not None else ""
         self._telemetry.end(span, attributes=attributes, error=failed)
-
-
-def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:
-    """Seconds by the part's name."""
-    return {
-        TtftPart.NETWORK: ttft.network_s,
-        TtftPart.PREPROCESS: ttft.preprocess_s,
-        TtftPart.QUEUE: ttft.queue_s,
-        TtftPart.PREFILL: ttft.prefill_s,
-        TtftPart.FIRST_DECODE: ttft.first_decode_s,
-        TtftPart.SERIALIZE: ttft.serialize_s,
-    }
 
 
 def _outcome_group(outcome: Outcome) -> str:

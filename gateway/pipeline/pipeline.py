@@ -16,6 +16,7 @@ from gateway.engines.continuation import ContinuationConfig, ContinuousStream
 from gateway.engines.fleet import Fleet
 from gateway.engines.types import Sampling, Submission
 from gateway.overload import Admission
+from gateway.pipeline import span_attributes
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.choice import ChoiceStream
@@ -113,12 +114,7 @@ class Pipeline:
         span = self._telemetry.start(
             names.GATEWAY_REQUEST,
             parent=caller.trace,
-            attributes={
-                names.FACE: request.face,
-                "gen_ai.request.model": request.model,
-                names.STREAMING: request.streaming,
-                names.KEY_ID: caller.identity.key_id,
-            },
+            attributes=span_attributes.at_start(self._telemetry, caller.identity, request),
             start_s=caller.received_s,
         )
         tier_name = caller.identity.tier

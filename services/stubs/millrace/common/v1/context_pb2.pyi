@@ -40,6 +40,7 @@ class RequestContext(_message.Message):
     ISSUED_UNIX_MS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_MODELS_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request; equals the x-request-id header that Envoy sets."""
     tenant: _builtins.str
@@ -68,6 +69,8 @@ class RequestContext(_message.Message):
     """When the context was signed, milliseconds since the Unix epoch. Old contexts are refused."""
     max_context_tokens: _builtins.int
     """Largest prompt plus completion that the tier allows, in tokens; unset means the model's own limit."""
+    client_request_id: _builtins.str
+    """The client's own x-request-id, for traces; empty when it sent none."""
     @_builtins.property
     def allowed_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that the key may use; empty means every model."""
@@ -91,10 +94,11 @@ class RequestContext(_message.Message):
         issued_unix_ms: _builtins.int = ...,
         max_context_tokens: _builtins.int | None = ...,
         allowed_models: _abc.Iterable[_builtins.str] | None = ...,
+        client_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_max_context_tokens", b"_max_context_tokens", "_queue_limit_ms", b"_queue_limit_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_target_ms", b"_ttft_target_ms", "_weight", b"_weight", "deadline_unix_ms", b"deadline_unix_ms", "max_context_tokens", b"max_context_tokens", "queue_limit_ms", b"queue_limit_ms", "tpot_target_ms", b"tpot_target_ms", "ttft_target_ms", b"ttft_target_ms", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_max_context_tokens", b"_max_context_tokens", "_queue_limit_ms", b"_queue_limit_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_target_ms", b"_ttft_target_ms", "_weight", b"_weight", "allowed_models", b"allowed_models", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "issued_unix_ms", b"issued_unix_ms", "key_id", b"key_id", "max_context_tokens", b"max_context_tokens", "priority", b"priority", "queue_limit_ms", b"queue_limit_ms", "request_id", b"request_id", "tenant", b"tenant", "tier", b"tier", "tpot_target_ms", b"tpot_target_ms", "traceparent", b"traceparent", "tracestate", b"tracestate", "ttft_target_ms", b"ttft_target_ms", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_max_context_tokens", b"_max_context_tokens", "_queue_limit_ms", b"_queue_limit_ms", "_tpot_target_ms", b"_tpot_target_ms", "_ttft_target_ms", b"_ttft_target_ms", "_weight", b"_weight", "allowed_models", b"allowed_models", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "deadline_unix_ms", b"deadline_unix_ms", "issued_unix_ms", b"issued_unix_ms", "key_id", b"key_id", "max_context_tokens", b"max_context_tokens", "priority", b"priority", "queue_limit_ms", b"queue_limit_ms", "request_id", b"request_id", "tenant", b"tenant", "tier", b"tier", "tpot_target_ms", b"tpot_target_ms", "traceparent", b"traceparent", "tracestate", b"tracestate", "ttft_target_ms", b"ttft_target_ms", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_unix_ms: _TypeAlias = _typing.Literal["deadline_unix_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_unix_ms: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms"]  # noqa: Y015

@@ -1,0 +1,139 @@
+"""What the request's span says: who and what was asked at its start, what became of it at its end.
+
+Names follow the GenAI conventions of the configured generation beside our own; see observability.genai.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import msgspec
+from opentelemetry.util.types import AttributeValue
+
+from gateway.identity import Identity
+from gateway.pipeline.delta import TimeToFirstToken, Usage
+from gateway.pipeline.generation import Generation, Outcome
+from gateway.pipeline.request import (
+    ChoiceFormat,
+    Conversation,
+    EbnfFormat,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+)
+from gateway.tiers import Tier
+from observability import genai, names
+from observability.names import DELAYED_BY_MS, TTFT_PARTS, Cause, TtftPart
+from observability.tracing import Telemetry
+
+Attributes = dict[str, AttributeValue]
+
+GUIDED_KINDS: Mapping[type[msgspec.Struct], str] = {
+    JsonObjectFormat: "json_object",
+    JsonSchemaFormat: "json_schema",
+    RegexFormat: "regex",
+    ChoiceFormat: "choice",
+    LarkFormat: "lark",
+    EbnfFormat: "ebnf",
+}
+
+
+def at_start(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Attributes:
+    """Before anything is checked, so that a refused request can be found by them."""
+    sampling = request.sampling
+    asked = genai.GenAiRequest(
+        operation="chat" if isinstance(request.prompt, Conversation) else "text_completion",
+        model=request.model,
+        stream=request.streaming,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        choices=sampling.n or 1,
+        service_tier=request.service_tier,
+    )
+    found: Attributes = {
+        names.FACE: request.face,
+        names.STREAMING: request.streaming,
+        names.KEY_ID: identity.key_id,
+        **genai.request_attributes(asked, telemetry.semconv),
+    }
+    if request.response_format is not None:
+        found[names.GUIDED] = GUIDED_KINDS[type(request.response_format)]
+    if telemetry.config.capture_content:
+        found[genai.INPUT_MESSAGES] = json.dumps(msgspec.to_builtins(request.prompt), ensure_ascii=False)
+    return found
+
+
+def at_end(
+    telemetry: Telemetry,
+    request: GenerationRequest,
+    tier: Tier,
+    generation: Generation,
+    usage: Usage,
+    outcome: Outcome,
+    *,
+    duration_s: float,
+    tpot_s: float | None,
+) -> Attributes:
+    """Of a request that was accepted."""
+    statistics = generation.meter.statistics
+    answered = genai.GenAiResponse(
+        model=request.model,
+        finish_reasons=[outcome.name] if outcome.error is None else (),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        time_to_first_chunk_s=None if usage.ttft is None else usage.ttft.total_s,
+        service_tier=tier.name,
+    )
+    found: Attributes = {
+        names.TIER: tier.name,
+        names.OUTCOME: outcome.name,
+        names.PROMPT_TOKENS: usage.prompt_tokens,
+        names.CACHED_TOKENS: usage.cached_prompt_tokens,
+        names.OUTPUT_TOKENS: usage.completion_tokens,
+        names.E2E_MS: duration_s * 1000,
+        names.ENGINE_ID: generation.engine,
+        names.SPECULATIVE: statistics.drafted_tokens > 0,
+        **genai.response_attributes(answered, telemetry.semconv),
+    }
+    optional = (
+        (names.TPOT_MS, None if tpot_s is None else tpot_s * 1000),
+        (names.TTFT_TARGET_MS, tier.config.ttft_target_ms),
+        (names.TPOT_TARGET_MS, tier.config.tpot_target_ms),
+    )
+    found |= {key: value for key, value in optional if value is not None}
+    if usage.ttft is not None:
+        found[names.TTFT_MS] = usage.ttft.total_s * 1000
+        found |= {TTFT_PARTS[part]: seconds * 1000 for part, seconds in ttft_parts(usage.ttft).items()}
+    found |= _delays(statistics.delayed_by_s)
+    return found
+
+
+def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:
+    """Seconds by the part's name."""
+    return {
+        TtftPart.NETWORK: ttft.network_s,
+        TtftPart.PREPROCESS: ttft.preprocess_s,
+        TtftPart.QUEUE: ttft.queue_s,
+        TtftPart.PREFILL: ttft.prefill_s,
+        TtftPart.FIRST_DECODE: ttft.first_decode_s,
+        TtftPart.SERIALIZE: ttft.serialize_s,
+    }
+
+
+def _delays(delayed_by_s: Mapping[str, float]) -> Attributes:
+    causes = sorted(delayed_by_s, key=delayed_by_s.__getitem__, reverse=True)
+    if not causes:
+        return {}
+    # An engine of a newer version may name causes that this gateway has no key for.
+    known = {cause.value: DELAYED_BY_MS[cause] for cause in Cause}
+    found: Attributes = {known[cause]: delayed_by_s[cause] * 1000 for cause in causes if cause in known}
+    found[names.DELAYED_BY] = causes
+    return found
