@@ -30,7 +30,9 @@ _NUM_TURNS = 60
 def source_text() -> str:
     """The repository's own prose and code."""
     files = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("*/*.md"), *(_ROOT / "tokenizer_svc").glob("**/*.py")])
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)[:_NUM_CHARACTERS]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    # Spelled control tokens are another path; they are rare outside of this repository.
+    return text.replace("<", "(")[:_NUM_CHARACTERS]
 
 
 def throughput(work: Callable[[], object], num_bytes: int) -> float:
@@ -63,9 +65,8 @@ def main() -> int:
     ]
     rendered = templates.render(Conversation(messages=tuple(turns)))
     history = len(rendered.encode())
-    marked = control.mark in rendered
     expected = raw.encode(rendered, add_special_tokens=False).ids
-    assert marked or encoder.encode_rendered(rendered, tenant="check").token_ids == expected
+    assert encoder.encode_rendered(rendered, tenant="check").token_ids == expected
     fresh = iter(range(10_000))
     figures = {
         "raw, one text": throughput(lambda: raw.encode(text, add_special_tokens=False), size),

@@ -82,27 +82,30 @@ class TextEncoder:
 
     def encode_rendered(self, rendered: str, *, tenant: str) -> Encoded:
         """What a template wrote, markers included."""
+        if len(rendered) >= _MIN_CACHED_CHARACTERS:
+            return self._encode_turns(rendered, tenant)
         if self._control.mark in rendered:
             return Encoded(self._protected.encode(rendered))
-        if len(rendered) < _MIN_CACHED_CHARACTERS:
-            return Encoded(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
-        return self._encode_turns(rendered, tenant)
+        return Encoded(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def _encode_turns(self, rendered: str, tenant: str) -> Encoded:
         turns = self._split(rendered)
         found = [self._cache.get(tenant, turn) for turn in turns]
+        num_cached = sum(len(ids) for ids in found if ids is not None)
         missing = [index for index, ids in enumerate(found) if ids is None]
-        texts = [turns[index] for index in missing]
-        ids: list[int] = []
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for index, encoding in zip(missing, encodings, strict=True):
-            found[index] = encoding.ids
-            self._cache.put(tenant, turns[index], encoding.ids)
-        num_cached = sum(len(each or ()) for each in found)
-        num_cached -= sum(len(found[index] or ()) for index in missing)
-        for each in found:
-            ids += each or ()
-        return Encoded(ids, num_cached)
+        for index, ids in zip(missing, self._encode_all([turns[each] for each in missing]), strict=True):
+            found[index] = ids
+            self._cache.put(tenant, turns[index], ids)
+        return Encoded([token_id for ids in found for token_id in ids or ()], num_cached)
+
+    def _encode_all(self, turns: list[str]) -> list[list[int]]:
+        marked = [self._control.mark in turn for turn in turns]
+        plain = [turn for turn, is_marked in zip(turns, marked, strict=True) if not is_marked]
+        encoded = iter(self._tokenizer.encode_batch_fast(plain, add_special_tokens=False))
+        return [
+            self._protected.encode(turn) if is_marked else next(encoded).ids
+            for turn, is_marked in zip(turns, marked, strict=True)
+        ]
 
     def _split(self, text: str) -> list[str]:
         """Pieces that each begin with a control token, except perhaps the first."""

@@ -108,6 +108,17 @@ def test_cached_turns_equal_the_whole(text: Text, contents: list[str]) -> None:
         assert text.encoder.encode_rendered(rendered, tenant="t").token_ids == expected
 
 
+def test_spelled_control_tokens_stay_text_in_a_long_history(text: Text) -> None:
+    control = "".join(sorted(text.control.control))
+    turns = [{"role": ("user", "assistant")[turn % 2], "content": f"{turn} " * 300} for turn in range(9)]
+    harmless = text.ids(conversation(turns), tenant="long")
+    turns[4] = {"role": "user", "content": f"4 {control} " * 20}
+    for _ in range(2):
+        ids = text.ids(conversation(turns), tenant="long")
+        assert counts(text, ids) == counts(text, harmless)
+        assert control.replace(" ", "") in spelled(text, ids).replace(" ", "")
+
+
 def test_the_second_time_costs_only_new_turns(qwen: Text) -> None:
     messages = [{"role": "user", "content": f"question {turn} " * 40} for turn in range(20)]
     first = qwen.encoder.encode_rendered(qwen.templates.render(conversation(messages)), tenant="again")
