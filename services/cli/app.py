@@ -254,10 +254,20 @@ def top(context: typer.Context) -> None:
     raise typer.Exit(owners.run_module("observability.top", [*targets, *context.args]))
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def plan(context: typer.Context) -> None:
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(help="Directory or hub id; the served or bundled one when empty.")
+    ] = "",
+    dtype: DtypeOption = "auto",
+    config: Config = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
-    raise typer.Exit(owners.run_module("engine.model.plan", context.args))
+    with _errors_told():
+        settings = owners.model_settings(model, None if dtype == "auto" else dtype)
+    arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
+    raise typer.Exit(owners.run_module("engine.model.plan", arguments, settings=settings))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from services.cli.target import running_stack
-from services.supervisor.config import state_directory
+from services.supervisor import checkpoint
+from services.supervisor.config import BUNDLED_MODEL, state_directory
 
 
-def run_module(module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Runs `python -m module` in the foreground and returns its exit status."""
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    settings: Mapping[str, str] | None = None,
+) -> int:
+    """Runs `python -m module` in the foreground and returns its exit status.
+
+    `settings` are overrides that the command line gives; they win over everything.
+    """
     command = [sys.executable, "-P", "-m", module, *arguments]
+    environment = {**stack_environment(environ), **(settings or {})}
     try:
-        return subprocess.run(command, env=stack_environment(environ), check=False).returncode
+        return subprocess.run(command, env=environment, check=False).returncode
     except KeyboardInterrupt:
         return 130
 
@@ -32,6 +43,21 @@ def stack_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "MILLRACE_OBSERVABILITY__STORE": str(directory / "traces.sqlite"),
     }
     return {**local, **environ}
+
+
+def model_settings(model: str, dtype: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Overrides that choose a checkpoint: the named one, else the configured one, else the bundled one.
+
+    Raises ConfigError when the named one cannot be found.
+    """
+    settings = {"MILLRACE_ENGINE__DTYPE": dtype} if dtype else {}
+    if model:
+        path = checkpoint.resolve(model, weights=False)
+    elif "MILLRACE_MODEL__PATH" in stack_environment(environ):
+        return settings
+    else:
+        path = BUNDLED_MODEL
+    return {**settings, "MILLRACE_MODEL__PATH": json.dumps(str(path))}
 
 
 def trace_store(environ: Mapping[str, str] = os.environ) -> str:
