@@ -1,0 +1,58 @@
+"""What the tokenizer service compiles, the engine follows: the artifact is the contract between them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.sampling import grammar as engine_grammar
+from engine.types import GrammarSpec
+from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.grammar import request as service
+from tokenizer_svc.grammar.backend import Backend
+from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.types import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, RegexFormat, ToolChoiceMode
+
+LIMITS = BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 20)
+TOOL = service.ToolSpec(name="f", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})
+
+
+def test_both_name_the_same_back_end() -> None:
+    assert engine_grammar.BACKEND == service.BACKEND
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        service.GrammarRequest(response_format=JsonObjectFormat()),
+        service.GrammarRequest(
+            response_format=JsonSchemaFormat(json.dumps({"oneOf": [{"type": "null"}, {"enum": [1]}]}))
+        ),
+        service.GrammarRequest(response_format=RegexFormat("a+/b")),
+        service.GrammarRequest(response_format=ChoiceFormat(("x", "y")), reasoning_open=True),
+        service.GrammarRequest(
+            tools=service.ToolRules(tools=(TOOL,), mode=ToolChoiceMode.AUTO, parallel=True, format="hermes")
+        ),
+    ],
+)
+def test_the_engine_builds_a_matcher_from_every_artifact(
+    asked: service.GrammarRequest, tmp_path: Path
+) -> None:
+    checkpoint = load_checkpoint(make("qwen_tools", tmp_path))
+    reply = build(asked, Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids), LIMITS)
+    assert reply.built is not None
+    vocab_size = len(checkpoint.vocabulary.tokens)
+    engine = engine_grammar.GrammarEngine(tmp_path, vocab_size, checkpoint.eos_token_ids)
+    try:
+        spec = GrammarSpec(digest="d", payload=reply.built.payload, backend=service.BACKEND)
+        matcher = engine.matcher(spec, ())
+        masks = engine.fill([(matcher, ())]).result(timeout=30)
+        assert masks.problems == [""]
+        assert np.any(masks.masks != 0)
+        assert np.any(masks.masks != -1)
+    finally:
+        engine.close()
