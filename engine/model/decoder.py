@@ -72,6 +72,7 @@ class Decoder:
 
     def __init__(self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int) -> None:
         self.spec = spec
+        self.max_model_len = max_model_len
         self.embedding = weights.take(
             "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         )  # [V, E]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionOptions
+from engine.kernels.linear import batched_product
 from engine.kernels.norm import rms_norm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
@@ -76,8 +77,10 @@ class LatentAttention:
         k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=self.interleaved)
         stored = rms_norm(down[:, : latent.kv_rank], self.latent_norm, INNER_NORM_EPS)
         cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
-        q_latent = torch.bmm(q[..., : latent.nope_dim].float().transpose(0, 1), self.key_up).transpose(0, 1)
+        q_latent = batched_product(q[..., : latent.nope_dim].float().transpose(0, 1), self.key_up).transpose(
+            0, 1
+        )
         queries = torch.cat((q_latent, q_turned.float()), dim=-1)  # [T, H, R + P]
         mixed = step.attention.run(step.attention_plan, queries, cache, self.options)  # [T, H, R]
-        values = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
+        values = batched_product(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
         return self.output(values.flatten(1).to(x.dtype))

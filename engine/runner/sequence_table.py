@@ -38,8 +38,11 @@ class SequenceState:
 class SequenceTable:
     """All live sequences. Slots of released sequences serve new ones."""
 
-    def __init__(self, *, vocab_size: int, device: torch.device, grammar: GrammarEngine) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_model_len: int, device: torch.device, grammar: GrammarEngine
+    ) -> None:
         self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
         self.grammar = grammar
         self.sampling = SamplingTable(vocab_size, device)
         self.states: dict[int, SequenceState] = {}
@@ -128,6 +131,8 @@ class SequenceTable:
     def _problem(self, new: NewSequence, ids: NDArray[np.int64]) -> str:
         if ids.size == 0:
             return "the prompt is empty"
+        if ids.size > self.max_model_len:
+            return f"prompt: {ids.size} tokens exceed the {self.max_model_len} of engine.max_model_len"
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             bad = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
             return f"prompt: token id {bad} is outside the vocabulary of {self.vocab_size} tokens"

@@ -80,7 +80,12 @@ class TorchRunner:
         self.device = model.embedding.device
         self.grammar = grammar
         self.proposer = proposer
-        self.table = SequenceTable(vocab_size=model.spec.vocab_size, device=self.device, grammar=grammar)
+        self.table = SequenceTable(
+            vocab_size=model.spec.vocab_size,
+            max_model_len=model.max_model_len,
+            device=self.device,
+            grammar=grammar,
+        )
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
         )

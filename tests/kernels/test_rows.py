@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from engine.kernels.activation import GATES, gate
-from engine.kernels.linear import PackedProduct, PlainProduct, Product, TiledProduct, pack_linear
+from engine.kernels.linear import (
+    PackedProduct,
+    PlainProduct,
+    Product,
+    TiledProduct,
+    batched_product,
+    pack_linear,
+)
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rotate
 
@@ -55,6 +62,23 @@ def test_a_library_that_varies_with_rows_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight = torch.randn(37, 41)
     assert isinstance(pack_linear(weight), TiledProduct)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(("inner", "columns"), [(64, 256), (256, 64), (20, 64), (64, 10)])
+def test_batched_products_are_invariant(
+    inner: int, columns: int, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece where the library allows it, and in tiles of 16 rows where it does not."""
+    if splits:
+        monkeypatch.setattr("engine.kernels.linear.batched._proven", {})
+        monkeypatch.setattr("engine.kernels.linear.batched._rows_are_invariant", lambda *_: False)
+    left, right = torch.randn(9, 320, inner), torch.randn(9, inner, columns)
+    whole = batched_product(left, right)
+    torch.testing.assert_close(whole, torch.bmm(left, right), atol=1e-4, rtol=1e-5)
+    for batch, start, rows in ((1, 0, 16), (9, 304, 16), (4, 16, 64), (7, 0, 304), (2, 160, 160)):
+        part = batched_product(left[:batch, start : start + rows], right[:batch])
+        assert torch.equal(part, whole[:batch, start : start + rows])
 
 
 @pytest.mark.parametrize("name", GATES)

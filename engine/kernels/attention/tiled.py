@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
-from engine.kernels.linear import ROW_MULTIPLE
+from engine.kernels.linear import ROW_MULTIPLE, batched_product
 from engine.kernels.paged_cache import LayerCache
 
 HISTORY_CHUNK = 256
@@ -176,7 +176,7 @@ class _Softmax:
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """Batched matrix product over the first two axes."""
-    product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
+    product = batched_product(left.flatten(0, 1), right.flatten(0, 1))
     return product.view(*left.shape[:3], right.shape[-1])
 
 
