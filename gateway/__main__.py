@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
@@ -39,6 +40,9 @@ async def _serve(settings: Settings, config: ObservabilityConfig) -> None:
     await asyncio.wait([stopped, ready], return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
         ready.result()
+        # Vocabulary, modules and wiring live as long as the process: keep collections away from them.
+        gc.collect()
+        gc.freeze()
         await gateway.grpc.set_serving(True)
         grpc = f"{listen.grpc_listen.rpartition(':')[0]}:{gateway.grpc.port}"
         http = f"{listen.http_listen.rpartition(':')[0]}:{gateway.http.port}"

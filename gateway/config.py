@@ -261,7 +261,7 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     concurrency: Annotated[int, msgspec.Meta(ge=0)] = 2
     connect_timeout_s: PositiveFloat = 1.0
     # Longest time for ext_authz and for the rate limit service to answer; the request is refused after it.
-    authorization_timeout_ms: PositiveInt = 1000
+    authorization_timeout_ms: PositiveInt = 5000
     # A stream on which neither side sent a byte for this long is reset.
     stream_idle_timeout_s: PositiveFloat = 600.0
     # A client must have sent its whole request header within this time.

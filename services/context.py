@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 
 from google.protobuf.message import DecodeError
@@ -54,7 +53,8 @@ def from_header(text: str) -> context_pb2.SignedContext:
 
 
 def _signature(payload: bytes, secret: bytes) -> bytes:
-    return hmac.new(secret, payload, hashlib.sha256).digest()
+    # One call into OpenSSL: contexts are signed and verified on every hop.
+    return hmac.digest(secret, payload, "sha256")
 
 
 def _invalid(message: str) -> MillraceError:

@@ -98,6 +98,11 @@ class ContinuousStream:
                 leg.cancel(reason)
                 del self._legs[handle]
 
+    @property
+    def _ranks_at_the_end(self) -> bool:
+        sampling = self._submission.sampling
+        return sampling.best_of > sampling.n or sampling.beam_width > 0
+
     def _note(self, output: EngineOutput) -> None:
         if output.finish_reason is not None:
             self._tokens.pop(output.choice_index, None)
@@ -124,6 +129,10 @@ class ContinuousStream:
         await self._wait_for_engine()
         open_elsewhere = {leg.choice_index for leg in self._legs.values()}
         self.interruptions.append((lost_s, time.monotonic()))
+        if self._ranks_at_the_end:
+            # Nothing was told yet, and which answers are the best depends on all of them.
+            self._submit(self._submission)
+            return
         for index, tokens in self._tokens.items():
             if index in open_elsewhere:
                 continue

@@ -21,6 +21,7 @@ from gateway.pipeline.request import (
 from gateway.pipeline.validate import refuse
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert as chat_convert
+from services.errors import MillraceError, Reason
 
 _SCALARS = (
     "temperature",
@@ -55,6 +56,11 @@ _CHAT_NAMES: Mapping[str, str] = {
 
 def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
     """The domain request of Chat."""
+    if message.sampling.HasField("prompt_logprobs"):
+        field = "sampling.prompt_logprobs"
+        raise MillraceError(
+            Reason.UNSUPPORTED_FIELD, f"{field}: Chat does not report them; use Generate", field=field
+        )
     return GenerationRequest(
         model=message.model,
         prompt=chat_convert.conversation(message.conversation, "conversation"),

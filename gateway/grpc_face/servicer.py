@@ -11,6 +11,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from gateway.grpc_face import convert
 from gateway.pipeline.caller import Caller
+from gateway.pipeline.delta import by_choice
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.tokenizer.convert import enforcement_message
@@ -35,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             info = generation.info
             response = self._response(inference_pb2.ChatResponse, info)
             while deltas := await generation.take():
-                response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in deltas)
+                response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
                 generation.first_chunk_written()
                 response = self._next(inference_pb2.ChatResponse, info)
@@ -58,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             while deltas := await generation.take():
                 response.choices.extend(
                     convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
-                    for delta in deltas
+                    for delta in by_choice(deltas)
                 )
                 yield response
                 generation.first_chunk_written()

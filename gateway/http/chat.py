@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -68,7 +68,7 @@ class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What SDKs copy from answers; nothing else than null is accepted.
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class FunctionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

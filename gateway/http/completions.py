@@ -35,7 +35,7 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
     echo = bool(body.echo)
     logprobs = body.logprobs
     options = sampling(body, max_tokens=body.max_tokens, logprobs=logprobs)
-    if echo and logprobs is not None and options.prompt_logprobs is None:
+    if echo and logprobs is not None:
         # Echoed tokens have their log-probabilities too.
         options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
     format_ = response_format(body)

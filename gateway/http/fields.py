@@ -38,6 +38,7 @@ REFUSED: Mapping[str, str] = {
     "chat_template": "templates come with the checkpoint; name one of them with template_name",
     "mm_processor_kwargs": "only text is served",
     "return_tokens_as_token_ids": "use /tokenize, or the gRPC face, which returns token ids",
+    "prompt_logprobs": "use /v1/completions with echo and logprobs, or Generate of the gRPC face",
     "kv_transfer_params": "engines decide where keys and values live",
 }
 
@@ -95,6 +96,7 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chat_template: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     mm_processor_kwargs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     return_tokens_as_token_ids: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     kv_transfer_params: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     modalities: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)

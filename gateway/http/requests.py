@@ -30,9 +30,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    # vLLM: usage on every chunk.
+    # Usage on every chunk, and padding against traffic analysis: false is what happens anyway.
     continuous_usage_stats: bool | None = None
-    # Padding against traffic analysis is not made; false is what happens anyway.
     include_obfuscation: bool | None = None
 
 
@@ -90,7 +89,6 @@ class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
     response_format: ResponseFormatBody | None = None
@@ -113,16 +111,24 @@ def invalid(field: str, problem: str) -> MillraceError:
     return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
 
 
+def unsupported(field: str, remedy: str) -> MillraceError:
+    """UNSUPPORTED_FIELD that names the field."""
+    return MillraceError(Reason.UNSUPPORTED_FIELD, f"{field}: not supported; {remedy}", field=field)
+
+
 def check_common(body: CommonBody) -> None:
     """Raises for combinations that only this face can see."""
     options = body.stream_options
     if options is not None and not body.stream:
         raise invalid("stream_options", "it is only allowed with stream true")
-    if options is not None and options.include_obfuscation:
-        raise MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            "stream_options.include_obfuscation: not supported; leave it out or send false",
-            field="stream_options.include_obfuscation",
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        if options is not None and getattr(options, name):
+            raise unsupported(f"stream_options.{name}", "leave it out or send false")
+    format_ = body.response_format
+    if format_ is not None and format_.json_schema is not None and format_.json_schema.description:
+        raise unsupported(
+            "response_format.json_schema.description",
+            "the model does not see it; describe the answer in a message",
         )
     for key, value in (body.metadata or {}).items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
@@ -170,7 +176,6 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
         n=body.n,
         best_of=body.best_of,
         logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
         beam_width=body.beam_width,
     )
 

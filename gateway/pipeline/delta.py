@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from gateway.engines.types import FinishReason, TokenLogprob
@@ -21,6 +23,28 @@ class ChoiceDelta(TextDelta, kw_only=True):
     finish_reason: FinishReason | None = None
     # Stop string that ended the choice.
     stop_reason: str | None = None
+
+    def absorb(self, later: ChoiceDelta) -> None:
+        """Adds what came right after this delta of the same choice."""
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        for piece in later.tool_calls:
+            self.add_call(piece)
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+def by_choice(deltas: Iterable[ChoiceDelta]) -> list[ChoiceDelta]:
+    """One delta per choice, for faces whose messages say once what they add to an answer."""
+    found: dict[int, ChoiceDelta] = {}
+    for delta in deltas:
+        earlier = found.setdefault(delta.index, delta)
+        if earlier is not delta:
+            earlier.absorb(delta)
+    return list(found.values())
 
 
 class TimeToFirstToken(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 
 from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
 from gateway.overload import Ticket
 from gateway.pipeline.delta import TimeToFirstToken
+from observability import names
 
 
 class Meter:
@@ -24,6 +26,10 @@ class Meter:
         # The place among the requests that wait for their first token.
         self.ticket: Ticket | None = None
         self.completion_tokens = 0
+        # Gaps between outputs, counted by the buckets of names.ITL; and the longest one.
+        self.gap_counts = [0] * (len(names.ITL.buckets) + 1)
+        self.gaps_s = 0.0
+        self.longest_gap_s = 0.0
         self.statistics = ChoiceStatistics()
 
     def count(self, output: EngineOutput, now_s: float) -> None:
@@ -34,10 +40,17 @@ class Meter:
                 self.ticket.started()
             if output.first_token is not None:
                 self.first_token = output.first_token
+        elif output.token_ids:
+            self._count_gap(now_s - self.last_output_s)
         self.last_output_s = now_s
         self.completion_tokens += len(output.token_ids)
         if output.statistics is not None:
             self._add(output.statistics)
+
+    def _count_gap(self, gap_s: float) -> None:
+        self.gap_counts[bisect_left(names.ITL.buckets, gap_s)] += 1
+        self.gaps_s += gap_s
+        self.longest_gap_s = max(self.longest_gap_s, gap_s)
 
     def _add(self, other: ChoiceStatistics) -> None:
         mine = self.statistics

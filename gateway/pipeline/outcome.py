@@ -20,6 +20,9 @@ from observability.names import length_bucket
 from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
 
+# Finish reasons of answers that ended by themselves.
+_COMPLETE = frozenset({"stop", "tool_calls"})
+
 
 class OutcomeRecorder:
     """Writes each request's outcome once, to all places that keep it."""
@@ -58,6 +61,12 @@ class OutcomeRecorder:
         tpot_s = generation.meter.tpot_s(generation.info.num_choices)
         group = _outcome_group(outcome)
         self._count(caller, request, tier.name, group)
+        if request.response_format is not None and group == "ok":
+            # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
+            # cut by a limit is not.
+            complete = outcome.name in _COMPLETE
+            kind = span_attributes.GUIDED_KINDS[type(request.response_format)]
+            self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
         self._observe(request, tier, generation, usage, duration_s, tpot_s)
         self._count_tokens(caller, request, tier.name, usage)
         self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
@@ -95,6 +104,8 @@ class OutcomeRecorder:
                 speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
                 pool="",
             )
+        meter = generation.meter
+        metrics.merge(names.ITL, meter.gap_counts, meter.gaps_s, model=model, tier=tier.name)
         if usage.ttft is None:
             return
         metrics.observe(

@@ -264,12 +264,14 @@ class Pipeline:
             settle=lambda generation, outcome: self._settled(call, generation, outcome),
         )
         self.num_open += 1
+        self._metrics.shift(names.ACTIVE_STREAMS, 1, tier=call.tier.name)
         if caller.deadline_s is not None:
             generation.expire_at(caller.deadline_s)
         return generation
 
     def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
         self.num_open -= 1
+        self._metrics.shift(names.ACTIVE_STREAMS, -1, tier=call.tier.name)
         meter = generation.meter
         if meter.ticket is not None:
             meter.ticket.ended()

@@ -105,6 +105,7 @@ def at_end(
     }
     optional = (
         (names.TPOT_MS, None if tpot_s is None else tpot_s * 1000),
+        (names.ITL_MAX_MS, generation.meter.longest_gap_s * 1000 or None),
         (names.TTFT_TARGET_MS, tier.config.ttft_target_ms),
         (names.TPOT_TARGET_MS, tier.config.tpot_target_ms),
     )

@@ -73,6 +73,12 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
     ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
     ({"metadata": {str(key): "" for key in range(17)}}, Reason.INVALID_ARGUMENT, "metadata"),
+    ({"prompt_logprobs": 1}, Reason.UNSUPPORTED_FIELD, "prompt_logprobs"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        Reason.UNSUPPORTED_FIELD,
+        "stream_options.include_obfuscation",
+    ),
     ({"best_of": 3, "stream": True}, Reason.INVALID_ARGUMENT, "best_of"),
 ]
 
