@@ -87,6 +87,9 @@ class Sequence:
         self.grammar_s = 0.0
         self.first_token_s: float | None = None
         self.delayed_by_s: dict[str, float] = {}
+        # When it was preempted; None while it is not away. Then the times it was away, with their ends.
+        self.away_since_s: float | None = None
+        self.absences_s: list[tuple[float, float]] = []
         # Cause and start of the present wait.
         self.waiting_for = ""
         self.waiting_since_s = self.group.request.arrival_s
@@ -152,6 +155,7 @@ class Sequence:
         child.recomputed_tokens, child.high_water = self.recomputed_tokens, self.high_water
         child.first_token_s = self.first_token_s
         child.delayed_by_s = dict(self.delayed_by_s)
+        child.absences_s = list(self.absences_s)
         return child
 
     def blames(self, cause: str, seconds: float) -> None:
@@ -167,6 +171,9 @@ class Sequence:
 
     def stops_waiting(self, now: float) -> None:
         """Books the wait that ends now."""
+        if self.away_since_s is not None:
+            self.absences_s.append((self.away_since_s, now))
+            self.away_since_s = None
         self.blames(self.waiting_for, now - self.waiting_since_s)
         self.waiting_since_s = now
 
@@ -192,4 +199,5 @@ class Sequence:
             decode_s=0.0 if self.first_token_s is None else now - self.first_token_s,
             grammar_s=self.grammar_s,
             delayed_by_s=dict(self.delayed_by_s),
+            absences_s=tuple(self.absences_s),
         )

@@ -105,6 +105,7 @@ class SchedulerState:
         sequence.status = Status.WAITING
         sequence.waiting_for, sequence.waiting_since_s = cause, now
         if counts:
+            sequence.away_since_s = now
             sequence.num_preemptions += 1
             self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
             if sequence.num_preemptions >= self.config.max_preemptions:

@@ -114,7 +114,9 @@ class Dispatcher:
                     self.close(stream)
 
     def core_lost(self, failure: RequestFailure) -> None:
-        """The core is gone: every open request ends here."""
+        """The core is gone: every open request ends here. Gateways learn it from the end of their streams,
+        the one sign that they have for any loss of an engine, and continue elsewhere.
+        """
         now = time.monotonic()
         for opened in list(self.requests.values()):
             event = TokenEvent(
@@ -124,7 +126,6 @@ class Dispatcher:
                 failure=failure,
             )
             self._take_in(opened, event, now)
-            opened.stream.put(self._last_step_id, [convert.to_output(event, opened.handle)], None, now)
 
     def _take_in(self, opened: OpenRequest, event: TokenEvent, now: float) -> None:
         opened.trace.observe(event, now)

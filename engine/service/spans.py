@@ -91,6 +91,14 @@ class RequestTrace:
             key = _DELAY_KEYS.get(cause)
             if key is not None:
                 attributes[key] = seconds * 1000
+        for start_s, end_s in statistics.absences_s:
+            self._telemetry.record(
+                names.ENGINE_PREEMPTED,
+                start_s=start_s,
+                end_s=end_s,
+                parent=self._context,
+                attributes={names.CHOICE_INDEX: choice_index},
+            )
         self._telemetry.record(
             names.ENGINE_DECODE,
             start_s=now - statistics.decode_s,

@@ -53,6 +53,8 @@ class ChoiceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     grammar_s: float = 0.0
     # Named cause to seconds lost.
     delayed_by_s: dict[str, float] = {}
+    # (start, end) of every time out of the batch, for spans.
+    absences_s: tuple[tuple[float, float], ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -274,8 +274,9 @@ async def test_killing_the_core_ends_every_stream_and_the_process() -> None:
         await gateway.submit(1, PROMPT, max_tokens=10_000)
         await gateway.read()
         os.kill(engine.core_pid, signal.SIGKILL)
-        outputs = await gateway.until_ended(1)
-        assert outputs[1, 0][-1].error.reason == Reason.ENGINE_LOST
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await gateway.until_ended(1)
+        assert from_rpc_error(lost.value).reason is Reason.ENGINE_LOST
         assert await gateway.status() == grpc.StatusCode.UNAVAILABLE
         assert not await engine.serving()
         assert await asyncio.wait_for(engine.process.wait(), 30) == 70

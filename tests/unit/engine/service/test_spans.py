@@ -1,0 +1,88 @@
+"""The moments that the core measured become spans under the gateway's."""
+
+from __future__ import annotations
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from engine.service.spans import RequestTrace
+from engine.types import (
+    ChoiceStatistics,
+    FinishReason,
+    FirstTokenTimings,
+    Request,
+    RequestFailure,
+    SamplingParams,
+    TokenEvent,
+)
+from observability.config import ObservabilityConfig
+from observability.tracing import Telemetry
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+REQUEST = Request(
+    request_id=1,
+    external_id="r-1",
+    prompt_token_ids=(1, 2, 3),
+    sampling=SamplingParams(),
+    tenant="acme",
+    tier="gold",
+    arrival_s=100.0,
+    traceparent=f"00-{TRACE}-{PARENT}-01",
+)
+
+
+def spans_of(*events: TokenEvent) -> dict[str, list]:  # type: ignore[type-arg]
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace = RequestTrace(Telemetry("engine", ObservabilityConfig(), provider), REQUEST, "engine-1")
+    for event in events:
+        trace.observe(event, 103.0)
+    trace.end(events[-1], 103.0)
+    found: dict[str, list] = {}  # type: ignore[type-arg]
+    for span in exporter.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+def seconds(span) -> float:  # type: ignore[no-untyped-def]
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_request_is_one_span_with_its_parts_below() -> None:
+    first = FirstTokenTimings(
+        arrival_s=100.0,
+        first_scheduled_s=100.5,
+        prefill_end_s=101.25,
+        first_token_s=101.5,
+        cached_prompt_tokens=0,
+        prefill_chunks=((100.5, 101.0, 2), (101.0, 101.25, 1)),
+    )
+    statistics = ChoiceStatistics(
+        decode_s=1.5, num_preemptions=1, absences_s=((102.0, 102.5),), delayed_by_s={"preemption": 0.5}
+    )
+    spans = spans_of(
+        TokenEvent(request_id=1, token_ids=(7,), first_token=first),
+        TokenEvent(request_id=1, token_ids=(8,), finish_reason=FinishReason.STOP, statistics=statistics),
+    )
+    (request,) = spans["engine.request"]
+    assert f"{request.context.trace_id:032x}" == TRACE
+    assert f"{request.parent.span_id:016x}" == PARENT
+    assert request.attributes["millrace.outcome"] == "stop"
+    assert request.attributes["millrace.output_tokens"] == 2
+    expected = {"engine.queue": [0.5], "engine.prefill": [0.5, 0.25], "engine.first_decode": [0.25]}
+    expected |= {"engine.decode": [1.5], "engine.preempted": [0.5]}
+    for name, durations in expected.items():
+        assert [round(seconds(span), 3) for span in spans[name]] == durations
+        assert all(span.parent.span_id == request.context.span_id for span in spans[name])
+    assert list(spans["engine.decode"][0].attributes["millrace.delayed_by"]) == ["preemption"]
+
+
+def test_a_failure_marks_the_request() -> None:
+    failure = RequestFailure(reason="STEP_FAILED", message="no device")
+    spans = spans_of(TokenEvent(request_id=1, finish_reason=FinishReason.ERROR, failure=failure))
+    (request,) = spans["engine.request"]
+    assert not request.status.is_ok
+    assert request.attributes["millrace.outcome"] == "STEP_FAILED"
