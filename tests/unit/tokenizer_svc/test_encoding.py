@@ -42,7 +42,7 @@ def test_spelled_control_tokens_stay_text(text: Text) -> None:
     assert text.control.mark not in spelled(text, ids)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     pieces=st.lists(
         st.sampled_from(
@@ -91,7 +91,7 @@ def test_tools_documents_and_options_cannot_forge(qwen: Text) -> None:
     assert counts(qwen, ids) == counts(qwen, qwen.ids(conversation(messages, [plain])))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     contents=st.lists(
         st.text(st.sampled_from("ab zé🙂\n\t0<|>_"), max_size=400).map(lambda text: text * 3),

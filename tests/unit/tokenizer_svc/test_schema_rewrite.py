@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jsonschema_rs
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def plain(schema: Any) -> Any:
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=documents(), instances=st.lists(values, min_size=12, max_size=12))
 def test_strict_rewriting_is_exact(schema: Any, instances: list[Any]) -> None:
     try:
@@ -41,7 +43,7 @@ def test_strict_rewriting_is_exact(schema: Any, instances: list[Any]) -> None:
         assert after.is_valid(instance) == before.is_valid(instance), (instance, compiled(schema).schema)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=documents(), instances=st.lists(values, min_size=12, max_size=12))
 def test_lenient_rewriting_never_refuses_what_matches(schema: Any, instances: list[Any]) -> None:
     try:
@@ -51,3 +53,93 @@ def test_lenient_rewriting_never_refuses_what_matches(schema: Any, instances: li
         assume(False)
     for instance in instances:
         assert after.is_valid(instance) or not before.is_valid(instance), instance
+
+
+KEYWORDS = (
+    "type", "enum", "const", "properties", "required", "items", "prefixItems", "additionalProperties",
+    "oneOf", "anyOf", "allOf", "not", "if", "then", "dependencies", "dependentRequired", "minLength",
+    "pattern", "minItems", "maxItems", "uniqueItems", "contains", "propertyNames", "patternProperties",
+    "minProperties", "$ref", "format", "minimum", "multipleOf", "$id", "$defs", "unevaluatedProperties",
+)  # fmt: skip
+junk = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-1, 2), st.sampled_from(("a", "(", "#/x", "object", 0.5))
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from((*KEYWORDS, "a")), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), junk, min_size=1, max_size=3), strict=st.booleans())
+def test_malformed_schemas_are_refused_or_understood(schema: Any, strict: bool) -> None:
+    with contextlib.suppress(SchemaRefused):
+        compiled(schema, strict=strict)
+
+
+def test_equal_numbers_and_unequal_booleans_are_told_apart() -> None:
+    schema = {"oneOf": [{"const": 1}, {"const": True}, {"enum": [1.0, 2]}]}
+    after = validator(plain(compiled(schema).schema))
+    assert [after.is_valid(each) for each in (1, True, 2, 1.0, 3)] == [False, True, True, False, False]
+
+
+def test_what_is_exact_is_also_small() -> None:
+    """Conditions on one property make as many cases as it has values, not twice as many for each."""
+    kinds = [f"kind{number}" for number in range(12)]
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"type": "string"}},
+        "allOf": [
+            {
+                "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+                "then": {"required": [kind]},
+            }
+            for kind in kinds
+        ],
+    }
+    rewritten = compiled(schema).schema
+    assert len(str(rewritten)) < 6_000
+    after = validator(plain(rewritten))
+    assert after.is_valid({"kind": "kind3", "kind3": 1})
+    assert not after.is_valid({"kind": "kind3", "kind4": 1})
+    assert after.is_valid({"kind": "other"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "path"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
+        ({"properties": {"a": {"not": {"multipleOf": 3}}}}, "multipleOf", "/properties/a/not/multipleOf"),
+        ({"$ref": "http://example.com/x"}, "$ref", "/$ref"),
+        ({"type": "string", "pattern": "a(?<!b)c"}, "pattern", "/pattern"),
+        ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
+        ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
+        ({"properties": {"a/b": {"$dynamicRef": "#x"}}}, "$dynamicRef", "/properties/a~1b/$dynamicRef"),
+    ],
+)
+def test_strict_refusals_name_keyword_and_path(schema: Any, keyword: str, path: str) -> None:
+    with pytest.raises(SchemaRefused, match="cannot be enforced exactly") as caught:
+        compiled(schema)
+    assert caught.value.enforcement is not None
+    status = (caught.value.enforcement.unenforced + caught.value.enforcement.approximated)[0]
+    assert (status.keyword, status.path) == (keyword, path)
+
+
+def test_references_by_identifier_and_anchor() -> None:
+    schema = {
+        "$id": "https://example.com/root.json",
+        "properties": {
+            "a": {"$ref": "item.json"},
+            "b": {"$ref": "#name"},
+            "c": {"$ref": "item.json#/$defs/deep"},
+        },
+        "$defs": {
+            "item": {"$id": "item.json", "type": "integer", "$defs": {"deep": {"type": "null"}}},
+            "named": {"$anchor": "name", "type": "string"},
+        },
+    }
+    after = validator(plain(compiled(schema).schema))
+    assert after.is_valid({"a": 1, "b": "x", "c": None})
+    assert not any(after.is_valid(each) for each in ({"a": "x"}, {"b": 1}, {"c": 1}))

@@ -22,7 +22,7 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Text(make(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(picks=st.lists(st.integers(0, 10_000), max_size=30))
 def test_random_ids_decode_as_the_library_does(text: Text, picks: list[int]) -> None:
     tokenizer = Tokenizer.from_str(text.checkpoint.tokenizer_json)
@@ -32,7 +32,7 @@ def test_random_ids_decode_as_the_library_does(text: Text, picks: list[int]) -> 
     assert mine == expected
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=st.text(st.sampled_from("abc zü🙂東\n\x00"), max_size=40))
 def test_texts_survive(text: Text, written: str) -> None:
     ids = text.encoder.encode_text(written, add_special_tokens=False)

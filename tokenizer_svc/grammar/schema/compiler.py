@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema_rs
 import msgspec
 
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
@@ -51,6 +52,9 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
         raise SchemaRefused(str(error)) from error
     except RecursionError as error:
         raise SchemaRefused("the schema is nested too deeply, or refers to itself without end") from error
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        # Keywords with values of the wrong type; what is well-formed does not come here.
+        raise SchemaRefused(f"the schema is malformed: {_malformed(schema)}") from error
     report = _report(context)
     if strict and not report.exact:
         status = (report.unenforced + report.approximated)[0]
@@ -62,6 +66,16 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
             report,
         )
     return CompiledSchema(schema=_assembled(rewritten, context.definitions), enforcement=report)
+
+
+def _malformed(schema: Any) -> str:
+    try:
+        jsonschema_rs.meta.validate(schema)
+    except jsonschema_rs.ValidationError as error:
+        return f"{error.message} at /{'/'.join(map(str, error.instance_path))}"
+    except (ValueError, jsonschema_rs.ReferencingError) as error:
+        return str(error)
+    return "a keyword has a value of the wrong type"
 
 
 def _assembled(schema: Schema, definitions: dict[str, Schema]) -> Schema:
