@@ -374,7 +374,6 @@ def _tenants() -> Dashboard:
             (
                 "Books",
                 [
-                    Panel("Tokens reserved", "short", [Query(gauge(names.RESERVED, "tier"), "{{tier}}")]),
                     Panel(
                         "Ledger entries waiting", "short", [Query(gauge(names.LEDGER_PENDING, "instance"))]
                     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from wsgiref.simple_server import WSGIServer
 
@@ -86,6 +86,26 @@ class Metrics:
         child = self._child(metric, labels)
         assert isinstance(child, Gauge), f"{metric.name} is a {metric.kind}"
         child.set(value)
+
+    def shift(self, metric: Metric, amount: float, **labels: str) -> None:
+        """Adds to a gauge, or takes away from it."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Gauge), f"{metric.name} is a {metric.kind}"
+        child.inc(amount)
+
+    def merge(self, metric: Metric, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Adds observations that were counted by bucket elsewhere, where one at a time would cost too much.
+
+        `counts` has one number per bucket of the declaration and one for what is above; `total` is their sum
+        of values.
+        """
+        child = self._child(metric, labels)
+        assert isinstance(child, Histogram), f"{metric.name} is a {metric.kind}"
+        # The client library has no public way to add several observations at once.
+        for bucket, count in zip(child._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        child._sum.inc(total)
 
     def set_function(self, metric: Metric, function: Callable[[], float], **labels: str) -> None:
         """Reads a gauge's value from `function` at every scrape."""

@@ -101,8 +101,6 @@ ENGINE_FIRST_DECODE = SpanName(
 )
 ENGINE_DECODE = SpanName("engine.decode", ENGINE, "All decode steps as one summary.")
 ENGINE_PREEMPTED = SpanName("engine.preempted", ENGINE, "Out of the batch, its blocks given to others.")
-ENGINE_RESUMED = SpanName("engine.resumed", ENGINE, "Recompute or restore after a preemption.")
-ENGINE_OFFLOAD = SpanName("engine.offload", ENGINE, "Blocks copied to or from host memory for this request.")
 
 # --- Attributes --------------------------------------------------------------------------------------------
 REQUEST_ID = Attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
@@ -127,16 +125,13 @@ CHOICE_INDEX = Attribute("millrace.choice_index", "", "Which choice the span is 
 CHUNK_TOKENS = Attribute("millrace.chunk_tokens", "{token}", "Prompt tokens computed in this chunk.")
 NUM_CHUNKS = Attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the prompt was computed in.")
 NUM_STEPS = Attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
-STEP_ID = Attribute("millrace.step_id", "", "Engine step of the span.")
 NUM_PREEMPTIONS = Attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
 RECOMPUTED_TOKENS = Attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
 DRAFTED_TOKENS = Attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
 ACCEPTED_TOKENS = Attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
-OFFLOADED_BLOCKS = Attribute("millrace.offloaded_blocks", "{block}", "Blocks moved to or from host memory.")
 GRAMMAR_DIGEST = Attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
 GRAMMAR_CACHE = Attribute("millrace.grammar.cache", "", "hit or miss.")
 GRAMMAR_MS = Attribute("millrace.grammar_ms", "ms", "Time spent on grammar masks in the engine.")
-RESERVED_TOKENS = Attribute("millrace.reserved_tokens", "{token}", "Tokens reserved from the budget.")
 EXPECTED_WAIT_MS = Attribute("millrace.expected_wait_ms", "ms", "Wait that admission expected.")
 ROUTE_REASON = Attribute("millrace.route.reason", "", "Why this engine: prefix, least_pending, only, ...")
 ROUTE_PREFIX_TOKENS = Attribute(
@@ -307,9 +302,6 @@ COST = Metric(
 )
 ACTIVE_STREAMS = Metric(
     "millrace_active_requests", "gauge", "{request}", "Requests in the gateway now.", ("tier",)
-)
-RESERVED = Metric(
-    "millrace_reserved_tokens", "gauge", "{token}", "Tokens reserved and not yet settled.", ("tier",)
 )
 AUTHORIZE_SECONDS = Metric(
     "millrace_authorize_seconds", "histogram", "s", "External authorization in the gateway.", (), _FAST

@@ -10,7 +10,7 @@ from pathlib import Path
 from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
 from observability import logging as json_logging
-from observability import tracing
+from observability import names, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics, MetricsServer
 from services.config import load_section, read_tables
@@ -41,6 +41,7 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
             max_artifact_bytes=settings.limits.max_artifact_bytes,
         ),
     )
+    metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
     compiler = GrammarCompiler(
         pool, fingerprint=checkpoint.vocabulary.fingerprint, cache_bytes=settings.compile.cache_bytes
     )

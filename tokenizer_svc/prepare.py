@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -127,6 +128,10 @@ class Preparer:
         self._check_ids(token_ids, "token_ids")
         return self.checkpoint.vocabulary.text(token_ids)
 
+    def observe_length(self, num_tokens: int) -> None:
+        """Counts a prompt that was prepared."""
+        self._metrics.observe(names.PROMPT_LENGTH, num_tokens)
+
     async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
         """Grammar of a response format alone, and whether it was cached."""
         self._check_format(form)
@@ -163,6 +168,7 @@ class Preparer:
     async def _compile(self, request: GrammarRequest | None, tenant: str) -> tuple[Compiled | None, bool]:
         if request is None:
             return None, False
+        started_s = time.perf_counter()
         with self._stage(names.TOKENIZER_COMPILE, "compile") as span:
             try:
                 compiled, cached = await self._compiler.compile(request, tenant=tenant)
@@ -172,6 +178,9 @@ class Preparer:
                     self._metrics.add(names.GRAMMAR_REFUSALS, cause=cause)
                 raise
             result = "hit" if cached else "miss"
+            if not cached:
+                elapsed_s = time.perf_counter() - started_s
+                self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=_kind(request))
             span.set_attribute(names.GRAMMAR_CACHE, result)
             span.set_attribute(names.GRAMMAR_DIGEST, compiled.artifact.digest)
             self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
@@ -270,6 +279,14 @@ class Preparer:
 
     def _stage(self, span: SpanName, stage: str) -> _Stage:
         return _Stage(self._telemetry, self._metrics, span, stage)
+
+
+def _kind(request: GrammarRequest) -> str:
+    """What was compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for a grammar."""
+    if request.response_format is None:
+        return "tools"
+    name = type(request.response_format).__name__.removesuffix("Format")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class _Stage:

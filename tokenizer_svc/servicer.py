@@ -56,6 +56,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         try:
             with self._telemetry.span(names.TOKENIZER_PREPARE):
                 prepared = await self._prepare(request, who.tenant)
+            self._preparer.observe_length(len(prepared.token_ids))
         finally:
             otel_context.detach(token)
         return convert.prepare_response(prepared, self._vocabulary.fingerprint)

@@ -121,6 +121,11 @@ class WorkerPool:
         # Killed or dead workers so far, by cause; for metrics.
         self.num_overruns = {"time": 0, "memory": 0}
 
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that wait for a worker."""
+        return self._num_waiting
+
     async def start(self) -> None:
         """Starts all workers; raises when they cannot load the vocabulary."""
         self._idle = list(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import urllib.request
+from bisect import bisect_left
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -100,3 +103,27 @@ def test_the_endpoint_serves_and_closes() -> None:
             metrics.serve(server.address)
     finally:
         server.close()
+
+
+def test_gauges_go_up_and_down() -> None:
+    metrics = Metrics()
+    metrics.shift(names.ACTIVE_STREAMS, 1, tier="a")
+    metrics.shift(names.ACTIVE_STREAMS, 1, tier="a")
+    metrics.shift(names.ACTIVE_STREAMS, -1, tier="a")
+    assert _value(metrics, names.ACTIVE_STREAMS.name, tier="a") == 1
+
+
+@given(st.lists(st.floats(0.0, 5.0)))
+def test_merged_observations_equal_single_ones(values: list[float]) -> None:
+    single, merged = Metrics(), Metrics()
+    counts = [0] * (len(names.ITL.buckets) + 1)
+    for value in values:
+        single.observe(names.ITL, value, model="m", tier="t")
+        counts[bisect_left(names.ITL.buckets, value)] += 1
+    merged.merge(names.ITL, counts, sum(values), model="m", tier="t")
+    single.merge(names.ITL, [0] * len(counts), 0.0, model="m", tier="t")
+    labels = {"model": "m", "tier": "t"}
+    for bound in (*map(str, names.ITL.buckets), "+Inf"):
+        name = f"{names.ITL.name}_bucket"
+        assert _value(merged, name, le=bound, **labels) == _value(single, name, le=bound, **labels)
+    assert _value(merged, f"{names.ITL.name}_sum", model="m", tier="t") == pytest.approx(sum(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,28 @@ def test_genai_keys_are_those_of_the_published_conventions() -> None:
     }
     ours = {key for key in names.ATTRIBUTES if key.startswith(("gen_ai.", "openai."))}
     assert ours <= published
+
+
+def test_every_declared_name_is_emitted_or_said_to_be_anothers() -> None:
+    """A metric or span that nothing writes would be a promise on a dashboard that is never kept."""
+    root = Path(__file__).resolve().parents[3]
+    readers = {
+        "names.py",
+        "dashboards.py",
+        "top.py",
+        "causes.py",
+        "why.py",
+        "diagnose.py",
+        "tree.py",
+        "waterfall.py",
+    }
+    sources = [
+        path.read_text()
+        for package in ("gateway", "tokenizer_svc", "engine", "observability")
+        for path in (root / package).rglob("*.py")
+        if not (package == "observability" and path.name in readers)
+    ]
+    text = "\n".join(sources)
+    for constant, value in vars(names).items():
+        if isinstance(value, Metric | names.SpanName):
+            assert re.search(rf"\bnames\.{constant}\b", text), f"nothing emits names.{constant}"
