@@ -1,0 +1,180 @@
+"""Who is taken into the batch: candidates by the queue's order, places and blocks by rank."""
+
+from __future__ import annotations
+
+from engine.kv import Prefix
+from engine.scheduler.plan_draft import PlanDraft, RowWriter
+from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.state import SchedulerState
+
+# Waiting long prompts that one plan looks behind for a short one.
+_MAX_SKIPPED = 32
+
+
+class Admitter:
+    """Admits waiting sequences into a plan, displacing lower tiers where that helps."""
+
+    def __init__(self, state: SchedulerState, rows: RowWriter) -> None:
+        self._state = state
+        self._rows = rows
+        self._config = state.config
+        # What held up the last candidate that could not be admitted; everyone behind it waits for the same.
+        self._blocked_by = ""
+
+    def candidate(
+        self, draft: PlanDraft, skipped: set[int], allowed: frozenset[int] | None
+    ) -> Sequence | None:
+        """The next to admit; `allowed` restricts the choice while a failure is isolated."""
+        if allowed is None:
+            return None if len(skipped) > _MAX_SKIPPED else self._state.waiting.peek(draft.now, skipped)
+        members = [
+            sequence
+            for sequence in self._state.waiting
+            if sequence.sequence_id in allowed and sequence.sequence_id not in skipped
+        ]
+        return min(members, key=lambda each: each.rank, default=None)
+
+    def admit_or_skip(self, draft: PlanDraft, sequence: Sequence, skipped: set[int]) -> bool:
+        """Admits the candidate, or passes over it; False when nobody behind it may be admitted either."""
+        state = self._state
+        if sequence.num_pending:
+            # Displaced a moment ago while a step runs that samples its next token.
+            skipped.add(sequence.sequence_id)
+            return True
+        if len(state.running) >= self._config.max_num_seqs and not self._displace_one(draft, sequence):
+            self._block(draft, sequence, self._who_fills_the_batch(sequence))
+            if state.waiting.is_aged_turn(sequence, draft.now):
+                # Waits for the next free slot without keeping higher tiers from displacing.
+                skipped.add(sequence.sequence_id)
+                return True
+            return False
+        start, prefix = self._starting_point(draft, sequence)
+        if self._rows.is_long(sequence.num_known - start) and draft.long_budget <= 0:
+            sequence.waits_for("long_prefill", draft.now)
+            skipped.add(sequence.sequence_id)
+            return True
+        if not self._has_blocks(sequence, prefix):
+            displaced = self._displace_for_blocks(draft, sequence, prefix)
+            # Displacing changed what is referenced.
+            start, prefix = self._starting_point(draft, sequence)
+            if not displaced or not self._has_blocks(sequence, prefix):
+                self._block(draft, sequence, "kv_pressure")
+                return False
+        self._admit(draft, sequence, start, prefix)
+        return True
+
+    def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
+        """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
+        if self._can_fork(draft, sequence):
+            # The last prompt token is computed again, for its logits.
+            return sequence.num_prompt_tokens - 1, None
+        cache = self._state.cache
+        if sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is None:
+            # Cached positions have no logits to report.
+            return 0, Prefix()
+        sequence.hasher.extend(sequence.token_ids, sequence.num_known)
+        prefix = cache.find_prefix(
+            sequence.hasher, sequence.num_known, restore_worth_it=self._state.is_restoring_cheaper
+        )
+        return prefix.num_blocks * cache.block_size, prefix
+
+    def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:
+        sequence.waits_for(cause, draft.now)
+        self._blocked_by = cause
+
+    def _who_fills_the_batch(self, sequence: Sequence) -> str:
+        higher = all(running.priority > sequence.priority for running in self._state.running)
+        return "higher_tier" if higher else "batch_full"
+
+    @staticmethod
+    def _can_fork(draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
+        parent = sequence.fork_parent
+        if parent is None or parent.status is not Status.RUNNING or sequence.num_preemptions:
+            return False
+        row = draft.rows.get(parent.sequence_id)
+        computed_before = parent.num_computed if row is None else row.start
+        return computed_before >= sequence.num_prompt_tokens
+
+    def _blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
+        cache = self._state.cache
+        end = sequence.max_tokens_total - 1 if sequence.holds_reservation else sequence.num_known
+        if prefix is None:
+            # One copy of the block that holds the last prompt token.
+            shared = cache.blocks_for(sequence.num_prompt_tokens)
+            return 1 + max(0, cache.blocks_for(end) - shared)
+        return cache.blocks_for(end) - len(prefix.device_blocks) + prefix.num_revived
+
+    def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
+        state = self._state
+        free = state.cache.num_available - state.num_reserved_blocks()
+        return self._blocks_needed(sequence, prefix) + self._watermark() <= free
+
+    def _watermark(self) -> int:
+        if not self._state.running:
+            return 0
+        fraction = int(self._config.watermark * self._state.cache.num_blocks)
+        return max(fraction, len(self._state.running) + 1)
+
+    # Displacement by a higher tier.
+
+    def _displace_one(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        for victim in reversed(self._state.running):
+            if victim.priority < sequence.priority and draft.may_displace(victim):
+                self._displace(draft, victim)
+                return True
+        return False
+
+    def _displace_for_blocks(self, draft: PlanDraft, sequence: Sequence, prefix: Prefix | None) -> bool:
+        victims = [
+            victim
+            for victim in reversed(self._state.running)
+            if victim.priority < sequence.priority and draft.may_displace(victim)
+        ]
+        state = self._state
+        needed = self._blocks_needed(sequence, prefix) + self._watermark()
+        available = state.cache.num_available - state.num_reserved_blocks()
+        if available + sum(len(victim.table) for victim in victims) < needed:
+            return False
+        for victim in victims:
+            self._displace(draft, victim)
+            if self._has_blocks(sequence, prefix):
+                break
+        return True
+
+    def _displace(self, draft: PlanDraft, victim: Sequence) -> None:
+        draft.drop(victim)
+        self._state.preempt(victim, "preemption", draft.now)
+
+    def _admit(self, draft: PlanDraft, sequence: Sequence, start: int, prefix: Prefix | None) -> None:
+        state, now = self._state, draft.now
+        group = sequence.group
+        state.waiting.admitted(sequence, now)
+        state.pace.admitted(
+            sequence.priority, now, backlog=state.waiting.num_at_or_above(sequence.priority) > 0
+        )
+        if prefix is None:
+            assert sequence.fork_parent is not None
+            state.cache.share(sequence.table, sequence.fork_parent.table, sequence.num_prompt_tokens)
+            draft.fork_parents.add(sequence.fork_parent.sequence_id)
+        else:
+            state.cache.adopt(sequence.table, prefix)
+            totals = state.totals
+            totals.prefix_queried_tokens += sequence.num_known
+            totals.prefix_hit_tokens += len(prefix.device_blocks) * state.cache.block_size
+            totals.restored_tokens += len(prefix.host_hashes) * state.cache.block_size
+            totals.restored_blocks += len(prefix.host_hashes)
+        sequence.fork_parent = None
+        state.cache.prepare_write(sequence.table, start, sequence.num_known)
+        if not sequence.waiting_for:
+            sequence.waiting_for = self._blocked_by
+        sequence.stops_waiting(now)
+        sequence.num_computed = sequence.num_confirmed = start
+        sequence.prefill_end = sequence.num_known
+        if group.first_scheduled_s is None:
+            group.first_scheduled_s = now
+            group.cached_prompt_tokens = start
+        if not sequence.num_preemptions:
+            sequence.high_water = max(sequence.high_water, start)
+        state.start_running(sequence)
+        self._rows.add_chunk(draft, sequence)

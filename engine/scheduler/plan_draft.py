@@ -1,0 +1,136 @@
+"""The plan under construction, and how a row gets into it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.scheduler.queue import account_of
+from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.state import Row, SchedulerState
+from engine.types import NewSequence, SamplingParams
+
+
+class PlanDraft:
+    """The plan under construction."""
+
+    def __init__(self, *, step_id: int, now: float, budget: int, long_budget: int) -> None:
+        self.step_id = step_id
+        self.now = now
+        self.budget = budget
+        self.long_budget = long_budget
+        self.rows: dict[int, Row] = {}
+        self.new: dict[int, NewSequence] = {}
+        self.new_blocks: dict[int, tuple[int, ...]] = {}
+        # Their blocks are read by this plan's copies.
+        self.fork_parents: set[int] = set()
+        # Their further choices may start with the next plan: copies come before the forward.
+        self.computed_prompts: list[Sequence] = []
+        self.preempted_for_blocks = False
+
+    def add(self, row: Row) -> None:
+        """Takes the row's tokens out of the budget."""
+        self.rows[row.sequence.sequence_id] = row
+        self.budget -= row.num_tokens
+        if row.is_long:
+            self.long_budget -= row.num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes out the row of a running sequence that is displaced after all."""
+        row = self.rows.pop(sequence.sequence_id, None)
+        if row is not None:
+            self.new_blocks.pop(sequence.sequence_id, None)
+            self.budget += row.num_tokens
+            if row.is_long:
+                self.long_budget += row.num_tokens
+            if row.samples:
+                sequence.num_pending -= 1
+
+    def may_displace(self, victim: Sequence) -> bool:
+        """Whether the sequence can still be taken out of this plan."""
+        return (
+            not victim.boosted
+            and victim.sequence_id not in self.new
+            and victim.sequence_id not in self.fork_parents
+        )
+
+
+class RowWriter:
+    """Adds rows to drafts and books what they compute."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._long_prefill_tokens = state.config.long_prefill_tokens
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether so many tokens left to compute make a prompt long."""
+        return num_tokens > self._long_prefill_tokens
+
+    def add_chunk(self, draft: PlanDraft, sequence: Sequence) -> None:
+        """As much of the prompt as the budgets allow; nothing for one that lost its place meanwhile."""
+        if sequence.status is not Status.RUNNING:
+            return
+        num_tokens = min(sequence.remaining_prefill, draft.budget)
+        if self.is_long(sequence.remaining_prefill):
+            num_tokens = min(num_tokens, draft.long_budget)
+        if num_tokens > 0:
+            self.add(draft, sequence, num_tokens, ())
+
+    def _introduction(self, sequence: Sequence, block_ids: tuple[int, ...]) -> NewSequence:
+        request = sequence.group.request
+        return NewSequence(
+            sequence.sequence_id,
+            tuple(sequence.token_ids),
+            sequence.num_prompt_tokens,
+            self._sampling_of(sequence),
+            sequence.choice_index,
+            request.grammar,
+            request.adapter,
+            block_ids,
+        )
+
+    @staticmethod
+    def _sampling_of(sequence: Sequence) -> SamplingParams:
+        if sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is not None:
+            # Reported before the preemption already.
+            return msgspec.structs.replace(sequence.sampling, prompt_logprobs=None)
+        return sequence.sampling
+
+    def add(self, draft: PlanDraft, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]) -> None:
+        """A row of the next `num_tokens` tokens, drafts included, with the blocks that it writes to."""
+        state = self._state
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        remaining_prefill = sequence.remaining_prefill
+        state.cache.prepare_write(sequence.table, start, end)
+        blocks = sequence.table.take_unsent()
+        if not sequence.is_introduced:
+            draft.new[sequence.sequence_id] = self._introduction(sequence, blocks)
+            sequence.is_introduced = True
+        elif blocks:
+            draft.new_blocks[sequence.sequence_id] = blocks
+        samples = end >= sequence.num_expected
+        fresh = max(0, end - max(start, sequence.high_water))
+        row = Row(
+            sequence=sequence,
+            epoch=sequence.epoch,
+            start=start,
+            num_tokens=num_tokens,
+            samples=samples,
+            draft_token_ids=drafts,
+            is_prefill=remaining_prefill > 0,
+            is_long=self.is_long(remaining_prefill),
+            num_fresh=fresh,
+        )
+        if row.is_prefill:
+            sequence.recomputed_tokens += num_tokens - fresh
+            state.totals.recomputed_tokens += num_tokens - fresh
+            state.totals.computed_prompt_tokens += fresh
+            weight = sequence.group.request.weight
+            state.counters.charge(account_of(sequence), weight, fresh, 0)
+        sequence.num_computed = end
+        sequence.high_water = max(sequence.high_water, end)
+        sequence.num_pending += samples
+        sequence.drafts_in_flight = bool(drafts)
+        sequence.draft_token_ids = ()
+        draft.add(row)
+        if row.is_prefill and end >= sequence.num_prompt_tokens:
+            draft.computed_prompts.append(sequence)
