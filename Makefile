@@ -70,8 +70,8 @@ dashboards: $(VENV)/.installed ## Write the Grafana dashboards from the declared
 
 .PHONY: test
 test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not e2e" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "e2e and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: dev ## Style, types and import rules

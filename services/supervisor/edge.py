@@ -53,8 +53,7 @@ async def wait_forwarding(address: str, limit_s: float) -> None:
 
     Raises TimeoutError after `limit_s` seconds.
     """
-    base = f"http://{address.replace('0.0.0.0', '127.0.0.1').replace('[::]', '[::1]')}"
-    async with asyncio.timeout(limit_s), _client(base) as client:
+    async with asyncio.timeout(limit_s), _client(f"http://{address}") as client:
         # The gRPC face refuses a request without a key; the HTTP face tells its health to anybody.
         while await _status(client, "/v1/models") != httpx.codes.UNAUTHORIZED:
             await asyncio.sleep(_PAUSE_S)

@@ -33,7 +33,7 @@ class Layout:
     settings: SupervisorConfig
     # Overrides that every process gets.
     environment: Mapping[str, str]
-    # The address that clients use.
+    # Where the edge listens.
     edge: str
     edge_admin: str
     api_key: str
@@ -49,6 +49,11 @@ class Layout:
     envoy: ProcessSpec
     # Addresses by process name and purpose, for the state file.
     addresses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """Where clients on this machine connect: the edge, or loopback when it listens everywhere."""
+        return self.edge.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:

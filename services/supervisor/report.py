@@ -101,12 +101,12 @@ def summary(layout: Layout, logs: str) -> str:
     return f"""
 Millrace serves {layout.model_name} on http://{layout.edge}
 
-  OpenAI API   http://{layout.edge}/v1
-  gRPC         {layout.edge}  (millrace.inference.v1.InferenceService)
+  OpenAI API   http://{layout.address}/v1
+  gRPC         {layout.address}  (millrace.inference.v1.InferenceService)
   API key      {key}
   metrics      {metrics}
   logs         {logs}
 
-{usage_examples(layout.edge, layout.api_key, layout.model_name)}
+{usage_examples(layout.address, layout.api_key, layout.model_name)}
 
 Ctrl-C stops everything; streams in flight may finish."""

@@ -75,7 +75,7 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 for child in self._children.values():
                     group.create_task(self._start_one(child, report))
-            await wait_forwarding(self.layout.edge, _FORWARD_LIMIT_S)
+            await wait_forwarding(self.layout.address, _FORWARD_LIMIT_S)
         except* (ProcessEnded, TimeoutError, OSError) as failures:
             raise StartFailed(self._explain(failures.exceptions[0])) from failures
         finally:
@@ -153,7 +153,7 @@ class Stack:
         state = RunState(
             pid=os.getpid(),
             pid_created_unix_s=own_create_time(),
-            address=layout.edge,
+            address=layout.address,
             api_key=layout.api_key,
             model=layout.model_name,
             trace_store=layout.trace_store,

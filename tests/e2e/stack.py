@@ -260,10 +260,13 @@ def assert_gone(processes: Sequence[psutil.Process]) -> None:
     assert eventually(ended, 20.0), alive()
 
 
-def raw(stack: Stack, path: str, body: bytes, key: str | None = None) -> httpx.Response:
-    """A POST of arbitrary bytes."""
+def raw(
+    stack: Stack, path: str, body: bytes, key: str | None = None, *, request_id: str = ""
+) -> httpx.Response:
+    """A POST of arbitrary bytes, with the client's own request id if there is one."""
     headers = {
         "authorization": f"Bearer {key or stack.state.api_key}",
         "content-type": "application/json",
+        **({"x-request-id": request_id} if request_id else {}),
     }
     return httpx.post(f"{stack.url}{path}", content=body, headers=headers, timeout=LIMIT_S, trust_env=False)

@@ -176,6 +176,29 @@ def test_client_that_vanishes_in_mid_request_harms_nobody(simulated: Stack) -> N
     simulated.assert_nothing_leaked()
 
 
+def test_open_to_the_network_there_is_no_development_key(tmp_path: Path) -> None:
+    with running_stack(tmp_path, "--simulated", "--host", "0.0.0.0") as stack:
+        assert "mr-dev-local" not in stack.output.read_text()
+        with pytest.raises(openai.AuthenticationError):
+            stack.openai("mr-dev-local").models.list()
+        created = subprocess.run(
+            [sys.executable, "-m", "services.cli", "keys", "create", "--tenant", "development"],
+            env={**os.environ, "MILLRACE_STATE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        key = created.stdout.split()[0]
+
+        def accepted() -> bool:
+            try:
+                return bool(stack.openai(key).models.list().data)
+            except openai.AuthenticationError:
+                return False
+
+        assert eventually(accepted)
+
+
 # --- refusals before anything starts ----------------------------------------------------------------------
 
 

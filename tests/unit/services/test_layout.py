@@ -105,6 +105,7 @@ def test_development_key_on_loopback(tmp_path: Path, model: Path, host: str) -> 
 def test_no_development_key_for_the_world(tmp_path: Path, model: Path) -> None:
     layout = plan(tmp_path, model, host="0.0.0.0")
     assert layout.api_key == ""
+    assert layout.address == layout.edge.replace("0.0.0.0", "127.0.0.1")
     assert "MILLRACE_KEYS__DEVELOPMENT_HASH" not in layout.environment
     assert "mr-dev-local" not in usage_examples(layout.edge, layout.api_key, layout.model_name)
 
