@@ -6,24 +6,16 @@ context still passes through, so that services behind this one may record.
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace import Span as SdkSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -32,6 +24,7 @@ from observability import names
 from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
 from observability.names import SpanName
+from observability.recorder import OtlpExport, SpanRecorder
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
@@ -87,10 +80,26 @@ def traceparent_of(span: Span) -> tuple[str, str]:
     return carrier.get("traceparent", ""), carrier.get("tracestate", "")
 
 
+class SpanSource(Protocol):
+    """Where spans come from: our recorder, or a provider of OpenTelemetry's SDK."""
+
+    def get_tracer(self, instrumenting_module_name: str, /) -> trace.Tracer:
+        """Makes spans."""
+        ...
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Exports what has ended."""
+        ...
+
+    def shutdown(self) -> None:
+        """Exports what has ended, and ends."""
+        ...
+
+
 class Telemetry:
     """Makes the spans of one service. Safe to use from several threads and from asyncio."""
 
-    def __init__(self, service: str, config: ObservabilityConfig, provider: TracerProvider | None) -> None:
+    def __init__(self, service: str, config: ObservabilityConfig, provider: SpanSource | None) -> None:
         self.service = service
         self.config = config
         # Generation of the GenAI attribute names.
@@ -200,62 +209,26 @@ def setup(service: str, config: ObservabilityConfig) -> Telemetry:
     propagate.set_global_textmap(CompositePropagator([_W3C, W3CBaggagePropagator()]))
     if not config.otlp_endpoint:
         return Telemetry(service, config, None)
-    # The exporter reports each failed batch; one line says it all and the service's own log stays readable.
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    exporter = OTLPSpanExporter(
-        endpoint=_target(config.otlp_endpoint),
-        insecure=not config.otlp_endpoint.startswith("https://"),
-        timeout=_EXPORT_TIMEOUT_S,
+    recorder = SpanRecorder(
+        OtlpExport(
+            config.otlp_endpoint.rpartition("://")[2],
+            {"service.name": service, "service.namespace": "millrace"},
+            secure=config.otlp_endpoint.startswith("https://"),
+        ),
+        identity_attributes,
+        sample_ratio=config.sample_ratio,
+        delay_s=config.export_delay_ms / 1000,
+        max_queued=config.max_queued_spans,
+        timeout_s=_EXPORT_TIMEOUT_S,
     )
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
-        resource=Resource.create({"service.name": service, "service.namespace": "millrace"}),
-        id_generator=_OwnRandomIds(),
-    )
-    provider.add_span_processor(_IdentityProcessor())
-    provider.add_span_processor(
-        BatchSpanProcessor(
-            exporter,
-            max_queue_size=config.max_queued_spans,
-            schedule_delay_millis=config.export_delay_ms,
-            max_export_batch_size=min(512, config.max_queued_spans),
-        )
-    )
-    trace.set_tracer_provider(provider)
-    return Telemetry(service, config, provider)
+    trace.set_tracer_provider(recorder)
+    return Telemetry(service, config, recorder)
 
 
-def _target(endpoint: str) -> str:
-    # The exporter parses its endpoint as a URL and would take the host of a bare host:port for a scheme.
-    return endpoint if "://" in endpoint else f"http://{endpoint}"
-
-
-class _IdentityProcessor(SpanProcessor):
-    """Puts the request's identity, which travels in the context, on every span that starts in it."""
-
-    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        identity = current_identity(parent_context)
-        if identity is not None:
-            span.set_attributes(identity.attributes())
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Nothing: spans are exported by the batch processor."""
-
-
-class _OwnRandomIds(IdGenerator):
-    """Ids from a generator of our own: seeding the global one must not make two processes' ids collide."""
-
-    def __init__(self) -> None:
-        self._random = random.Random()
-
-    def generate_span_id(self) -> int:
-        return self._random.getrandbits(64) or 1
-
-    def generate_trace_id(self) -> int:
-        return self._random.getrandbits(128) or 1
-
-    def is_trace_id_random(self) -> bool:
-        return True
+def identity_attributes(context: Context | None = None) -> Mapping[str, AttributeValue]:
+    """The request's identity, which travels in the context, for every span that starts in it."""
+    identity = current_identity(context)
+    return {} if identity is None else identity.attributes()
 
 
 def span_context_of(traceparent: str) -> SpanContext:

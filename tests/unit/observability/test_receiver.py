@@ -15,13 +15,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from observability import names, receiver, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
+from observability.recorder import OtlpExport, SpanRecorder
 from observability.store import SpanReader, SpanStore
 from observability.tracing import RequestIdentity, Telemetry
 
@@ -50,11 +48,8 @@ async def _running(store: Path, **more: str) -> AsyncIterator[tuple[asyncio.subp
 
 def _telemetry(service: str, address: str) -> Telemetry:
     # As tracing.setup makes it, without the process-wide provider that only one test could set.
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
-    provider.add_span_processor(tracing._IdentityProcessor())
-    exporter = tracing.OTLPSpanExporter(endpoint=f"http://{address}", insecure=True)
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=50))
-    return Telemetry(service, ObservabilityConfig(), provider)
+    export = OtlpExport(address, {"service.name": service})
+    return Telemetry(service, ObservabilityConfig(), SpanRecorder(export, tracing.identity_attributes))
 
 
 async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_path: Path) -> None:
