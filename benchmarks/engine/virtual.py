@@ -70,6 +70,8 @@ class Arrival:
     ttft_target_s: float | None = None
     queue_limit_s: float | None = None
     weight: float = 1.0
+    # Leading tokens that all requests with this property have in common.
+    num_shared_tokens: int = 0
 
 
 @dataclass
@@ -119,11 +121,18 @@ def poisson(rng: random.Random, rate_per_s: float, until_s: float) -> Iterable[f
 
 
 def simulate(
-    arrivals: list[Arrival], config: SchedulerConfig, device: Device, *, stop_s: float | None = None
+    arrivals: list[Arrival],
+    config: SchedulerConfig,
+    device: Device,
+    *,
+    stop_s: float | None = None,
+    prefix_caching: bool = False,
 ) -> Outcome:
     """Runs the workload to its end, or until `stop_s`."""
     rng = random.Random(0)
-    scheduler = Scheduler(config, CacheConfig(prefix_caching=False), device.memory(), model="virtual")
+    scheduler = Scheduler(
+        config, CacheConfig(prefix_caching=prefix_caching), device.memory(), model="virtual"
+    )
     queue = [(arrival.at_s, index, arrival) for index, arrival in enumerate(arrivals)]
     heapq.heapify(queue)
     served = [Served(arrival) for arrival in arrivals]
@@ -157,7 +166,10 @@ def _request(index: int, arrival: Arrival, rng: random.Random) -> Request:
     return Request(
         request_id=index,
         external_id=str(index),
-        prompt_token_ids=tuple(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens)),
+        prompt_token_ids=(
+            *range(arrival.num_shared_tokens),
+            *(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens - arrival.num_shared_tokens)),
+        ),
         sampling=SamplingParams(max_tokens=arrival.max_tokens),
         tenant=arrival.tenant,
         tier=arrival.kind,

@@ -141,6 +141,42 @@ def test_walks_with_failing_steps_end_every_request(
     walk.finish()
 
 
+@settings(max_examples=15, deadline=None, phases=FAST)
+@given(
+    seed=st.integers(0, 1 << 30),
+    max_preemptions=st.integers(1, 4),
+    num_blocks=st.sampled_from((20, 26, 40)),
+    watermark=st.sampled_from((0.0, 0.1)),
+    overlap=st.booleans(),
+)
+def test_preemption_storms_are_impossible(
+    seed: int, max_preemptions: int, num_blocks: int, watermark: float, overlap: bool
+) -> None:
+    # Far more than fits, of two tiers, all growing to their limit.
+    rng = random.Random(seed)
+    driver = Driver(
+        memory=memory_plan(num_blocks, 4, 76),
+        overlap=overlap,
+        watermark=watermark,
+        max_preemptions=max_preemptions,
+    )
+    for _ in range(12):
+        length = rng.randrange(1, 20)
+        driver.submit([rng.randrange(99) for _ in range(length)], max_tokens=50, priority=rng.randrange(2))
+        for _ in range(rng.randrange(6)):
+            driver.step()
+    driver.run()
+    driver.check_everything()
+    statistics = [
+        event.statistics for events in driver.events.values() for event in events if event.statistics
+    ]
+    assert len(statistics) == 12
+    assert max(each.num_preemptions for each in statistics) <= max_preemptions
+    # Work done twice is bounded by what a preemption can cost.
+    computed = driver.runner.num_computed_tokens
+    assert computed <= sum(75 * (1 + each.num_preemptions) for each in statistics)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ten_thousand_operations_with_failures(overlap: bool) -> None:
     walk = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20)
