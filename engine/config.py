@@ -91,7 +91,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # Longest and shortest suffix that prompt lookup searches for.
     max_ngram: int = 4
     min_ngram: int = 2
-    # A sequence stops speculating when its share of accepted drafts falls below this.
+    # A sequence stops speculating when its share of accepted drafts falls below this, or when drafting takes
+    # longer than the steps that it saves. 0 never stops.
     min_acceptance: float = 0.3
 
 

@@ -28,6 +28,7 @@ class SequenceState:
     sampling: SamplingParams
     matcher: Matcher | None = None
     # How its drafts fared so far, and whether the latest were forced by the grammar.
+    num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     forced: bool = False

@@ -80,6 +80,7 @@ class TorchRunner:
         self.device = model.embedding.device
         self.grammar = grammar
         self.proposer = proposer
+        self._forward_s = 0.0
         self.table = SequenceTable(
             vocab_size=model.spec.vocab_size,
             max_model_len=model.max_model_len,
@@ -125,7 +126,12 @@ class TorchRunner:
             device=self.device,
         )
         pending_masks = self._start_masks(inputs)
+        began = time.monotonic()
         hidden = self.model.forward(inputs.batch, self.storage.layers, self.attention)
+        if self.proposer.draft_model is not None and self.device.type == "cuda":
+            # Kernels run behind; whether a draft model pays is judged by what the forward really takes.
+            torch.cuda.synchronize()
+        self._forward_s = time.monotonic() - began
         self.proposer.observe(inputs.batch, self.storage.spare_slot)
         forwarded = time.monotonic()
         rows = logit_rows(inputs, self.table)
@@ -210,7 +216,7 @@ class TorchRunner:
                 alive.append((outcome.sequence_id, state))
         if not alive:
             return {}
-        found = self.proposer.propose([state for _, state in alive], self.table)
+        found = self.proposer.propose([state for _, state in alive], self.table, self._forward_s)
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
 
     def _logits(self, hidden: Tensor, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:

@@ -175,6 +175,19 @@ def test_a_sequence_that_does_not_profit_stops_drafting() -> None:
     assert proposer._pays(rich)
 
 
+def test_drafts_that_cost_more_than_they_gain_stop() -> None:
+    """One accepted draft per step does not pay for a draft model that takes as long as two steps."""
+    sequence = SequenceState(slot=0, num_prompt=1, sampling=GREEDY)
+    for min_acceptance, pays in ((0.2, False), (0.0, True)):
+        proposer = Proposer(SpeculationConfig(method="draft_model", min_acceptance=min_acceptance))
+        proposer.relative_cost = 2.0
+        for _ in range(TRIAL_DRAFTS):
+            proposer.judge(sequence, 4, 1)
+        assert proposer._pays(sequence) is pays
+        proposer.relative_cost = 0.5
+        assert proposer._pays(sequence)
+
+
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     longest=st.integers(1, 5),

@@ -127,7 +127,14 @@ def test_a_poisoned_sequence_fails_alone(runner: TorchRunner, oracle: transforme
         ]
     )
     assert jobs[0].output == reference_greedy(oracle, good, 8)
-    causes = ["", "token id 999", "logit_bias: token id -1", "no token is allowed", "prompt is empty", "257 tokens exceed the 256"]
+    causes = [
+        "",
+        "token id 999",
+        "logit_bias: token id -1",
+        "no token is allowed",
+        "prompt is empty",
+        "257 tokens exceed the 256",
+    ]
     for job, cause in zip(jobs, causes, strict=True):
         assert bool(job.failure) == bool(cause)
         assert cause in job.failure
