@@ -54,6 +54,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
 
+    def num_by_tier_above(self, priority: int) -> dict[int, int]:
+        """Members of each tier from this one up, by priority."""
+        return {each: count for each, count in self._num_by_priority.items() if each >= priority}
+
     def num_at_or_above(self, priority: int) -> int:
         """Members of this tier and of higher ones."""
         return sum(count for each, count in self._num_by_priority.items() if each >= priority)

@@ -270,7 +270,10 @@ class Scheduler:
         free_slots = config.max_num_seqs - len(state.running) + displaceable
         wait_s = 0.0
         if num_ahead >= free_slots:
-            wait_s = state.pace.expected_wait_s(request.priority, num_ahead, now) or 0.0
+            # Higher tiers clear their backlog first; a tier's own pace contains what they take afterwards.
+            ahead = state.waiting.num_by_tier_above(request.priority)
+            waits = [state.pace.expected_wait_s(tier, count, now) for tier, count in ahead.items()]
+            wait_s = max((wait for wait in waits if wait is not None), default=0.0)
         if len(state.waiting) >= config.max_waiting:
             return admission.queue_full(len(state.waiting), config.max_waiting, wait_s)
         if config.refuse_early and request.queue_deadline_s is not None:
