@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import msgspec
@@ -33,6 +34,10 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     # The client's own x-request-id, cut to a length that every span can carry.
     client_request_id: str = ""
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, at least 0; infinity without one."""
+        return math.inf if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
 
 class CallerVerifier:

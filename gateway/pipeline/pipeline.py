@@ -19,18 +19,15 @@ from gateway.overload import Admission
 from gateway.pipeline import span_attributes
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.caller import Caller, CallerVerifier
-from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.ports import Limiter, Reservation
-from gateway.pipeline.request import Conversation, GenerationRequest
-from gateway.pipeline.validate import check_token_ids, refuse, validate
-from gateway.text.choice import TextOptions, shown_ids
-from gateway.text.detokenizer import TokenTexts
-from gateway.text.tool_calls import PARSERS, CallIds
+from gateway.pipeline.reading import AnswerReader
+from gateway.pipeline.request import GenerationRequest
+from gateway.pipeline.validate import check_token_ids, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
@@ -80,10 +77,8 @@ class Pipeline:
         self._metrics = metrics
         self._telemetry = telemetry
         self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
-        self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
-        self.texts = TokenTexts(vocabulary)
-        # With the markers that output parsers must see shown, by which parsers there are.
-        self._marked_texts: dict[tuple[str, str], TokenTexts] = {}
+        self._reader = AnswerReader(vocabulary)
+        self.texts = self._reader.texts
 
     def served_names(self, caller: Caller) -> list[str]:
         """Names of models that the caller may ask for."""
@@ -128,7 +123,7 @@ class Pipeline:
             validate(request)
             self.check_model(caller, request.model)
             check_token_ids(request, self.vocabulary.size)
-            self._check_tools(request)
+            self._reader.check(request)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
             return await self._accept(_Call(caller, request, tier, span, self._telemetry))
@@ -175,6 +170,7 @@ class Pipeline:
                 response_format=call.request.response_format,
                 context=context,
                 metadata=_trace_headers(span),
+                timeout_s=call.caller.remaining_s(),
             )
         self._metrics.observe(names.PREPARE_SECONDS, time.monotonic() - started_s)
         if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:
@@ -232,19 +228,6 @@ class Pipeline:
         meter = Meter(caller.received_s)
         meter.submitted_s = time.monotonic()
         request_id = caller.identity.request_id
-        options = self._text_options(request, prepared)
-        texts = self._texts_for(options)
-        discard = request.sampling.max_tokens == 0
-        choices = {
-            index: ChoiceStream(
-                index,
-                texts,
-                options,
-                _call_ids(request_id, index),
-                with_logprobs=sampling.logprobs is not None,
-            )
-            for index in range(sampling.n)
-        }
         meter.ticket = self._admission.enter(call.tier)
         generation = Generation(
             info=AnswerInfo(
@@ -257,10 +240,10 @@ class Pipeline:
                 enforcement=prepared.enforcement,
             ),
             stream=stream,
-            choices=choices,
+            choices=self._reader.choices(request, prepared, request_id, sampling.n),
             reservation=reservation,
             meter=meter,
-            discard_tokens=discard,
+            discard_tokens=request.sampling.max_tokens == 0,
             settle=lambda generation, outcome: self._settled(call, generation, outcome),
         )
         self.num_open += 1
@@ -292,38 +275,6 @@ class Pipeline:
         self._metrics.add(names.RESUBMISSIONS, generation.num_engines_lost, outcome=result)
         for start_s, end_s in generation.interruptions:
             self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.trace)
-
-    def _text_options(self, request: GenerationRequest, prepared: Prepared) -> TextOptions:
-        prompt = request.prompt
-        if not isinstance(prompt, Conversation):
-            return TextOptions(stop=request.sampling.stop, min_tokens=request.sampling.min_tokens or 0)
-        prefix = prepared.assistant_prefix
-        return TextOptions(
-            stop=request.sampling.stop,
-            min_tokens=request.sampling.min_tokens or 0,
-            tool_call_format=self._tool_format if prompt.calls_tools else "",
-            reasoning_format=self.vocabulary.reasoning_format,
-            reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
-            single_tool_call=prompt.parallel_tool_calls is False,
-        )
-
-    def _texts_for(self, options: TextOptions) -> TokenTexts:
-        key = (options.tool_call_format, options.reasoning_format)
-        texts = self._marked_texts.get(key)
-        if texts is None:
-            shown = shown_ids(self.texts, options)
-            texts = TokenTexts(self.vocabulary, shown_ids=shown) if shown else self.texts
-            self._marked_texts[key] = texts
-        return texts
-
-    def _check_tools(self, request: GenerationRequest) -> None:
-        prompt = request.prompt
-        if isinstance(prompt, Conversation) and prompt.calls_tools and not self._tool_format:
-            raise refuse(
-                request,
-                "tools",
-                f"model {request.model!r} has no tool-call format that can be read; leave them out",
-            )
 
     def _model_limit(self) -> int:
         limit = self.fleet.max_model_len
@@ -358,9 +309,3 @@ def _trace_headers(span: Span) -> tuple[tuple[str, str], ...]:
     traceparent, tracestate = traceparent_of(span)
     headers = (("traceparent", traceparent), ("tracestate", tracestate))
     return tuple((name, value) for name, value in headers if value)
-
-
-def _call_ids(request_id: str, choice_index: int) -> CallIds:
-    """Ids of a choice's tool calls: unique, and the same if the choice is continued elsewhere."""
-    stem = f"call_{request_id.replace('-', '')[:24]}{choice_index:02d}"
-    return lambda call_index: f"{stem}{call_index:02d}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 
@@ -53,6 +55,29 @@ def http_streams(stack: Stack) -> Callable[[], None]:
     return leave
 
 
+def http2_streams(stack: Stack) -> Callable[[], None]:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("HTTP/2 needs curl, which is not here")
+    command = [
+        *(curl, "--silent", "--no-buffer", "--http2-prior-knowledge", f"{stack.url}/v1/chat/completions"),
+        *("--header", f"authorization: Bearer {stack.state.api_key}"),
+        *("--header", "content-type: application/json"),
+        *("--data", json.dumps({"model": stack.model, **BODY})),
+    ]
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(NUM_REQUESTS)]
+    for client in clients:
+        assert client.stdout is not None
+        assert client.stdout.readline().startswith(b"data: ")
+
+    def leave() -> None:
+        for client in clients:
+            client.kill()
+            client.communicate()
+
+    return leave
+
+
 def chat_request(stack: Stack) -> inference_pb2.ChatRequest:
     message = chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Go on and on.")
     request = inference_pb2.ChatRequest(
@@ -90,6 +115,7 @@ def grpc_streams(stack: Stack, timeout_s: float | None = None) -> Callable[[], N
 
 STREAMS: dict[str, Callable[[Stack], Callable[[], None]]] = {
     "http/1.1 disconnects": http_streams,
+    "http/2 disconnects": http2_streams,
     "grpc call cancelled": grpc_streams,
     "grpc deadline": lambda stack: grpc_streams(stack, timeout_s=10 * STEP_S),
 }

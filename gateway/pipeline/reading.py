@@ -1,0 +1,77 @@
+"""How a request's answers are read: which output parsers apply, and which special tokens they must see."""
+
+from __future__ import annotations
+
+from gateway.pipeline.choice import ChoiceStream
+from gateway.pipeline.request import Conversation, GenerationRequest
+from gateway.pipeline.validate import refuse
+from gateway.text.choice import TextOptions, shown_ids
+from gateway.text.detokenizer import TokenTexts
+from gateway.text.tool_calls import PARSERS, CallIds
+from gateway.text.vocabulary import Vocabulary
+from gateway.tokenizer.types import Prepared
+
+
+class AnswerReader:
+    """Makes the choices of a request."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tool_format = vocabulary.tool_call_format if vocabulary.tool_call_format in PARSERS else ""
+        # Without any marker shown.
+        self.texts = TokenTexts(vocabulary)
+        # With the markers that parsers must see, by (tool-call format, reasoning format).
+        self._marked: dict[tuple[str, str], TokenTexts] = {}
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises INVALID_ARGUMENT for tools whose calls nobody could read."""
+        prompt = request.prompt
+        if isinstance(prompt, Conversation) and prompt.calls_tools and not self._tool_format:
+            raise refuse(
+                request,
+                "tools",
+                f"model {request.model!r} has no tool-call format that can be read; leave them out",
+            )
+
+    def choices(
+        self, request: GenerationRequest, prepared: Prepared, request_id: str, num_choices: int
+    ) -> dict[int, ChoiceStream]:
+        """One reader per choice, by its index."""
+        options = self._options(request, prepared)
+        texts = self._texts(options)
+        with_logprobs = request.sampling.logprobs is not None
+        return {
+            index: ChoiceStream(
+                index, texts, options, _call_ids(request_id, index), with_logprobs=with_logprobs
+            )
+            for index in range(num_choices)
+        }
+
+    def _options(self, request: GenerationRequest, prepared: Prepared) -> TextOptions:
+        prompt, sampling = request.prompt, request.sampling
+        if not isinstance(prompt, Conversation):
+            return TextOptions(stop=sampling.stop, min_tokens=sampling.min_tokens or 0)
+        prefix = prepared.assistant_prefix
+        return TextOptions(
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens or 0,
+            tool_call_format=self._tool_format if prompt.calls_tools else "",
+            reasoning_format=self._vocabulary.reasoning_format,
+            reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
+            single_tool_call=prompt.parallel_tool_calls is False,
+        )
+
+    def _texts(self, options: TextOptions) -> TokenTexts:
+        key = (options.tool_call_format, options.reasoning_format)
+        texts = self._marked.get(key)
+        if texts is None:
+            shown = shown_ids(self.texts, options)
+            texts = TokenTexts(self._vocabulary, shown_ids=shown) if shown else self.texts
+            self._marked[key] = texts
+        return texts
+
+
+def _call_ids(request_id: str, choice_index: int) -> CallIds:
+    """Ids of a choice's tool calls: unique, and the same if the choice is continued elsewhere."""
+    stem = f"call_{request_id.replace('-', '')[:24]}{choice_index:02d}"
+    return lambda call_index: f"{stem}{call_index:02d}"
