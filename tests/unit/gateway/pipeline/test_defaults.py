@@ -1,0 +1,97 @@
+"""What the client left open: the checkpoint's recommendation, a seed, and as many tokens as fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
+from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.metering import Meter
+from gateway.pipeline.request import GenerationRequest, SamplingOptions, TextPrompt
+from services.errors import MillraceError
+
+
+def asked(max_tokens: int | None) -> GenerationRequest:
+    return GenerationRequest(
+        model="m",
+        prompt=TextPrompt("x"),
+        sampling=SamplingOptions(max_tokens=max_tokens),
+        field_names={"max_tokens": "max_completion_tokens", "prompt": "messages"},
+    )
+
+
+def test_what_fits_is_generated_when_nothing_is_said() -> None:
+    assert completion_limit(asked(None), 10, 100) == 90
+    assert completion_limit(asked(90), 10, 100) == 90
+    assert token_limit(4096, 100) == 100
+    assert token_limit(4096, None) == 4096
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt_tokens", "field"), [(91, 10, "max_completion_tokens"), (None, 100, "messages")]
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    max_tokens: int | None, prompt_tokens: int, field: str
+) -> None:
+    with pytest.raises(MillraceError) as refusal:
+        completion_limit(asked(max_tokens), prompt_tokens, 100)
+    assert refusal.value.field == field
+    assert refusal.value.metadata["max_context_tokens"] == "100"
+
+
+def test_the_checkpoint_recommends_and_the_client_decides() -> None:
+    recommended = checkpoint_defaults({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 3})
+    assert recommended == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    sampling = complete(
+        SamplingOptions(temperature=0.0, n=2), checkpoint=recommended, max_tokens=5, eos_token_ids=(3,)
+    )
+    assert (sampling.temperature, sampling.top_k, sampling.n, sampling.best_of) == (0.0, 20, 2, 2)
+    assert sampling.stop_token_ids == (3,)
+    assert checkpoint_defaults({"do_sample": False, "temperature": 0.6}) == {}
+    assert checkpoint_defaults({"temperature": True, "top_k": "many"}) == {}
+
+
+def test_requests_without_a_seed_differ_and_can_be_continued() -> None:
+    seeds = {
+        complete(SamplingOptions(), checkpoint={}, max_tokens=1, eos_token_ids=()).seed for _ in range(8)
+    }
+    assert len(seeds) == 8
+    given = complete(SamplingOptions(seed=5), checkpoint={}, max_tokens=1, eos_token_ids=())
+    assert given.seed == 5
+
+
+def test_end_tokens_are_ignored_on_request_but_own_stop_tokens_are_not() -> None:
+    options = SamplingOptions(ignore_eos=True, stop_token_ids=(7,))
+    sampling = complete(options, checkpoint={}, max_tokens=1, eos_token_ids=(3,))
+    assert sampling.stop_token_ids == (7,)
+
+
+def test_the_parts_of_the_time_to_the_first_token_sum_to_the_total() -> None:
+    meter = Meter(received_s=100.0)
+    assert meter.ttft() is None
+    meter.submitted_s = 100.010
+    output = EngineOutput(0, [1, 2], first_token=FirstToken(0.002, 0.020, 0.001, 4, 1))
+    meter.count(output, 100.040)
+    meter.first_written_s = 100.041
+    ttft = meter.ttft()
+    assert ttft is not None
+    assert ttft.total_s == pytest.approx(0.041)
+    assert ttft.network_s == pytest.approx(0.007)
+    assert ttft.total_s == pytest.approx(
+        ttft.queue_s
+        + ttft.preprocess_s
+        + ttft.prefill_s
+        + ttft.first_decode_s
+        + ttft.serialize_s
+        + ttft.network_s
+    )
+
+
+def test_statistics_of_choices_and_engines_add_up() -> None:
+    meter = Meter(received_s=0.0)
+    for causes in ({"long_prefill": 0.1}, {"long_prefill": 0.2, "kv_pressure": 0.3}):
+        statistics = ChoiceStatistics(num_steps=2, drafted_tokens=4, delayed_by_s=causes)
+        meter.count(EngineOutput(0, [1], statistics=statistics), 1.0)
+    assert meter.completion_tokens == 2
+    assert meter.statistics.num_steps == 4
+    assert meter.statistics.delayed_by_s == pytest.approx({"long_prefill": 0.3, "kv_pressure": 0.3})
