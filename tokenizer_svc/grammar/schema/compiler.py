@@ -17,6 +17,14 @@ from tokenizer_svc.types import EnforcementReport, KeywordStatus
 # White space between tokens of the answer is optional but bounded, so that a model cannot get lost in it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
+_META = jsonschema_rs.Draft202012Validator({"$ref": "https://json-schema.org/draft/2020-12/schema"})
+# Keywords whose values have the same shape in every draft; elsewhere older forms are understood.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("enum", "allOf", "anyOf", "oneOf")
+_SHAPED = frozenset(
+    {*_MAPS, *_LISTS, "pattern", "multipleOf", "minLength", "maxLength", "minItems", "maxItems"}
+)
+
 
 class SchemaRefused(Exception):
     """The schema cannot be enforced as asked; the message names keyword and path."""
@@ -39,6 +47,7 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
         raise SchemaRefused("a JSON schema is an object or a boolean")
     try:
         document = Document(schema, max_depth=max_depth)
+        _check_shapes(schema)
         endless = document.endless_reference()
         if endless:
             raise SchemaRefused(
@@ -66,6 +75,15 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
             report,
         )
     return CompiledSchema(schema=_assembled(rewritten, context.definitions), enforcement=report)
+
+
+def _check_shapes(schema: Any) -> None:
+    """Refuses keywords that would otherwise be passed over because their value is of the wrong type."""
+    for error in _META.iter_errors(schema):
+        keywords = [step for step in error.instance_path if isinstance(step, str)]
+        if keywords and keywords[-1] in _SHAPED:
+            where = "/".join(map(str, error.instance_path))
+            raise SchemaRefused(f"the schema is malformed: {error.message} at /{where}")
 
 
 def _malformed(schema: Any) -> str:
