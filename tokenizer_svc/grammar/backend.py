@@ -47,3 +47,10 @@ def string_schema_is_empty(parts: list[Any]) -> bool:
         return False
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return bool(failed) and messages[0].startswith("Unsatisfiable")
+
+
+def pattern_is_readable(pattern: str) -> bool:
+    """Whether the library takes the pattern as it is."""
+    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return not failed or messages[0].startswith("Unsatisfiable")

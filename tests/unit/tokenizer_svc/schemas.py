@@ -41,7 +41,7 @@ def _keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
         "multipleOf": st.sampled_from((1, 2, 3)),
         "minLength": size,
         "maxLength": size,
-        "pattern": st.sampled_from(("^x", "y$", "^(x|xy)$", "^a?$", "^(?=x)(?=.*y)")),
+        "pattern": st.sampled_from(("^x", "y$", "^(x|xy)$", "^a?$", "^(?=x)(?=.*y)", "^(?!x)", "a|^$")),
         "items": inner,
         "prefixItems": some,
         "minItems": size,

@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
+from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.context import Context, Place
 from tokenizer_svc.grammar.schema.document import Draft
 from tokenizer_svc.grammar.schema.shapes import (
@@ -191,7 +192,10 @@ def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozen
     texts = listed(node["pattern"]) if isinstance(node["pattern"], str) else None
     if texts is not None:
         return {"type": "string", "pattern": excluding(texts)}
-    context.give_up("pattern", place, "strings outside a pattern have no exact form")
+    rest = outside(node["pattern"]) if isinstance(node["pattern"], str) else None
+    if rest is not None:
+        return {"type": "string", "pattern": rest}
+    context.give_up("pattern", place, "strings outside the pattern have no small exact form")
     return {"type": "string"}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from tokenizer_svc.grammar.backend import pattern_is_readable
 from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
+from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
@@ -291,14 +294,21 @@ def has_constraints(node: dict[str, Any]) -> bool:
 _BESIDE_REF = frozenset({"type", "items", "prefixItems", "additionalProperties", "pattern", "format"})
 
 
+# Perhaps an anchor that is not the pattern's last character.
+_INNER_END = re.compile(r"(?<!\\)\$.")
+
+
 def _pattern(context: Context, value: Any, place: Place, out: dict[str, Schema], extra: list[Schema]) -> None:
     if not isinstance(value, str):
         context.give_up("pattern", place, "a pattern must be a text")
         return
     parts = split_lookaheads(value)
-    if parts is None:
-        context.give_up("pattern", place, "look-arounds other than leading positive ones have no equivalent")
-        return
+    if parts is None or (_INNER_END.search(value) and not pattern_is_readable(value)):
+        rewritten = plain(value)
+        if rewritten is None:
+            context.give_up("pattern", place, "look-arounds and inner anchors have no small equivalent here")
+            return
+        parts = [rewritten]
     out["pattern"] = parts[-1]
     extra += [{"pattern": part} for part in parts[:-1]]
 
