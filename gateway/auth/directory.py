@@ -86,7 +86,17 @@ class KeyDirectory:
         return key.principal
 
     def principal_of_claims(self, claims: Mapping[str, Any]) -> Principal:
-        """The caller with these verified JWT claims; raises TENANT_NOT_ALLOWED or TIER_NOT_ALLOWED."""
+        """The caller with these verified JWT claims.
+
+        Raises TENANT_NOT_ALLOWED or TIER_NOT_ALLOWED, and INVALID_CREDENTIALS where no issuer is configured:
+        then nobody can have verified anything.
+        """
+        if not self._claims.issuer:
+            raise MillraceError(
+                Reason.INVALID_CREDENTIALS,
+                "this deployment takes no tokens of an identity provider; send an API key, or configure "
+                "[keys.jwt]",
+            )
         claimed = str(claims.get(self._claims.tenant_claim, ""))
         tenant = self._claims.tenants.get(claimed, claimed)
         config = self._settings.tenants.get(tenant)

@@ -20,6 +20,13 @@ _PUBLIC_PATHS = ("/health", "/openapi.json")
 # Pages of the gateway that are not for clients.
 _HIDDEN_PATHS = ("/metrics",)
 _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/",)
+# gRPC services that clients may call, with a key. The gateway's port also serves the questions of Envoy
+# itself (ext_authz, rate limits): whoever could ask those would be given any tenant's identity.
+_CLIENT_PREFIXES = (
+    "/millrace.inference.v1.InferenceService/",
+    "/grpc.reflection.v1.ServerReflection/",
+    "/grpc.reflection.v1alpha.ServerReflection/",
+)
 
 _ACCESS_LOG_FIELDS = {
     "time": "%START_TIME%",
@@ -142,27 +149,15 @@ def _header_mutation() -> dict[str, Any]:
 
 def _routes(max_body_bytes: int) -> dict[str, Any]:
     is_grpc: dict[str, Any] = {"grpc": {}}
-    too_large = {
-        "match": {
-            "prefix": "/",
-            "headers": [
-                {
-                    "name": "content-length",
-                    "range_match": {"start": max_body_bytes + 1, "end": _MAX_CONTENT_LENGTH},
-                }
-            ],
-        },
-        # The body is that of the local replies.
-        "direct_response": {"status": 413},
-        "typed_per_filter_config": PUBLIC_ROUTE,
+    # The bodies are those of the local replies.
+    content_length = {
+        "name": "content-length",
+        "range_match": {"start": max_body_bytes + 1, "end": _MAX_CONTENT_LENGTH},
     }
-    hidden = [
-        {
-            "match": {"path": path},
-            "direct_response": {"status": 404},
-            "typed_per_filter_config": PUBLIC_ROUTE,
-        }
-        for path in _HIDDEN_PATHS
+    too_large = _direct({"prefix": "/", "headers": [content_length]}, 413)
+    hidden = [_direct({"path": path}, 404) for path in _HIDDEN_PATHS]
+    for_clients = [
+        _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC) for prefix in _CLIENT_PREFIXES
     ]
     public = [
         _route({"path": path}, clusters.GATEWAY_HTTP, typed_per_filter_config=PUBLIC_ROUTE)
@@ -183,11 +178,22 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
                     too_large,
                     *hidden,
                     *public,
-                    _route({"prefix": "/", **is_grpc}, clusters.GATEWAY_GRPC),
+                    *for_clients,
+                    # gRPC reads 404 as UNIMPLEMENTED.
+                    _direct({"prefix": "/", **is_grpc}, 404),
                     _route({"prefix": "/"}, clusters.GATEWAY_HTTP),
                 ],
             }
         ],
+    }
+
+
+def _direct(match: dict[str, Any], status: int) -> dict[str, Any]:
+    """A route that Envoy answers itself, without asking who calls."""
+    return {
+        "match": match,
+        "direct_response": {"status": status},
+        "typed_per_filter_config": PUBLIC_ROUTE,
     }
 
 

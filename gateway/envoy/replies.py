@@ -7,6 +7,7 @@ from typing import Any
 from services.errors import MillraceError, Reason
 
 _NO_GATEWAY = "no gateway process answers; retry shortly"
+_NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"
 _IS_GRPC: dict[str, Any] = {
     "header_filter": {
         "header": {"name": "content-type", "string_match": {"prefix": "application/grpc"}},
@@ -44,7 +45,7 @@ def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
     too_large = f"the request body is larger than {max_body_bytes} bytes (gateway.max_body_bytes); send less"
     flag, status = _UNAUTHORIZED_BY_FAILURE
     cases: list[tuple[dict[str, Any], Reason, str]] = [
-        (_all_of(_has_flag(flag), _has_status(status)), Reason.ENGINE_UNAVAILABLE, _NO_GATEWAY),
+        (_all_of(_has_flag(flag), _has_status(status)), Reason.ENGINE_UNAVAILABLE, _NO_AUTHORIZATION),
         *((_has_flag(*flags), reason, message) for flags, reason, message in _BY_FLAG),
         (_has_status(413), Reason.REQUEST_TOO_LARGE, too_large),
         *((_has_status(status), reason, message) for status, reason, message in _BY_STATUS),

@@ -10,6 +10,8 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
+from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
+from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -198,6 +200,21 @@ async def test_grpc_health_needs_no_key(edge: Edge) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_questions_of_the_edge_cannot_be_asked_from_outside(edge: Edge) -> None:
+    """Whoever could call ext_authz would be handed a signed context, and could spend others' limits."""
+    metadata = tuple(BEARER.items())
+    async with grpc.aio.insecure_channel(edge.address) as channel:
+        authorization = external_auth_pb2_grpc.AuthorizationStub(channel)
+        limits = rls_pb2_grpc.RateLimitServiceStub(channel)
+        for call in (
+            authorization.Check(external_auth_pb2.CheckRequest(), metadata=metadata),
+            limits.ShouldRateLimit(rls_pb2.RateLimitRequest(domain="millrace"), metadata=metadata),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> None:
     edge = Edge(tmp_path)
     await edge.start()
@@ -215,7 +232,7 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details() == "no gateway process answers; retry shortly"
+        assert caught.value.details() == "no gateway process authorized the request in time; retry shortly"
     finally:
         await edge.stop()
 
