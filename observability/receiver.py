@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 # Spans waiting to be written; beyond them the senders are told that theirs were refused.
 MAX_QUEUED_SPANS = 50_000
 _MAX_BATCH_SPANS = 5_000
+# Spans that come within this time of each other are written together.
+_GATHER_S = 0.1
 
 
 class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -33,7 +36,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._metrics = metrics
         self._queued: list[StoredSpan] = []
         self._wake = asyncio.Event()
-        self._closing = False
+        self._closing = asyncio.Event()
 
     async def Export(
         self,
@@ -54,10 +57,11 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def write_until_closed(self) -> None:
         """Writes batches until `close`, then what is left."""
-        while self._queued or not self._closing:
+        while self._queued or not self._closing.is_set():
             if not self._queued:
                 self._wake.clear()
                 await self._wake.wait()
+                await self._gather()
                 continue
             batch, self._queued = self._queued[:_MAX_BATCH_SPANS], self._queued[_MAX_BATCH_SPANS:]
             try:
@@ -69,9 +73,14 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             else:
                 self._metrics.add(names.SPANS_STORED, len(batch))
 
+    async def _gather(self) -> None:
+        # A transaction costs as much as a dozen spans; several services send at about the same time.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), _GATHER_S)
+
     def close(self) -> None:
         """Lets `write_until_closed` return once the queue is empty."""
-        self._closing = True
+        self._closing.set()
         self._wake.set()
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from observability import names
 
 # Share of the rows that goes when a limit is passed, so that it is not passed again at once.
 _TRIM_SHARE = 0.1
 _SCHEMA_VERSION = 1
+# Limits are looked at after so many spans, or after one in a hundred of the limit.
+_TRIM_EVERY_SPANS = 200
+# Spans that are looked up by name; an index over all of them would cost as much as the rows.
+_INDEXED = (names.GATEWAY_REQUEST, names.ENVOY_INGRESS, names.ENGINE_PREFILL)
+_IS_INDEXED = f"name IN ({', '.join(repr(str(name)) for name in _INDEXED)})"
 
-_SCHEMA = """
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS spans (
   sequence INTEGER PRIMARY KEY,
   trace_id TEXT NOT NULL,
@@ -32,12 +38,16 @@ CREATE TABLE IF NOT EXISTS spans (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS spans_by_trace ON spans (trace_id, span_id);
 CREATE INDEX IF NOT EXISTS spans_by_request ON spans (request_id) WHERE request_id <> '';
-CREATE INDEX IF NOT EXISTS spans_by_name ON spans (name, start_ns);
+CREATE INDEX IF NOT EXISTS spans_by_name ON spans (name, start_ns)
+  WHERE {_IS_INDEXED};
 """
 _COLUMNS = (
     "trace_id, span_id, parent_id, service, name, start_ns, end_ns, request_id, error, attributes, links"
 )
 _INSERT = f"INSERT OR REPLACE INTO spans ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 class StoreError(Exception):
@@ -80,6 +90,7 @@ class SpanStore:
         """Opens for writing and creates what is missing; raises StoreError when that fails."""
         self._max_spans = max_spans
         self._max_bytes = max_bytes
+        self._num_untrimmed = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # The receiver opens it in its main thread and writes from a worker, one at a time.
@@ -96,8 +107,10 @@ class SpanStore:
     def add(self, spans: Iterable[StoredSpan]) -> None:
         """Writes a batch in one transaction. A span that is sent twice is kept once."""
         with self._db:
-            self._db.executemany(_INSERT, map(_row, spans))
-        self._trim()
+            self._num_untrimmed += self._db.executemany(_INSERT, map(_row, spans)).rowcount
+        if self._num_untrimmed >= min(_TRIM_EVERY_SPANS, self._max_spans // 100):
+            self._num_untrimmed = 0
+            self._trim()
 
     def close(self) -> None:
         """Closes the file."""
@@ -110,8 +123,9 @@ class SpanStore:
         span = last - first + 1
         if span > self._max_spans:
             self._delete_before(last - round(self._max_spans * (1 - _TRIM_SHARE)))
-        elif self._used_bytes() > self._max_bytes:
-            self._delete_before(first + max(1, round(span * _TRIM_SHARE)))
+        elif (used := self._used_bytes()) > self._max_bytes:
+            excess = 1 - (1 - _TRIM_SHARE) * self._max_bytes / used
+            self._delete_before(first + max(1, round(span * excess)))
 
     def _delete_before(self, sequence: int) -> None:
         with self._db:
@@ -164,7 +178,8 @@ class SpanReader:
         """Id of the trace of the newest request; "" when there is none. Failed requests count too."""
         for name in (names.GATEWAY_REQUEST, names.ENVOY_INGRESS):
             row = self._db.execute(
-                "SELECT trace_id FROM spans WHERE name = ? ORDER BY start_ns DESC LIMIT 1", (str(name),)
+                f"SELECT trace_id FROM spans WHERE {_IS_INDEXED} AND name = ? ORDER BY start_ns DESC LIMIT 1",
+                (str(name),),
             ).fetchone()
             if row is not None:
                 return str(row[0])
@@ -191,15 +206,19 @@ class SpanReader:
         )
 
     def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
-        """The newest spans of that name that started at or after `since_ns`."""
+        """The newest spans of an indexed name that started at or after `since_ns`."""
+        assert name in _INDEXED, name
         return self._select(
-            "WHERE name = ? AND start_ns >= ? ORDER BY start_ns DESC LIMIT ?", (str(name), since_ns, limit)
+            f"WHERE {_IS_INDEXED} AND name = ? AND start_ns >= ? ORDER BY start_ns DESC LIMIT ?",
+            (str(name), since_ns, limit),
         )
 
     def spans_between(self, name: str, after_ns: int, start_ns: int, end_ns: int) -> list[StoredSpan]:
-        """Spans of that name that overlap [start_ns, end_ns] and began after `after_ns`."""
+        """Spans of an indexed name that overlap [start_ns, end_ns] and began after `after_ns`."""
+        assert name in _INDEXED, name
         return self._select(
-            "WHERE name = ? AND start_ns > ? AND start_ns < ? AND end_ns > ? ORDER BY start_ns",
+            f"WHERE {_IS_INDEXED} AND name = ? AND start_ns > ? AND start_ns < ? AND end_ns > ? "
+            "ORDER BY start_ns",
             (str(name), after_ns, end_ns, start_ns),
         )
 
@@ -219,8 +238,8 @@ def _row(span: StoredSpan) -> tuple[Any, ...]:
         span.end_ns,
         span.request_id,
         span.error,
-        json.dumps(dict(span.attributes), ensure_ascii=False),
-        json.dumps(list(span.links)),
+        _encode(span.attributes).decode(),
+        _encode(span.links).decode(),
     )
 
 
@@ -235,6 +254,6 @@ def _span(row: tuple[Any, ...]) -> StoredSpan:
         start_ns=start_ns,
         end_ns=end_ns,
         error=error,
-        attributes=json.loads(attributes),
-        links=tuple((trace, span) for trace, span in json.loads(links)),
+        attributes=msgspec.json.decode(attributes),
+        links=tuple((trace, span) for trace, span in msgspec.json.decode(links)),
     )

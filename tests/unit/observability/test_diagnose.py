@@ -91,7 +91,7 @@ def test_the_command_looks_at_the_last_hour_only(tmp_path: Path, capsys: pytest.
     assert "tenant loud" in capsys.readouterr().out.replace("\n", " ")
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
 def test_percentiles_are_values_of_the_list(values: list[float], share: float) -> None:
     found = percentile(values, share)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import context as otel_context
 
@@ -75,6 +75,7 @@ def test_secrets_in_messages_are_redacted(stream: io.StringIO, text: str) -> Non
     assert "s3cr3t" not in stream.getvalue()
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["authorization", "context_secret", "redis_password", "api_key", "X-Api-Key", "cookie"]),
     st.text(st.characters(categories=["L", "N"]), min_size=9),

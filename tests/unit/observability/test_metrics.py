@@ -6,7 +6,7 @@ import urllib.request
 from bisect import bisect_left
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -113,6 +113,7 @@ def test_gauges_go_up_and_down() -> None:
     assert _value(metrics, names.ACTIVE_STREAMS.name, tier="a") == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 5.0)))
 def test_merged_observations_equal_single_ones(values: list[float]) -> None:
     single, merged = Metrics(), Metrics()

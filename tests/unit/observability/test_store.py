@@ -110,6 +110,21 @@ def test_the_file_stays_within_the_bytes(path: Path) -> None:
     assert newest.span_id == f"{3999:016x}"
 
 
+def test_looking_up_by_name_uses_the_index(path: Path) -> None:
+    _store(path).add(request_trace())
+    reader = SpanReader(path)
+    plans: list[str] = []
+    reader._db.set_trace_callback(plans.append)
+    reader.last_trace()
+    reader.spans_named(names.GATEWAY_REQUEST, since_ns=0)
+    reader.spans_between(names.ENGINE_PREFILL, 0, 1, 2)
+    reader._db.set_trace_callback(None)
+    assert len(plans) == 3
+    for query in plans:
+        (row, *_) = reader._db.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
+        assert "USING INDEX spans_by_name" in row[3], row
+
+
 def test_spans_named_gives_the_newest_first_since_a_moment(path: Path) -> None:
     store = _store(path)
     start_ns = 10**18

@@ -6,7 +6,7 @@ import io
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -30,6 +30,7 @@ def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
     assert Interval(before, _reading(restarted, 20.0)).rate(names.RECOMPUTED) == 2.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 70.0), min_size=1, max_size=40), st.sampled_from([0.5, 0.95]))
 def test_percentiles_lie_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     metrics = Metrics()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -77,6 +77,7 @@ def test_spans_without_their_parent_are_drawn_too() -> None:
     assert "not (yet) here" in _drawn(spans)
 
 
+@settings(deadline=None)
 @given(width=st.integers(40, 250), start=st.floats(0, 1), length=st.floats(0, 1))
 def test_lines_fit_and_bars_stay_inside(width: int, start: float, length: float) -> None:
     bar = waterfall._bar(start, min(1.0, start + length), width)
