@@ -16,16 +16,59 @@ from typing import Any
 
 # Ranges of code points, ascending and apart. Surrogates are no characters.
 Ranges = tuple[tuple[int, int], ...]
-# ("set", ranges), ("cat", left, right), ("or", parts), ("and", parts), ("not", one), ("star", one), ("eps",).
-Node = tuple[Any, ...]
+
+
+class _NoForm(Exception):
+    pass
+
+
+class Node(tuple[Any, ...]):
+    """An expression: ("set", ranges), ("cat", left, right), ("or", parts), ("and", parts), ("not", one),
+    ("star", one) or ("eps",).
+
+    Equal expressions are the same object, so that comparing large ones costs nothing.
+    """
+
+    number: int
+    # Whether it matches the empty text.
+    nullable: bool
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
 
 _SIGMA: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _END = 0x110000
+_MAX_NODES = 30_000
 
-_EPSILON: Node = ("eps",)
-_NOTHING: Node = ("set", ())
-_ALL: Node = ("star", ("set", (*_SIGMA, (_END, _END))))
-_AT_END: Node = ("cat", ("set", ((_END, _END),)), _ALL)
+_table: dict[tuple[Any, ...], Node] = {}
+
+
+def _node(kind: str, *parts: Any) -> Node:
+    inner = parts[0] if kind in ("or", "and") else () if kind == "set" else parts
+    key = (kind, parts[0]) if kind == "set" else (kind, *(part.number for part in inner))
+    found = _table.get(key)
+    if found is None:
+        if len(_table) > _MAX_NODES:
+            raise _NoForm
+        found = Node((kind, *parts))
+        found.number = len(_table)
+        join = all if kind in ("cat", "and") else any
+        found.nullable = kind in ("eps", "star") or join(part.nullable for part in inner)
+        if kind in ("set", "not"):
+            found.nullable = kind == "not" and not parts[0].nullable
+        _table[key] = found
+    return found
+
+
+_EPSILON = _node("eps")
+_NOTHING = _node("set", ())
+_ALL = _node("star", _node("set", (*_SIGMA, (_END, _END))))
+_AT_END = _node("cat", _node("set", ((_END, _END),)), _ALL)
+_CONSTANTS = dict(_table)
 
 _MAX_STATES = 100
 _MAX_STEPS = 20_000
@@ -39,10 +82,6 @@ _SPACE: Ranges = (
     (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 )  # fmt: skip
 _CATEGORIES = {"DIGIT": _DIGITS, "WORD": _WORD, "SPACE": _SPACE}
-
-
-class _NoForm(Exception):
-    pass
 
 
 def plain(pattern: str) -> str | None:
@@ -61,13 +100,16 @@ def _rewritten(pattern: str, *, complement: bool) -> str | None:
         parsed = sre_parse.parse(pattern)
         if parsed.state.flags & ~int(re.UNICODE):
             return None
-        character: Node = ("set", _SIGMA)
+        character: Node = _node("set", _SIGMA)
         later = _cat(character, _cat(_star(character), _sequence(parsed.data, _ALL, False)))
         found = _or((_sequence(parsed.data, _ALL, True), later))
-        whole = _cat(_star(character), ("set", ((_END, _END),)))
+        whole = _cat(_star(character), _node("set", ((_END, _END),)))
         text = _pattern_of(_and((whole, _not(found) if complement else found)))
     except (_NoForm, re.error, RecursionError, OverflowError):
         return None
+    finally:
+        _table.clear()
+        _table.update(_CONSTANTS)
     return text if text is not None and len(text) <= _MAX_LENGTH else None
 
 
@@ -114,7 +156,7 @@ def _item(operation: str, argument: Any, then: Node, first: bool | None, ends: b
         case "AT" if str(argument) == "AT_BEGINNING" and first is not None:
             result = then if first else _NOTHING
         case _:
-            result = _cat(("set", _characters(operation, argument)), then)
+            result = _cat(_node("set", _characters(operation, argument)), then)
     return result
 
 
@@ -202,6 +244,10 @@ def _without(ranges: Ranges) -> Ranges:
     return tuple(left)
 
 
+def _number(node: Node) -> int:
+    return node.number
+
+
 def _cat(left: Node, right: Node) -> Node:
     if _NOTHING in (left, right):
         return _NOTHING
@@ -210,8 +256,8 @@ def _cat(left: Node, right: Node) -> Node:
     if right == _EPSILON:
         return left
     if left[0] == "cat":
-        return ("cat", left[1], _cat(left[2], right))
-    return ("cat", left, right)
+        return _node("cat", left[1], _cat(left[2], right))
+    return _node("cat", left, right)
 
 
 def _or(parts: tuple[Node, ...]) -> Node:
@@ -220,7 +266,7 @@ def _or(parts: tuple[Node, ...]) -> Node:
         return _ALL
     if not flat:
         return _NOTHING
-    return flat.pop() if len(flat) == 1 else ("or", tuple(sorted(flat, key=repr)))
+    return flat.pop() if len(flat) == 1 else _node("or", tuple(sorted(flat, key=_number)))
 
 
 def _and(parts: tuple[Node, ...]) -> Node:
@@ -229,52 +275,43 @@ def _and(parts: tuple[Node, ...]) -> Node:
         return _NOTHING
     if not flat:
         return _ALL
-    return flat.pop() if len(flat) == 1 else ("and", tuple(sorted(flat, key=repr)))
+    return flat.pop() if len(flat) == 1 else _node("and", tuple(sorted(flat, key=_number)))
 
 
 def _not(node: Node) -> Node:
     if node[0] == "not":
         return node[1]  # type: ignore[no-any-return]
-    return _ALL if node == _NOTHING else _NOTHING if node == _ALL else ("not", node)
+    return _ALL if node == _NOTHING else _NOTHING if node == _ALL else _node("not", node)
 
 
 def _star(node: Node) -> Node:
-    return node if node[0] == "star" else _EPSILON if node in (_EPSILON, _NOTHING) else ("star", node)
-
-
-def _nullable(node: Node) -> bool:
-    match node[0]:
-        case "eps" | "star":
-            return True
-        case "cat":
-            return _nullable(node[1]) and _nullable(node[2])
-        case "or":
-            return any(map(_nullable, node[1]))
-        case "and":
-            return all(map(_nullable, node[1]))
-        case "not":
-            return not _nullable(node[1])
-    return False
+    return node if node[0] == "star" else _EPSILON if node in (_EPSILON, _NOTHING) else _node("star", node)
 
 
 class _Derivatives:
     """Derivatives with a limit on the work that they take; raises _NoForm beyond it."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._known: dict[tuple[int, int], Node] = {}
 
     def of(self, node: Node, character: int) -> Node:
         """What has to follow after `character`."""
-        self._num_steps += 1
-        if self._num_steps > _MAX_STEPS:
+        known = self._known.get((node.number, character))
+        if known is not None:
+            return known
+        if len(self._known) >= _MAX_STEPS:
             raise _NoForm
+        result = self._known[node.number, character] = self._of(node, character)
+        return result
+
+    def _of(self, node: Node, character: int) -> Node:
         result = _NOTHING
         match node[0]:
             case "set" if any(low <= character <= high for low, high in node[1]):
                 result = _EPSILON
             case "cat":
                 result = _cat(self.of(node[1], character), node[2])
-                if _nullable(node[1]):
+                if node[1].nullable:
                     result = _or((result, self.of(node[2], character)))
             case "or":
                 result = _or(tuple(self.of(each, character) for each in node[1]))
@@ -310,7 +347,7 @@ def _pattern_of(start: Node) -> str | None:
     while pending:
         state = pending.pop()
         number = numbers[state]
-        if _nullable(derivatives.of(state, _END)):
+        if derivatives.of(state, _END).nullable:
             accepting.add(number)
         cuts: set[int] = {low for low, _ in _SIGMA} | {high + 1 for _, high in _SIGMA}
         _edges(state, cuts)

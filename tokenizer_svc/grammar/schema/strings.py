@@ -7,6 +7,8 @@ import re._parser as sre_parse  # type: ignore[import-not-found]
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tokenizer_svc.grammar.schema.automata import outside
+
 # Formats that llguidance enforces itself.
 BACKEND_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -134,9 +136,9 @@ _LOOKAHEAD = re.compile(r"\(\?([=!])")
 
 
 def split_lookaheads(pattern: str) -> list[str] | None:
-    """Patterns that all have to match, for one that only has positive look-aheads right after ^.
+    """Patterns that all have to match, for one whose look-aheads stand right after ^.
 
-    None when the pattern has look-arounds elsewhere, or negative ones.
+    None when the pattern has look-arounds elsewhere, or a negative one without a small complement.
     """
     if not re.search(r"\(\?(?:=|!|<=|<!)", pattern):
         return [pattern]
@@ -145,12 +147,15 @@ def split_lookaheads(pattern: str) -> list[str] | None:
     parts: list[str] = []
     rest = pattern[1:]
     while (match := _LOOKAHEAD.match(rest)) is not None:
-        if match.group(1) == "!":
-            return None
         end = _closing(rest)
         if end < 0:
             return None
-        parts.append("^(?:" + rest[3:end] + ")")
+        part: str | None = f"^(?:{rest[3:end]})"
+        if match.group(1) == "!":
+            part = outside(f"^(?:{rest[3:end]})")
+        if part is None:
+            return None
+        parts.append(part)
         rest = rest[end + 1 :]
     parts.append("^" + rest)
     if any(re.search(r"\(\?(?:=|!|<=|<!)", part) for part in parts):
