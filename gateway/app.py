@@ -34,6 +34,8 @@ from services.server import GrpcServer
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+# What it may take to tell every client that its stream ends here.
+_FAREWELL_S = 2.0
 
 
 class Gateway:
@@ -109,17 +111,26 @@ class Gateway:
         return ""
 
     async def drain(self) -> None:
-        """Refuses what is new and waits for what runs, within the drain limit."""
+        """Refuses what is new and waits for what runs; tells clients whose time is up that it is."""
         await self.grpc.set_serving(False)
         pipeline = self._pipeline
         if pipeline is None:
             return
         pipeline.draining = True
-        end_s = time.monotonic() + self._config.drain_limit_s
-        while pipeline.num_open and time.monotonic() < end_s:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        if pipeline.num_open:
-            _log.warning("%d requests are cut off: the drain limit has passed", pipeline.num_open)
+        limit_s = self._config.drain_limit_s
+        if await _ended(pipeline, limit_s):
+            return
+        _log.warning("%d requests are cut off: the drain limit has passed", pipeline.num_open)
+        pipeline.end_all(
+            MillraceError(
+                Reason.DRAINING,
+                f"this gateway is shutting down and its drain limit of {limit_s:g} s has passed; "
+                "send the request again",
+                metadata={"drain_limit_s": f"{limit_s:g}"},
+                retry_after_s=1.0,
+            )
+        )
+        await _ended(pipeline, _FAREWELL_S)
 
     async def stop(self) -> None:
         """Ends everything."""
@@ -197,3 +208,11 @@ class Gateway:
 
     def _num_engines(self) -> float:
         return 0.0 if self._fleet is None else float(len(self._fleet.ready))
+
+
+async def _ended(pipeline: Pipeline, within_s: float) -> bool:
+    """Waits for the open requests to end; whether they did in time."""
+    end_s = time.monotonic() + within_s
+    while pipeline.num_open and time.monotonic() < end_s:
+        await asyncio.sleep(_DRAIN_POLL_S)
+    return not pipeline.num_open

@@ -97,7 +97,11 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends the request because its client went away; `take` raises CANCELLED."""
-        self._interrupt(CancelReason.CLIENT, Reason.CANCELLED, "the client went away")
+        self._interrupt(CancelReason.CLIENT, MillraceError(Reason.CANCELLED, "the client went away"))
+
+    def end(self, error: MillraceError) -> None:
+        """Ends the request from this side; `take` raises `error`."""
+        self._interrupt(CancelReason.CLIENT, error)
 
     def first_chunk_written(self) -> None:
         """The face has handed the first chunk to its socket."""
@@ -168,13 +172,12 @@ class Generation:
             self._end(choice, FinishReason.BUDGET)
 
     def _expire(self) -> None:
-        error = _deadline_exceeded()
-        self._interrupt(CancelReason.DEADLINE, error.reason, error.message)
+        self._interrupt(CancelReason.DEADLINE, _deadline_exceeded())
 
-    def _interrupt(self, why: CancelReason, reason: Reason, message: str) -> None:
+    def _interrupt(self, why: CancelReason, error: MillraceError) -> None:
         if self._open:
             self._stream.cancel(why)
-            self._stream.interrupt(MillraceError(reason, message))
+            self._stream.interrupt(error)
 
     async def _settle(self, outcome: Outcome) -> None:
         if self._settled:

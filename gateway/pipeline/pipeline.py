@@ -68,8 +68,7 @@ class Pipeline:
         self.created_unix_s = int(time.time())
         # Refuses what is new; what runs goes on.
         self.draining = False
-        # Accepted requests that have not ended.
-        self.num_open = 0
+        self._open: set[Generation] = set()
         self._admission = admission
         self._continuation = continuation
         self._tiers = tiers
@@ -79,6 +78,16 @@ class Pipeline:
         self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
         self._reader = AnswerReader(vocabulary)
         self.texts = self._reader.texts
+
+    @property
+    def num_open(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._open)
+
+    def end_all(self, error: MillraceError) -> None:
+        """Ends what still runs with `error`, which each client is told."""
+        for generation in list(self._open):
+            generation.end(error)
 
     def served_names(self, caller: Caller) -> list[str]:
         """Names of models that the caller may ask for."""
@@ -246,14 +255,14 @@ class Pipeline:
             discard_tokens=request.sampling.max_tokens == 0,
             settle=lambda generation, outcome: self._settled(call, generation, outcome),
         )
-        self.num_open += 1
+        self._open.add(generation)
         self._metrics.shift(names.ACTIVE_STREAMS, 1, tier=call.tier.name)
         if caller.deadline_s is not None:
             generation.expire_at(caller.deadline_s)
         return generation
 
     def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
-        self.num_open -= 1
+        self._open.discard(generation)
         self._metrics.shift(names.ACTIVE_STREAMS, -1, tier=call.tier.name)
         meter = generation.meter
         if meter.ticket is not None:

@@ -1,0 +1,77 @@
+"""A gateway that stops lets streams finish, and tells those whose time is up, on both faces."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import msgspec
+import pytest
+from grpc_status import rpc_status
+from millrace.common.v1 import chat_pb2
+from millrace.inference.v1 import inference_pb2
+
+from services.context import CONTEXT_HEADER
+from services.errors import Reason
+from services.status import from_status
+from tests.unit.gateway.rig.deployment import deployed, signed_context
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.vocabulary import encode
+
+BODY = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+METADATA = ((CONTEXT_HEADER, signed_context()),)
+
+
+def endless() -> ScriptedEngine:
+    return ScriptedEngine(reply=lambda submit, choice: encode("x") * 4000, step_s=0.01)
+
+
+async def test_http_stream_beyond_the_drain_limit_ends_with_an_error_event() -> None:
+    engine = endless()
+    async with deployed(engine, tables={"gateway": {"drain_limit_s": 0.1}}) as stack:
+        async with stack.http.stream("POST", "/v1/chat/completions", json=BODY) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            drained = asyncio.create_task(stack.gateway.drain())
+            rest = [line async for line in lines if line]
+            await drained
+        error = msgspec.json.decode(rest[-1].removeprefix("data: "))["error"]
+        assert error["code"] == Reason.DRAINING.value
+        assert "drain limit of 0.1 s" in error["message"]
+        assert stack.gateway.num_open == 0
+        while engine.num_running:
+            engine.changed.clear()
+            await asyncio.wait_for(engine.changed.wait(), 10)
+
+
+async def test_grpc_stream_beyond_the_drain_limit_ends_with_a_rich_status() -> None:
+    async with deployed(endless(), tables={"gateway": {"drain_limit_s": 0.1}}) as stack:
+        message = chat_pb2.Message(role=chat_pb2.ROLE_USER, content="hi")
+        request = inference_pb2.ChatRequest(
+            model="tiny", conversation=chat_pb2.Conversation(messages=[message])
+        )
+        responses = aiter(stack.inference.Chat(request, metadata=METADATA))
+        await anext(responses)
+        drained = asyncio.create_task(stack.gateway.drain())
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while True:
+                await anext(responses)
+        await drained
+        status = rpc_status.from_call(ended.value)
+        assert status is not None
+        error = from_status(status)
+        assert (error.reason, error.retry_after_s) == (Reason.DRAINING, 1.0)
+        assert stack.gateway.num_open == 0
+
+
+async def test_stream_within_the_drain_limit_finishes() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("x") * 30, step_s=0.005)
+    async with deployed(engine, tables={"gateway": {"drain_limit_s": 20.0}}) as stack:
+        async with stack.http.stream("POST", "/v1/chat/completions", json=BODY) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            drained = asyncio.create_task(stack.gateway.drain())
+            rest = [line async for line in lines if line]
+        await drained
+        assert rest[-1] == "data: [DONE]"
+        assert (await stack.chat()).status_code == 503
