@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
@@ -61,13 +62,41 @@ def _wrapped(handler: Any, method: str) -> Any:
             if handler.request_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-    return make(call, handler.request_deserializer, handler.response_serializer)
+    deserialize = handler.request_deserializer
+    if not handler.request_streaming:
+        deserialize = _tolerant(deserialize)
+    return make(call, deserialize, handler.response_serializer)
+
+
+class _Malformed:
+    """Stands for a request whose bytes are not the message that the method takes."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Lets malformed bytes reach the handler's wrapper: gRPC itself would answer UNKNOWN and log them."""
+
+    def call(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return call
+
+
+def _check_whole(request: Any, method: str) -> None:
+    if isinstance(request, _Malformed):
+        raise MillraceError(
+            Reason.MALFORMED_BODY,
+            f"the bytes of the request are no message that {method} takes; generate the client from proto/",
+        )
 
 
 def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: ServicerContext) -> Any:
         token = otel_context.attach(_trace_context(context))
         try:
+            _check_whole(request, method)
             result = behavior(request, context)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
@@ -82,6 +111,7 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         token = otel_context.attach(_trace_context(context))
         try:
+            _check_whole(request, method)
             result = behavior(request, context)
             if inspect.isawaitable(result):
                 # The other style of handler, which writes through the context itself (health's Watch).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 import msgspec
@@ -24,6 +25,11 @@ METADATA = ((CONTEXT_HEADER, signed_context()),)
 
 def endless() -> ScriptedEngine:
     return ScriptedEngine(reply=lambda submit, choice: encode("x") * 4000, step_s=0.01)
+
+
+async def _read_on(responses: AsyncIterator[object]) -> None:
+    async for _ in responses:
+        pass
 
 
 async def test_http_stream_beyond_the_drain_limit_ends_with_an_error_event() -> None:
@@ -54,8 +60,7 @@ async def test_grpc_stream_beyond_the_drain_limit_ends_with_a_rich_status() -> N
         await anext(responses)
         drained = asyncio.create_task(stack.gateway.drain())
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while True:
-                await anext(responses)
+            await _read_on(responses)
         await drained
         status = rpc_status.from_call(ended.value)
         assert status is not None

@@ -59,6 +59,14 @@ async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+async def test_bytes_that_are_no_message_are_refused_by_name(channel: grpc.aio.Channel) -> None:
+    call = channel.unary_unary(f"/{SERVICE}/Tokenize")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(b"\xff\xff\xff")
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert from_rpc_error(raised.value).reason is Reason.MALFORMED_BODY
+
+
 async def test_domain_error_crosses_the_wire_whole(channel: grpc.aio.Channel) -> None:
     stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "several gateways": {
         "envoy": {"gateway_grpc": ["127.0.0.1:1", "127.0.0.1:2"], "gateway_http": ["[::1]:3"]}
     },
-    "metrics and file log": {"envoy": {"metrics_listen": "127.0.0.1:9902", "access_log": "access.log"}},
+    "metrics and file log": {"envoy": {"metrics_listen": "127.0.0.1:9902", "access_log": "/dev/null"}},
     "keys by URL": {"keys": {"jwt": {"issuer": "https://id", "jwks_url": "https://id.example/keys"}}},
 }
 
