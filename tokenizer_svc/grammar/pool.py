@@ -50,6 +50,8 @@ class _Worker:
             "tokenizer_svc.grammar.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # A process that runs out of memory writes more there than a log should hold.
+            stderr=asyncio.subprocess.DEVNULL,
             limit=_STREAM_LIMIT,
         )
         worker = cls(process)
@@ -210,6 +212,8 @@ class WorkerPool:
             async with asyncio.timeout(self._config.time_limit_s):
                 answer = await worker.run(job.payload)
             reply = msgspec.msgpack.decode(answer, type=WorkerReply)
+            if reply.defect:
+                _log.error("a grammar could not be compiled: %s", reply.defect)
         except TimeoutError:
             reply = self._overrun(job, "time")
         except EOFError:

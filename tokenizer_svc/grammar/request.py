@@ -74,7 +74,9 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a worker; exactly one field is set."""
+    """Answer of a worker: built or refused."""
 
     built: Built | None = None
     refused: Refused | None = None
+    # Traceback of a failure that is the service's own.
+    defect: str = ""

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from typing import BinaryIO
 
 import msgspec
@@ -57,6 +58,10 @@ def main() -> None:
             reply = build(decoder.decode(frame), backend, limits)
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
+        except Exception:
+            message = "the grammar cannot be compiled, for a reason that is in the service's log"
+            refused = Refused(message=message, field="response_format")
+            reply = WorkerReply(refused=refused, defect=traceback.format_exc())
         except MemoryError:
             # What is left of the heap cannot be relied on; the parent starts another process.
             os._exit(70)

@@ -42,7 +42,7 @@ class Node(tuple[Any, ...]):
 
 _SIGMA: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _END = 0x110000
-_MAX_NODES = 30_000
+_MAX_NODES = 8_000
 
 _table: dict[tuple[Any, ...], Node] = {}
 
@@ -71,7 +71,7 @@ _AT_END = _node("cat", _node("set", ((_END, _END),)), _ALL)
 _CONSTANTS = dict(_table)
 
 _MAX_STATES = 100
-_MAX_STEPS = 20_000
+_MAX_STEPS = 10_000
 _MAX_LENGTH = 20_000
 _MAX_REPEAT = 64
 

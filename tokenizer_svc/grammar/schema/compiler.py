@@ -48,15 +48,15 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
     try:
         document = Document(schema, max_depth=max_depth)
         _check_shapes(schema)
+        context = Context(document)
+        context.positive = lambda *a: positive(context, *a)
+        context.negative = lambda *a: negative(context, *a)
+        rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
         endless = document.endless_reference()
         if endless:
             raise SchemaRefused(
                 f"$ref {endless!r} leads back to itself without end; give it something to match"
             )
-        context = Context(document)
-        context.positive = lambda *a: positive(context, *a)
-        context.negative = lambda *a: negative(context, *a)
-        rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
     except TooLarge as error:
         raise SchemaRefused(str(error)) from error
     except RecursionError as error:

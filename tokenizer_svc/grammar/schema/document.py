@@ -73,14 +73,15 @@ class Document:
             name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-"),
             Draft.DRAFT2020_12,
         )
-        self._resources: dict[str, Target] = {_BASE: Target(root, "", _BASE)}
-        self._anchors: dict[tuple[str, str], Target] = {}
-        self._found: dict[tuple[str, str], Target] = {}
-        # Every $ref in the document, with the base it stands under.
-        self._references: list[tuple[str, str]] = []
-        self._max_depth = max_depth
-        self._index(root, "", _BASE, 0)
         self.base = self.base_of(root, _BASE)
+        whole = Target(root, "", self.base)
+        self._resources: dict[str, Target] = {_BASE: whole, self.base: whole}
+        self._anchors: dict[tuple[str, str], Target] = {}
+        # Every reference that was resolved, by the base it stands under.
+        self._found: dict[tuple[str, str], Target] = {}
+        # Identifiers inside the schema are looked for when a reference needs them.
+        self._is_indexed = False
+        _check_depth(root, max_depth)
 
     def base_of(self, node: Any, base: str) -> str:
         """The base of references inside `node`, which stands where `base` applies."""
@@ -99,7 +100,7 @@ class Document:
         return found
 
     def endless_reference(self) -> str:
-        """A reference that leads back to itself without going into a property or item; "" if there is none.
+        """A resolved reference that leads back to itself without going into a property or item; else "".
 
         Such a schema says nothing about any value.
         """
@@ -116,13 +117,7 @@ class Document:
             state[id(node)] = False
             return found
 
-        for reference, base in dict.fromkeys(self._references):
-            try:
-                if loops(self.resolve(reference, base)):
-                    return reference
-            except UnresolvedReference:
-                continue
-        return ""
+        return next((key[1] for key, target in list(self._found.items()) if loops(target)), "")
 
     def _same_level(self, target: Target) -> Iterator[Target]:
         """The schemas that judge the same value as the target does."""
@@ -149,13 +144,17 @@ class Document:
         # A fragment alone stays in the resource, whatever scheme its address has.
         local = not reference or reference.startswith("#")
         url, fragment = (base, reference[1:]) if local else urldefrag(urljoin(base, reference))
+        fragment = unquote(fragment)
+        is_anchor = bool(fragment) and not fragment.startswith("/")
+        if not self._is_indexed and (url not in self._resources or is_anchor):
+            self._is_indexed = True
+            self._index(self.root, "", _BASE)
         resource = self._resources.get(url) or self._resources.get(url.rstrip("#"))
         if resource is None:
             raise UnresolvedReference(f"{reference!r} points outside the schema, and nothing is fetched")
-        fragment = unquote(fragment)
         if not fragment or fragment == "/":
             return resource
-        if not fragment.startswith("/"):
+        if is_anchor:
             anchor = self._anchors.get((resource.base, fragment))
             if anchor is None:
                 raise UnresolvedReference(f"{reference!r}: there is no such anchor")
@@ -173,13 +172,11 @@ class Document:
             inner = self.base_of(node, inner)
         return Target(node, path, inner)
 
-    def _index(self, node: Any, path: str, base: str, depth: int) -> None:
-        if depth > self._max_depth:
-            raise RecursionError(f"the schema is nested deeper than {self._max_depth} levels")
+    def _index(self, node: Any, path: str, base: str) -> None:
         if isinstance(node, list):
             for index, each in enumerate(node):
                 if isinstance(each, dict | list):
-                    self._index(each, f"{path}/{index}", base, depth + 1)
+                    self._index(each, f"{path}/{index}", base)
             return
         inner = self.base_of(node, base)
         if inner != base:
@@ -190,9 +187,14 @@ class Document:
                 name = value[1:] if value.startswith("#") else value if keyword.endswith("nchor") else ""
                 if name:
                     self._anchors.setdefault((inner, name), Target(node, path, inner))
-        reference = node.get("$ref")
-        if isinstance(reference, str):
-            self._references.append((reference, inner))
         for key, value in node.items():
             if isinstance(value, dict | list) and key not in _DATA:
-                self._index(value, f"{path}/{key}", inner, depth + 1)
+                self._index(value, f"{path}/{key}", inner)
+
+
+def _check_depth(node: Any, levels: int) -> None:
+    if levels < 0:
+        raise RecursionError("the schema is nested too deeply")
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        if isinstance(each, dict | list):
+            _check_depth(each, levels - 1)
