@@ -15,6 +15,7 @@ from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import Arrivals, Lengths, PromptKind, Workload
+from services.cli.target import find_target
 from services.errors import ConfigError
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load, or compare two measurements.")
@@ -23,8 +24,8 @@ app = typer.Typer(help="Measure an OpenAI-compatible server under load, or compa
 @app.command("run")
 def run(
     *,
-    url: Annotated[str, typer.Option(help="Server, as http://host:port.")] = "http://127.0.0.1:8080",
-    key: Annotated[str, typer.Option(envvar="MILLRACE_API_KEY", help="API key.")] = "mr-dev-local",
+    url: Annotated[str, typer.Option(help="Server, as http://host:port; else the running stack.")] = "",
+    key: Annotated[str, typer.Option(help="API key; else MILLRACE_API_KEY, else the stack's own.")] = "",
     model: Annotated[str, typer.Option(help="Model; the first one listed when empty.")] = "",
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at a time.")] = 8,
@@ -63,7 +64,9 @@ def run(
             temperature=temperature,
             seed=seed,
         )
-        target = Target.parse(url, key)
+        stack = find_target(url)
+        url = url or f"http://{stack.address}"
+        target = Target.parse(url, key or stack.api_key)
         targets = Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms, e2e_ms=e2e_target_ms)
         result = asyncio.run(
             _measure(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -69,9 +72,18 @@ class StartReport:
         return table
 
 
+def _program() -> str:
+    """The command line's program as a terminal in this directory finds it."""
+    program = Path(sys.executable).with_name("millrace")
+    if shutil.which("millrace") == str(program):
+        return "millrace"
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
+
+
 def usage_examples(address: str, api_key: str, model: str) -> str:
     """Commands to copy and paste; each works as it stands against a stack on `address`."""
     key = api_key or "$MILLRACE_API_KEY"
+    program = _program()
     return f"""\
 curl:
   curl -N http://{address}/v1/chat/completions -H "authorization: Bearer {key}" \\
@@ -85,9 +97,9 @@ openai SDK:
   for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
       print(chunk.choices[0].delta.content or "", end="", flush=True)
 
-terminal:
-  millrace chat "Hello!"
-  millrace trace last"""
+terminal, in {Path.cwd()}:
+  {program} chat "Hello!"
+  {program} trace last"""
 
 
 def summary(layout: Layout, logs: str) -> str:
