@@ -3,7 +3,7 @@
 `python -m benchmarks.tracing_overhead [--quick] [--rounds N] [--output FILE]`
 
 Rounds with and without alternate, so that what else the machine does falls on both. Two loads: `stream` with
-an engine that answers instantly, where the processes in front of it are the bottleneck: the worst that can be;
+an engine that answers instantly, where the processes in front of it are the bottleneck: the worst case;
 and `model`, where a step takes 20 ms, as with a real one. CPU time is summed over all our processes, the span
 store included, and told apart by process.
 """
