@@ -14,7 +14,7 @@ admin() {
 # Endpoints are removed from load balancers while this pod still answers.
 admin POST /healthcheck/fail >/dev/null
 sleep "${SETTLE_S:-5}"
-admin POST '/drain_listeners?graceful&skip_exit' >/dev/null
+admin POST '/drain_listeners?graceful' >/dev/null
 for ((second = 0; second < limit_s; second++)); do
     # The admin interface's own request counts under its own prefix.
     admin GET '/stats?filter=downstream_rq_active' | grep -v '^http\.admin\.' | grep -qE 'active: [1-9]' || exit 0
