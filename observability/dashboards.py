@@ -195,133 +195,136 @@ def _tiers() -> Dashboard:
     )
 
 
+# Series of the engines that are chosen on the page.
+_HERE = 'instance=~"$instance"'
+
+
 def _engines() -> Dashboard:
-    here = 'instance=~"$instance"'
-    hits = f"{rate(names.PREFIX_HITS, where=here)} / {rate(names.PREFIX_QUERIES, where=here)}"
-    accepted = f"{rate(names.ACCEPTED, where=here)} / {rate(names.DRAFTED, where=here)}"
     return Dashboard(
         "millrace-engines",
         "Millrace: engines",
         [
-            (
-                "Load",
-                [
-                    Panel(
-                        "Running and waiting",
-                        "short",
-                        [
-                            Query(
-                                gauge(names.REQUESTS_RUNNING, "instance", where=here), "running {{instance}}"
-                            ),
-                            Query(
-                                gauge(names.REQUESTS_WAITING, "instance", where=here), "waiting {{instance}}"
-                            ),
-                        ],
-                    ),
-                    Panel(
-                        "Oldest request in the queue",
-                        "s",
-                        [Query(gauge(names.OLDEST_WAIT, "instance", "max", here), "{{instance}}")],
-                        threshold=30,
-                    ),
-                    Panel(
-                        "Prompt tokens to compute",
-                        "short",
-                        [Query(gauge(names.PENDING_PREFILL, "instance", where=here), "{{instance}}")],
-                    ),
-                    Panel(
-                        "Generated tokens",
-                        "short",
-                        [Query(rate(names.GENERATED_TOKENS, "instance", here), "{{instance}}")],
-                    ),
-                    Panel(
-                        "Prompt tokens by source",
-                        "short",
-                        [Query(rate(names.PROMPT_TOKENS_DONE, "source", here), "{{source}}")],
-                    ),
-                    Panel(
-                        "Cancelled",
-                        "reqps",
-                        [Query(rate(names.ENGINE_CANCELLED, "reason", here), "{{reason}}")],
-                    ),
-                ],
-            ),
-            (
-                "Steps",
-                [
-                    _quantiles("Step", names.STEP_SECONDS, "kind", here),
-                    Panel(
-                        "Tokens in a step",
-                        "short",
-                        [Query(mean(names.STEP_TOKENS, "instance", here), "mean {{instance}}")],
-                    ),
-                    Panel(
-                        "Sequences in a step",
-                        "short",
-                        [Query(mean(names.STEP_SEQUENCES, "instance", here), "mean {{instance}}")],
-                    ),
-                    _quantiles("Prefill", names.PREFILL_SECONDS, where=here),
-                    _quantiles("Decode", names.DECODE_SECONDS, where=here),
-                    Panel(
-                        "Time on grammar masks",
-                        "s",
-                        [Query(rate(names.GRAMMAR_SECONDS, "instance", here), "{{instance}}")],
-                    ),
-                ],
-            ),
-            (
-                "KV cache",
-                [
-                    Panel(
-                        "Use",
-                        "percentunit",
-                        [Query(gauge(names.KV_USAGE, "instance", "max", here), "{{instance}}")],
-                        threshold=0.95,
-                    ),
-                    Panel("Prefix cache hits", "percentunit", [Query(hits, "hits")]),
-                    Panel(
-                        "Blocks by state",
-                        "short",
-                        [Query(gauge(names.KV_BLOCKS, "state", where=here), "{{state}}")],
-                    ),
-                    Panel(
-                        "Preemptions",
-                        "short",
-                        [
-                            Query(rate(names.PREEMPTIONS, "instance", here), "preempted {{instance}}"),
-                            Query(rate(names.RECOMPUTED, "instance", here), "tokens again {{instance}}"),
-                        ],
-                    ),
-                    Panel(
-                        "Evicted and offloaded blocks",
-                        "short",
-                        [
-                            Query(rate(names.EVICTIONS, where=here), "evicted"),
-                            Query(rate(names.OFFLOADED, "direction", here), "host {{direction}}"),
-                        ],
-                    ),
-                    Panel("Accepted drafts", "percentunit", [Query(accepted, "accepted")]),
-                ],
-            ),
-            (
-                "Memory",
-                [
-                    Panel(
-                        "The memory plan",
-                        "bytes",
-                        [Query(gauge(names.MEMORY_PLAN, "part", "max", here), "{{part}}")],
-                        names.MEMORY_PLAN.meaning,
-                    ),
-                    Panel(
-                        "Requests ended by failed steps",
-                        "short",
-                        [Query(rate(names.STEP_FAILURES, "instance", here), "{{instance}}")],
-                    ),
-                ],
-            ),
+            ("Load", _engine_load()),
+            ("Steps", _engine_steps()),
+            ("KV cache", _engine_cache()),
+            ("Memory", _engine_memory()),
         ],
         [("instance", names.REQUESTS_RUNNING)],
     )
+
+
+def _engine_load() -> list[Panel]:
+    return [
+        Panel(
+            "Running and waiting",
+            "short",
+            [
+                Query(gauge(names.REQUESTS_RUNNING, "instance", where=_HERE), "running {{instance}}"),
+                Query(gauge(names.REQUESTS_WAITING, "instance", where=_HERE), "waiting {{instance}}"),
+            ],
+        ),
+        Panel(
+            "Oldest request in the queue",
+            "s",
+            [Query(gauge(names.OLDEST_WAIT, "instance", "max", _HERE), "{{instance}}")],
+            threshold=30,
+        ),
+        Panel(
+            "Prompt tokens to compute",
+            "short",
+            [Query(gauge(names.PENDING_PREFILL, "instance", where=_HERE), "{{instance}}")],
+        ),
+        Panel(
+            "Generated tokens",
+            "short",
+            [Query(rate(names.GENERATED_TOKENS, "instance", _HERE), "{{instance}}")],
+        ),
+        Panel(
+            "Prompt tokens by source",
+            "short",
+            [Query(rate(names.PROMPT_TOKENS_DONE, "source", _HERE), "{{source}}")],
+        ),
+        Panel(
+            "Cancelled",
+            "reqps",
+            [Query(rate(names.ENGINE_CANCELLED, "reason", _HERE), "{{reason}}")],
+        ),
+    ]
+
+
+def _engine_steps() -> list[Panel]:
+    return [
+        _quantiles("Step", names.STEP_SECONDS, "kind", _HERE),
+        Panel(
+            "Tokens in a step",
+            "short",
+            [Query(mean(names.STEP_TOKENS, "instance", _HERE), "mean {{instance}}")],
+        ),
+        Panel(
+            "Sequences in a step",
+            "short",
+            [Query(mean(names.STEP_SEQUENCES, "instance", _HERE), "mean {{instance}}")],
+        ),
+        _quantiles("Prefill", names.PREFILL_SECONDS, where=_HERE),
+        _quantiles("Decode", names.DECODE_SECONDS, where=_HERE),
+        Panel(
+            "Time on grammar masks",
+            "s",
+            [Query(rate(names.GRAMMAR_SECONDS, "instance", _HERE), "{{instance}}")],
+        ),
+    ]
+
+
+def _engine_cache() -> list[Panel]:
+    hits = f"{rate(names.PREFIX_HITS, where=_HERE)} / {rate(names.PREFIX_QUERIES, where=_HERE)}"
+    accepted = f"{rate(names.ACCEPTED, where=_HERE)} / {rate(names.DRAFTED, where=_HERE)}"
+    return [
+        Panel(
+            "Use",
+            "percentunit",
+            [Query(gauge(names.KV_USAGE, "instance", "max", _HERE), "{{instance}}")],
+            threshold=0.95,
+        ),
+        Panel("Prefix cache hits", "percentunit", [Query(hits, "hits")]),
+        Panel(
+            "Blocks by state",
+            "short",
+            [Query(gauge(names.KV_BLOCKS, "state", where=_HERE), "{{state}}")],
+        ),
+        Panel(
+            "Preemptions",
+            "short",
+            [
+                Query(rate(names.PREEMPTIONS, "instance", _HERE), "preempted {{instance}}"),
+                Query(rate(names.RECOMPUTED, "instance", _HERE), "tokens again {{instance}}"),
+            ],
+        ),
+        Panel(
+            "Evicted and offloaded blocks",
+            "short",
+            [
+                Query(rate(names.EVICTIONS, where=_HERE), "evicted"),
+                Query(rate(names.OFFLOADED, "direction", _HERE), "host {{direction}}"),
+            ],
+        ),
+        Panel("Accepted drafts", "percentunit", [Query(accepted, "accepted")]),
+    ]
+
+
+def _engine_memory() -> list[Panel]:
+    return [
+        Panel(
+            "The memory plan",
+            "bytes",
+            [Query(gauge(names.MEMORY_PLAN, "part", "max", _HERE), "{{part}}")],
+            names.MEMORY_PLAN.meaning,
+        ),
+        Panel(
+            "Requests ended by failed steps",
+            "short",
+            [Query(rate(names.STEP_FAILURES, "instance", _HERE), "{{instance}}")],
+        ),
+    ]
 
 
 def _tenants() -> Dashboard:
