@@ -128,9 +128,12 @@ def test_filters_keep_what_the_definition_keeps(
     """Also where the kept tokens are more than the candidates looked at first."""
     logits = spread * torch.randn(1, size, generator=torch.Generator().manual_seed(seed))
     kept = apply_top_k_top_p(logits, torch.tensor([top_k]), torch.tensor([top_p])).isfinite()[0].numpy()
-    expected = top_k_top_p(torch.softmax(logits[0].double(), -1).numpy(), min(top_k, size), top_p) > 0
-    # At the edge of the mass, float32 top_p and rounding may move the border by one token.
-    assert abs(int(kept.sum()) - int(expected.sum())) <= 1
+    probabilities = torch.softmax(logits[0].double(), -1).numpy()
+    expected = top_k_top_p(probabilities, min(top_k, size), top_p) > 0
+    # At the edge of the mass, float32 top_p and rounding may move the border by one token, or by several that
+    # together weigh nothing beside the whole in float64.
+    differing = kept != expected
+    assert differing.sum() <= 1 or probabilities[differing].sum() < 1e-12
     assert kept[int(logits.argmax())]
 
 
