@@ -289,7 +289,12 @@ def schema_check(context: typer.Context) -> None:
 
 
 def _read(path: Path | None) -> str:
-    return path.read_text(encoding="utf-8") if path else ""
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8") from error
 
 
 def main() -> None:
