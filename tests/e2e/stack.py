@@ -19,6 +19,7 @@ import openai
 import psutil
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from observability.names import ENVOY
 from observability.store import SpanReader, StoredSpan, StoreError
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.state import RunState, read_state
@@ -167,7 +168,7 @@ class Stack:
     # --- traces ---
 
     def trace(self, request_id: str, names: Sequence[str] = ()) -> list[StoredSpan]:
-        """Spans of a request, once those with `names` have arrived."""
+        """Spans of a request, once those with `names` have arrived, and Envoy's, which holds them all."""
         found: list[StoredSpan] = []
 
         def arrived() -> bool:
@@ -178,9 +179,15 @@ class Stack:
                 return False
             finally:
                 reader.close()
-            return set(names) <= {span.name for span in found}
+            ids = {span.span_id for span in found}
+            tops = [span.service for span in found if span.parent_id not in ids]
+            return set(names) <= {span.name for span in found} and tops == [ENVOY]
 
-        assert eventually(arrived), (set(names) - {span.name for span in found}, self.transcript())
+        assert eventually(arrived), (
+            set(names) - {span.name for span in found},
+            [span.name for span in found],
+            self.transcript(),
+        )
         return found
 
 
