@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.linear.reference import ROW_MULTIPLE
+from engine.kernels.linear.rows import ROW_MULTIPLE
 
 PROBED_SHAPES = ((1, 16), (2, 16), (7, 32), (33, 16), (3, 64), (1, 128), (2, 256), (65, 16))
 

@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW_MULTIPLE = 16
+from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.quantized import DequantizedProduct, IntegerProduct
+from engine.kernels.linear.rows import ROW_MULTIPLE
+
 # Numbers of rows that the proof compares: decode batches, and prefill chunks around the libraries' blocks.
 PROBED_ROWS = (16, 32, 48, 64, 96, 128, 208, 256, 400, 512)
 
@@ -67,16 +70,33 @@ class TiledProduct:
 
 _Kind = type[PlainProduct] | type[PackedProduct] | type[TiledProduct]
 _proven: dict[tuple[torch.Size, torch.dtype, torch.device, int], _Kind] = {}
+_proven_by_piece: dict[tuple[type, tuple[int, int], torch.device, int], bool] = {}
 
 
-def pack_linear(weight: Tensor) -> Product:
+def pack_linear(weight: Tensor | WeightFormat) -> Product:
     """The fastest product whose rows are proven invariant for this shape; the proof runs once per shape."""
-    key = (weight.shape, weight.dtype, weight.device, torch.get_num_threads())
+    if isinstance(weight, Int8Weight) and weight.activations == "int8":
+        return IntegerProduct(weight)
+    if isinstance(weight, Int8Weight | Int4Weight):
+        return _pack_weight_only(weight)
+    values = weight.values if isinstance(weight, DenseWeight) else weight
+    key = (values.shape, values.dtype, values.device, torch.get_num_threads())
     if key not in _proven:
         _proven[key] = next(
-            kind for kind in _candidates(weight) if kind is TiledProduct or _invariant(kind(weight), weight)
+            kind
+            for kind in _candidates(values)
+            if kind is TiledProduct or _invariant(kind(values), values.shape[1], values)
         )
-    return _proven[key](weight)
+    return _proven[key](values)
+
+
+def _pack_weight_only(weight: Int8Weight | Int4Weight) -> Product:
+    like = weight.scale.new_empty(0)
+    key = (type(weight), weight.shape, like.device, torch.get_num_threads())
+    if key not in _proven_by_piece:
+        product = DequantizedProduct(weight, by_tiles=False)
+        _proven_by_piece[key] = _invariant(product, weight.shape[1], like)
+    return DequantizedProduct(weight, by_tiles=not _proven_by_piece[key])
 
 
 def _candidates(weight: Tensor) -> list[_Kind]:
@@ -86,9 +106,12 @@ def _candidates(weight: Tensor) -> list[_Kind]:
     return [PlainProduct, TiledProduct]
 
 
-def _invariant(product: Product, weight: Tensor) -> bool:
+def _invariant(product: Product, num_inputs: int, like: Tensor) -> bool:
+    """Whether rows stay bitwise the same in batches of PROBED_ROWS and at other places; inputs of `like`'s
+    type.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(PROBED_ROWS[-1], weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    x = torch.randn(PROBED_ROWS[-1], num_inputs, generator=generator).to(like.device, like.dtype)
     expected = product(x)
     moved = torch.cat((x[ROW_MULTIPLE + 1 :], x[: ROW_MULTIPLE + 1]))
     return torch.equal(product(moved)[-ROW_MULTIPLE - 1 :], expected[: ROW_MULTIPLE + 1]) and all(

@@ -1,0 +1,3 @@
+"""How many rows a product has: always a multiple of ROW_MULTIPLE (reference.py says why)."""
+
+ROW_MULTIPLE = 16
