@@ -1,0 +1,215 @@
+"""Millrace beside other servers: same machine, same checkpoint, same client, runs in turn (A B A B).
+
+`python -m benchmarks.peers [--checkpoint qwen3-0.6b] [--peers vllm llama.cpp-q8_0 …] [--ours bf16 int8]
+    [--loads 1 8 32 prefix] [--rounds 2] [--environments DIR] [--output FILE]`
+
+Peers are installed from PyPI, each into its own environment under DIR (several gigabytes; building llama.cpp
+takes ten minutes on two cores). Ours is the whole stack behind Envoy, theirs the bare server. Prints a table
+in Markdown: medians over the rounds, the best peer of each load, and the machine's roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from benchmarks.peers import llama_cpp, openvino, vllm_cpu
+from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
+from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
+from benchmarks.peers.millrace import millrace
+from benchmarks.peers.roofline import Machine, bound_tokens_per_s, measure_machine
+from benchmarks.peers.servers import Launch, Server, serve
+from services.bench.client import Target
+from services.bench.records import RequestRecord, Targets
+from services.bench.report import machine, make_result
+from services.bench.run import choose_model, run_workload
+
+# Precision of ours: engine settings, bytes of a weight, bytes of a KV value.
+OURS: dict[str, tuple[dict[str, object], float, float]] = {
+    "bf16": ({"dtype": "bfloat16"}, 2.0, 2.0),
+    "int8": ({"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"}, 1.0, 1.0),
+    "int4": ({"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"}, 0.5, 1.0),
+}
+PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
+    "vllm": vllm_cpu.prepare,
+    "openvino": openvino.prepare,
+    "llama.cpp-bf16": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "bf16"),
+    "llama.cpp-q8_0": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "q8_0"),
+}
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One load on one server. Times in milliseconds."""
+
+    server: str
+    load: str
+    output_tokens_per_s: float
+    ttft_mean_ms: float
+    ttft_p99_ms: float
+    tpot_mean_ms: float
+    itl_p99_ms: float
+    num_failed: int
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Everything that a table needs."""
+
+    runs: list[Run]
+    start_s: dict[str, float]
+    rss_bytes: dict[str, int]
+
+    def of(self, server: str, load: str) -> list[Run]:
+        """Runs of one load on one server."""
+        return [run for run in self.runs if (run.server, run.load) == (server, load)]
+
+
+async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
+    """Sends one load and reads its figures. Raises SystemExit when every request failed."""
+    target = Target.parse(server.url, server.api_key)
+    model = await choose_model(target, server.model)
+    workload = load.workload(seed)
+    records, duration_s = await run_workload(target, workload, model, num_warmup=1, on_progress=_ignore)
+    result = make_result(
+        label=server.name,
+        url=server.url,
+        model=model,
+        workload=workload,
+        targets=Targets(),
+        records=records,
+        duration_s=duration_s,
+    )
+    total = result.total
+    if not (total.ttft_ms and total.tpot_ms and total.itl_ms):
+        raise SystemExit(f"{server.name}, load {name}: {result.errors}")
+    return Run(
+        server=server.name,
+        load=name,
+        output_tokens_per_s=total.completion_tokens / duration_s,
+        ttft_mean_ms=total.ttft_ms.mean,
+        ttft_p99_ms=total.ttft_ms.p99,
+        tpot_mean_ms=total.tpot_ms.mean,
+        itl_p99_ms=total.itl_ms.p99,
+        num_failed=total.num_failed,
+    )
+
+
+def _ignore(_record: RequestRecord) -> None:
+    """No progress bar: it would draw from the measured machine."""
+
+
+def measure_in_turn(
+    servers: Sequence[AbstractContextManager[Server]], loads: list[str], rounds: int, measured: Measured
+) -> None:
+    """Starts all `servers`, then runs each load on one after the other, `rounds` times."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(server) for server in servers]
+        for server in running:
+            measured.start_s[server.name] = server.start_s
+        for name in loads:
+            for number in range(rounds):
+                for server in running:
+                    gc.collect()
+                    run = asyncio.run(run_load(server, name, LOADS[name], seed=number))
+                    measured.runs.append(run)
+                    print(
+                        f"{server.name:18} {name:>6}  {run.output_tokens_per_s:8.1f} tokens/s   "
+                        f"TTFT p99 {run.ttft_p99_ms:8.0f} ms   ITL p99 {run.itl_p99_ms:7.1f} ms   "
+                        f"failed {run.num_failed}",
+                        flush=True,
+                    )
+        for server in running:
+            measured.rss_bytes[server.name] = server.rss_bytes()
+
+
+def table(
+    measured: Measured, loads: list[str], ours: list[str], peers: list[str], rates: Machine, checkpoint: str
+) -> list[str]:
+    """Rows in Markdown."""
+    lines = [
+        "| load | server | output tokens/s | × best peer | of roofline | TTFT p99 ms | ITL p99 ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for load in loads:
+        best = max((_median(measured.of(peer, load), "output_tokens_per_s") for peer in peers), default=0.0)
+        for server in [*ours, *peers]:
+            runs = measured.of(server, load)
+            if not runs:
+                continue
+            rate = _median(runs, "output_tokens_per_s")
+            roofline = ""
+            if server in ours:
+                _, weight_bytes, kv_bytes = OURS[server.removeprefix("millrace-")]
+                bound = bound_tokens_per_s(
+                    rates, checkpoint, LOADS[load], weight_bytes=weight_bytes, kv_bytes=kv_bytes
+                )
+                roofline = f"{rate / bound:.0%} of {bound:.0f}"
+            ratio = f"{rate / best:.2f}" if best else ""
+            lines.append(
+                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | "
+                f"{_median(runs, 'ttft_p99_ms'):.0f} | {_median(runs, 'itl_p99_ms'):.1f} |"
+            )
+    footers = [
+        f"{server}: ready after {measured.start_s[server]:.1f} s, "
+        f"{measured.rss_bytes[server] / 2**30:.2f} GiB resident after the runs"
+        for server in [*ours, *peers]
+    ]
+    return [*lines, "", *footers]
+
+
+def _median(runs: list[Run], field: str) -> float:
+    return median([float(getattr(run, field)) for run in runs] or [0.0])
+
+
+def main() -> None:
+    """Runs every peer beside ours, prints the table, and writes the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["vllm", "llama.cpp-q8_0"])
+    parser.add_argument("--ours", nargs="+", choices=sorted(OURS), default=["bf16", "int8"])
+    parser.add_argument("--loads", nargs="+", choices=sorted(LOADS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--environments", type=Path, default=Path("build/peers"))
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    folder = arguments.environments.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    loads = arguments.loads or list(DEFAULT_LOADS[arguments.checkpoint])
+    checkpoint = make_checkpoint(arguments.checkpoint, folder)
+    rates = measure_machine()
+    print(
+        f"memory {rates.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"bf16 GEMM {rates.gemm_flops_per_s / 1e12:.2f} TFLOP/s"
+    )
+    ours = [f"millrace-{precision}" for precision in arguments.ours]
+    servers: list[AbstractContextManager[Server]] = [
+        millrace(name, checkpoint, folder / f"{name}.log", OURS[precision][0])
+        for name, precision in zip(ours, arguments.ours, strict=True)
+    ]
+    servers += [
+        serve(peer, PEERS[peer](folder, checkpoint), folder / f"{peer}.log") for peer in arguments.peers
+    ]
+    measured = Measured(runs=[], start_s={}, rss_bytes={})
+    measure_in_turn(servers, loads, arguments.rounds, measured)
+    lines = table(measured, loads, ours, arguments.peers, rates, arguments.checkpoint)
+    print("\n".join(lines))
+    if arguments.output is not None:
+        report = {
+            "machine": machine() | asdict(rates),
+            "checkpoint": arguments.checkpoint,
+            **asdict(measured),
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

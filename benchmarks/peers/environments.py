@@ -1,0 +1,30 @@
+"""One virtual environment per peer, made once and kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# A plain torch would bring gigabytes of CUDA with it.
+CPU_TORCH = "torch==2.13.0"
+
+
+def environment(folder: Path, name: str, packages: Sequence[str], *, torch: bool = True) -> Path:
+    """The environment's directory with `packages` installed from PyPI.
+
+    Raises CalledProcessError with pip's own output on the terminal.
+    """
+    directory = folder / name
+    done = directory / ".installed"
+    wanted = "\n".join(packages)
+    if done.exists() and done.read_text() == wanted:
+        return directory
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    pip = [str(directory / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if torch:
+        subprocess.run([*pip, CPU_TORCH], check=True)
+    subprocess.run([*pip, *packages], check=True)
+    done.write_text(wanted)
+    return directory

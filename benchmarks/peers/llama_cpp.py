@@ -1,0 +1,86 @@
+"""llama.cpp's own server, built from the source that llama-cpp-python carries."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from benchmarks.peers.environments import environment
+from benchmarks.peers.servers import Launch
+
+VERSION = "0.3.36"
+SLOTS = 64
+# Its converter knows tokenizers by a hash of what they do; ours is of Qwen's kind.
+CONVERT = (
+    "import sys; sys.path.insert(0, {source!r}); import convert_hf_to_gguf as convert; "
+    "convert.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; "
+    "sys.argv = ['convert', {checkpoint!r}, '--outtype', {kind!r}, '--outfile', {target!r}]; convert.main()"
+)
+
+
+def prepare(folder: Path, checkpoint: Path, kind: str) -> Callable[[int], Launch]:
+    """Builds the server and converts the checkpoint to `kind` (bf16, q8_0); the way to start it."""
+    home = environment(folder, "llamacpp", ("cmake", "ninja", "transformers", "sentencepiece", "gguf"))
+    source = _source(folder, home)
+    server = _build(source, home)
+    model = folder / f"{checkpoint.name}-{kind}.gguf"
+    if not model.exists():
+        code = CONVERT.format(source=str(source), checkpoint=str(checkpoint), kind=kind, target=str(model))
+        subprocess.run([str(home / "bin/python"), "-c", code], check=True)
+    cores = str(psutil.cpu_count())
+
+    def launch(port: int) -> Launch:
+        return Launch(
+            command=(
+                *(str(server), "--model", str(model), "--port", str(port), "--parallel", str(SLOTS)),
+                *("--ctx-size", str(SLOTS * 1280), "--threads", cores, "--threads-batch", cores),
+                *("--no-webui", "--batch-size", "2048", "--ubatch-size", "512"),
+            ),
+            variables={},
+        )
+
+    return launch
+
+
+def _source(folder: Path, home: Path) -> Path:
+    """The unpacked source of llama.cpp."""
+    source = folder / f"llama_cpp_python-{VERSION}" / "vendor/llama.cpp"
+    if not source.exists():
+        pip = [
+            str(home / "bin/python"),
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+        ]
+        subprocess.run(
+            [*pip, "--no-binary", ":all:", f"llama-cpp-python=={VERSION}", "-d", str(folder)], check=True
+        )
+        with tarfile.open(next(folder.glob(f"llama_cpp_python-{VERSION}*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    return source
+
+
+def _build(source: Path, home: Path) -> Path:
+    """The path of llama-server."""
+    build = source / "build"
+    server = build / "bin/llama-server"
+    if not server.exists():
+        cmake = str(home / "bin/cmake")
+        options = (
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DGGML_NATIVE=ON",
+            "-DLLAMA_CURL=OFF",
+            "-DLLAMA_BUILD_TESTS=OFF",
+        )
+        ninja = f"-DCMAKE_MAKE_PROGRAM={home / 'bin/ninja'}"
+        configure = [cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", ninja, *options]
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build), "--target", "llama-server"], check=True)
+    return server

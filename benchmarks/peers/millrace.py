@@ -1,0 +1,58 @@
+"""Our side: the whole stack behind Envoy, as `millrace up` starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.peers.servers import Server, stop
+from services.supervisor.state import read_state
+
+START_LIMIT_S = 300.0
+KV_BYTES = 4 << 30
+
+
+@contextmanager
+def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, object]) -> Iterator[Server]:
+    """The stack with `[engine]` keys `settings` (dotted names), stopped at the end."""
+    with tempfile.TemporaryDirectory(prefix="millrace-peers-") as folder:
+        config = Path(folder) / "millrace.toml"
+        engine = {
+            "cache.kv_cache_bytes": KV_BYTES,
+            "max_model_len": 4096,
+            "scheduler.max_num_seqs": 64,
+            **settings,
+        }
+        lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
+        config.write_text(f"[engine]\n{lines}\n")
+        command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
+        began = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--config", str(config)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "MILLRACE_STATE_DIR": folder},
+            )
+        try:
+            while (state := read_state(Path(folder))) is None:
+                if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
+                    raise SystemExit(f"{name} did not start; its output is in {log}")
+                time.sleep(0.1)
+            yield Server(
+                name=name,
+                url=f"http://{state.address}",
+                api_key=state.api_key,
+                model=state.model,
+                pid=process.pid,
+                start_s=time.monotonic() - began,
+            )
+        finally:
+            stop(process)

@@ -1,0 +1,41 @@
+"""OpenVINO GenAI's continuous batching behind a thin HTTP server."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.peers.environments import environment
+from benchmarks.peers.servers import Launch
+
+VERSION = "2026.4.0"
+KV_GIB = 4
+
+
+def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
+    """Installs it and converts the checkpoint; the way to start it."""
+    packages = (
+        f"openvino-genai~={VERSION}",
+        "openvino-tokenizers",
+        "optimum-intel[openvino]",
+        "starlette",
+        "uvicorn",
+    )
+    home = environment(folder, "openvino", packages)
+    model = folder / f"{checkpoint.name}-openvino"
+    if not (model / "openvino_model.xml").exists():
+        export = (str(home / "bin/optimum-cli"), "export", "openvino", "--model", str(checkpoint))
+        subprocess.run(
+            [*export, "--task", "text-generation-with-past", "--weight-format", "fp16", str(model)],
+            check=True,
+        )
+    server = Path(__file__).with_name("openvino_server.py")
+
+    def launch(port: int) -> Launch:
+        return Launch(
+            command=(str(home / "bin/python"), str(server), str(model), str(port), str(KV_GIB)),
+            variables={"HF_HUB_OFFLINE": "1"},
+        )
+
+    return launch
