@@ -1,0 +1,166 @@
+"""Compiles the C++ sources into one shared library per instruction-set level.
+
+A library lies in a cache under a name that holds the hash of its sources and flags and of the compiler, so a
+change of either makes a new one. Several processes may build at once: one compiles under a file lock, the
+others wait and find it; it appears by an atomic rename. Without a compiler, a library that someone built from
+the same sources serves (container images do that): `python -m engine.kernels.native.build [--all]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+# Folder of built libraries; the default is below the user's cache.
+CACHE_VARIABLE = "MILLRACE_NATIVE_CACHE"
+# No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
+# whether it fell into a loop's vector body or its tail.
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mtune=haswell")
+_AVX512 = (*_AVX2[:-1], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd", "-mavx512vnni")
+_WIDE = ("-mprefer-vector-width=512", "-mtune=icelake-server")
+# Level to its compiler flags, best last.
+LEVELS: dict[str, tuple[str, ...]] = {
+    "avx2": _AVX2,
+    "avx512": (*_AVX512, *_WIDE),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE),
+    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+# Level to the flags of /proc/cpuinfo that it needs.
+_AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"})
+NEEDS: dict[str, frozenset[str]] = {
+    "avx2": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}),
+    "avx512": _AVX512_NEEDS,
+    "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi"},
+    "amx": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+}
+
+
+class BuildError(Exception):
+    """The library is not there and cannot be built; the message says why."""
+
+
+def machine_levels() -> list[str]:
+    """Levels that this processor has, best last; none on other architectures and systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return []
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    flags = set(line.partition(":")[2].split())
+    return [level for level, needs in NEEDS.items() if needs <= flags]
+
+
+def library_path(level: str) -> Path:
+    """The built library of a level; compiles it when it is not there. Raises BuildError."""
+    name, compiler = f"{level}-{_source_hash(level)}", _compiler()
+    if compiler is None:
+        found = sorted(_cache_folder().glob(f"{name}-*.so"))
+        if not found:
+            raise BuildError("no C++ compiler (g++ or clang++) is installed")
+        return found[0]
+    target = _cache_folder() / f"{name}-{_compiler_hash(compiler)}.so"
+    if not target.exists():
+        with _locked(target.parent):
+            if not target.exists():
+                _compile(compiler, level, target)
+    return target
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get(CACHE_VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(named) if named else Path(base) / "millrace" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK) or any(folder.glob("*.so"))
+    except OSError:
+        writable = False
+    if not writable:
+        folder = Path(tempfile.gettempdir()) / f"millrace-native-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise BuildError(
+                f"{folder} belongs to another user; set {CACHE_VARIABLE} to a folder of your own"
+            )
+    return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error.strerror}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _source_hash(level: str) -> str:
+    digest = hashlib.sha256(" ".join((*FLAGS, *LEVELS[level])).encode())
+    for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CXX", "").split()
+    return next((path for name in (*named[:1], "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+@cache
+def _compiler_hash(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    return hashlib.sha256(compiler.encode() + version).hexdigest()[:8]
+
+
+def _compile(compiler: str, level: str, target: Path) -> None:
+    sources = sorted(FOLDER.glob("*.cc"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [compiler, *FLAGS, *LEVELS[level], "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as workers:
+            list(workers.map(_run, commands))
+        library = Path(folder) / target.name
+        _run([compiler, "-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(library)])
+        library.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{command[0]} failed on {command[-3]}: {result.stderr.strip()[:4000]}")
+
+
+def main() -> int:
+    """Builds the libraries that this machine can use, or with --all those of every level."""
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels.native.build", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every level, not only this machine's best two")
+    levels = list(LEVELS) if parser.parse_args().all else machine_levels()[-2:]
+    for level in levels:
+        print(f"{level}: {library_path(level)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Loads the native library and runs ops.
+
+An op's args are a ctypes Structure that mirrors its C++ struct; `Op` checks their sizes against each other.
+Whoever makes an op keeps alive what its args point to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from engine.kernels.native.build import BuildError, library_path, machine_levels
+
+# Forces a level below the machine's best, for tests and comparisons.
+LEVEL_VARIABLE = "MILLRACE_NATIVE_LEVEL"
+
+
+class NativeUnavailableError(Exception):
+    """There is no native library for this machine; the message says why."""
+
+
+class StepStruct(ctypes.Structure):
+    """Mirror of step.h; shapes are there."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_sequences", c_int64),
+        ("num_logit_rows", c_int64),
+        ("max_blocks", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("logit_rows", c_void_p),
+    )
+
+
+class OpStruct(ctypes.Structure):
+    """Mirror of `Op` in pool.h."""
+
+    _fields_ = (("run", c_void_p), ("args", c_void_p))
+
+
+class Op:
+    """One operation with its args. `keep` holds what the args point to."""
+
+    def __init__(self, library: NativeLibrary, name: str, args: ctypes.Structure, *keep: object) -> None:
+        self.function = library.op_address(name, ctypes.sizeof(args))
+        self.args = args
+        self.keep = keep
+
+
+class Program:
+    """Ops in the order in which they run."""
+
+    def __init__(self, library: NativeLibrary, ops: Sequence[Op]) -> None:
+        self._library = library
+        self._ops = list(ops)
+        self._array = (OpStruct * len(ops))(*[OpStruct(op.function, ctypes.addressof(op.args)) for op in ops])
+
+    def run(self, pool: int) -> None:
+        """Runs all ops; the interpreter's lock is free meanwhile."""
+        self._library.run_pool(pool, self._array, len(self._ops))
+
+
+class NativeLibrary:
+    """The functions of one level's library."""
+
+    def __init__(self, level: str, path: Path) -> None:
+        self.level = level
+        self.path = path
+        self._handle = ctypes.CDLL(str(path))
+        self._create = self._handle.millrace_pool_create
+        self._create.restype, self._create.argtypes = c_void_p, (c_int64, c_int64)
+        self._wake = self._handle.millrace_pool_wake
+        self._wake.restype, self._wake.argtypes = None, (c_void_p,)
+        self._run = self._handle.millrace_pool_run
+        self._run.restype, self._run.argtypes = None, (c_void_p, c_void_p, c_int64)
+        self._pools: dict[int, int] = {}
+
+    def pool(self, num_threads: int = 0) -> int:
+        """The pool of so many threads (0: one per CPU that the process may use), made when first asked for.
+
+        With one thread per CPU they are bound to theirs; with fewer, other processes may need the choice.
+        """
+        cpus = len(os.sched_getaffinity(0))
+        count = num_threads or cpus
+        if count not in self._pools:
+            self._pools[count] = self._create(count, int(count == cpus))
+        return self._pools[count]
+
+    def wake(self, pool: int) -> None:
+        """Wakes a pool's threads ahead of a run that follows shortly."""
+        self._wake(pool)
+
+    def run_pool(self, pool: int, ops: ctypes.Array[OpStruct], count: int) -> None:
+        """Runs `count` ops."""
+        self._run(pool, ops, count)
+
+    def run(self, ops: Sequence[Op], *, num_threads: int = 1) -> None:
+        """Runs ops once, one after another: for tests and for products outside a program."""
+        Program(self, ops).run(self.pool(num_threads))
+
+    def op_address(self, name: str, args_size: int) -> int:
+        """Address of an op whose args have the given size in bytes."""
+        expected = self.function(f"{name}_args_size")()
+        assert expected == args_size, f"{name}: args have {args_size} bytes here and {expected} in C++"
+        return ctypes.cast(getattr(self._handle, name), c_void_p).value or 0
+
+    def function(
+        self, name: str, restype: type = c_int64, argtypes: Sequence[type] = ()
+    ) -> ctypes._NamedFuncPointer:
+        """An exported function that is no op."""
+        found = getattr(self._handle, name)
+        found.restype, found.argtypes = restype, tuple(argtypes)
+        return found
+
+
+@cache
+def load_level(level: str) -> NativeLibrary:
+    """The library of one level that the machine has, built if need be. Raises NativeUnavailableError."""
+    try:
+        path = library_path(level)
+        return NativeLibrary(level, path)
+    except (BuildError, OSError) as error:
+        raise NativeUnavailableError(str(error)) from error
+
+
+@cache
+def load_native() -> NativeLibrary:
+    """The best library that works here. Raises NativeUnavailableError saying why there is none."""
+    levels = machine_levels()
+    if not levels:
+        raise NativeUnavailableError("the processor has no AVX2, or this is not Linux on x86-64")
+    forced = os.environ.get(LEVEL_VARIABLE)
+    if forced:
+        if forced not in levels:
+            raise NativeUnavailableError(
+                f"{LEVEL_VARIABLE} = {forced!r}: this machine has {', '.join(levels)}"
+            )
+        return load_level(forced)
+    return load_level(levels[-1])

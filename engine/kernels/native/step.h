@@ -1,0 +1,25 @@
+// What changes from step to step. One Step lives as long as its program; ops hold a pointer to it.
+//
+// Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
+// whose logits are wanted.
+#pragma once
+
+#include <cstdint>
+
+namespace millrace {
+
+struct Step {
+  int64_t num_tokens;           // T
+  int64_t num_sequences;        // S
+  int64_t num_logit_rows;       // R
+  int64_t max_blocks;           // C, also the row stride of block_tables
+  const int64_t* token_ids;     // [T]
+  const int64_t* positions;     // [T] inside each sequence
+  const int64_t* slots;         // [T] block * block_size + place, where keys and values go
+  const int64_t* query_starts;  // [S + 1] first token of each sequence on the token axis, and the end
+  const int64_t* context_lens;  // [S] tokens of history, those of this step included
+  const int64_t* block_tables;  // [S, C] block ids; entries past a sequence's end are 0
+  const int64_t* logit_rows;    // [R] index on the token axis
+};
+
+}  // namespace millrace

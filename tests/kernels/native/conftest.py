@@ -1,0 +1,18 @@
+"""The native library, at every level that the machine has and that can be tested on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kernels.native import NativeLibrary, NativeUnavailableError
+from engine.kernels.native.build import machine_levels
+from engine.kernels.native.library import load_level
+
+
+@pytest.fixture(scope="session", params=machine_levels() or ["none"])
+def native(request: pytest.FixtureRequest) -> NativeLibrary:
+    """Each level's library; skipped where it cannot be built."""
+    try:
+        return load_level(request.param)
+    except (NativeUnavailableError, KeyError) as error:
+        pytest.skip(f"no native library: {error}")

@@ -1,0 +1,74 @@
+"""Building, loading and the pool of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.library import StepStruct
+
+
+class EmbeddingArgs(ctypes.Structure):
+    _fields_ = (
+        ("step", c_void_p),
+        ("table", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("bfloat16", c_int64),
+        ("scale", c_float),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_an_op_runs_on_all_threads(native: NativeLibrary, dtype: torch.dtype, num_threads: int) -> None:
+    table = torch.randn(50, 33).to(dtype)
+    for count in (1, 2, 7, 64):
+        ids = torch.randint(0, 50, (count,))
+        step = StepStruct(num_tokens=count, token_ids=ids.data_ptr())
+        out = torch.full((count, 33), float("nan"))
+        args = EmbeddingArgs(
+            ctypes.addressof(step), table.data_ptr(), out.data_ptr(), 33, dtype == torch.bfloat16, 2.0
+        )
+        native.run([Op(native, "embedding", args)] * 5, num_threads=num_threads)
+        assert torch.equal(out, table[ids].float() * 2)
+
+
+def test_args_of_another_size_are_refused(native: NativeLibrary) -> None:
+    with pytest.raises(AssertionError, match="embedding: args have 88 bytes here and"):
+        Op(native, "embedding", StepStruct())
+
+
+def test_several_processes_build_at_once(tmp_path: Path) -> None:
+    code = "from engine.kernels.native import load_native; print(load_native().path)"
+    environment = {**os.environ, "MILLRACE_NATIVE_CACHE": str(tmp_path), "MILLRACE_NATIVE_LEVEL": "avx2"}
+    command = [sys.executable, "-c", code]
+    found = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate()[0].strip() for process in found}
+    assert len(paths) == 1
+    assert [path.name for path in tmp_path.glob("*.so")] == [Path(next(iter(paths))).name]
+    # Without a compiler, what was built serves.
+    without = subprocess.run(
+        command, env={**environment, "PATH": "", "CXX": ""}, capture_output=True, text=True, check=True
+    )
+    assert without.stdout.strip() in paths
+
+
+def test_no_compiler_is_said(tmp_path: Path) -> None:
+    code = (
+        "from engine.kernels.native import *\ntry:\n    load_native()\n"
+        "except NativeUnavailableError as error:\n    print(error)"
+    )
+    environment = {**os.environ, "MILLRACE_NATIVE_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "no C++ compiler (g++ or clang++) is installed"
