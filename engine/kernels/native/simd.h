@@ -1,0 +1,215 @@
+// Vectors of float32 lanes for the level that a file is compiled for. Each function is a fixed sequence of
+// operations, so that a value does not depend on where it is inlined.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace millrace {
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+using Mask = __mmask16;
+constexpr int kLanes = 16;
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec set1(float x) { return _mm512_set1_ps(x); }
+inline Mask first(int64_t n) { return n >= 16 ? Mask(0xffff) : Mask((1u << n) - 1); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const float* p, Mask m) { return _mm512_maskz_loadu_ps(m, p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline void store(float* p, Mask m, Vec v) { _mm512_mask_storeu_ps(p, m, v); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
+// The second operand where either is NaN.
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
+inline Vec sign_of(Vec a, Vec magnitude) {
+  return _mm512_or_ps(_mm512_and_ps(a, _mm512_set1_ps(-0.0f)), magnitude);
+}
+inline Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Mask at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline Vec select(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// v * 2^n for whole n, with overflow to infinity and underflow to zero.
+inline Vec scale_by_power(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+
+inline Vec widen_bf16(__m256i raw) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+}
+inline Vec load_bf16(const uint16_t* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec load_bf16(const uint16_t* p, Mask m) { return widen_bf16(_mm256_maskz_loadu_epi16(m, p)); }
+inline Vec load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline Vec load_int8(const int8_t* p, Mask m) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, p)));
+}
+// Rounds to nearest even; NaN stays NaN.
+inline __m512i bf16_bits(Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc00000)), 16);
+}
+inline void store_bf16(uint16_t* p, Mask m, Vec v) {
+  _mm256_mask_storeu_epi16(p, m, _mm512_cvtepi32_epi16(bf16_bits(v)));
+}
+// Lanes within [-128, 127] after rounding.
+inline void store_int8(int8_t* p, Mask m, Vec v) {
+  _mm_mask_storeu_epi8(p, m, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+
+#else
+
+using Vec = __m256;
+constexpr int kLanes = 8;
+// Lanes that take part: all bits of a lane set or none.
+struct Mask {
+  __m256i lanes;
+};
+
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Mask first(int64_t n) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm256_cmpgt_epi32(_mm256_set1_epi32(n > 8 ? 8 : static_cast<int>(n)), index)};
+}
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const float* p, Mask m) { return _mm256_maskload_ps(p, m.lanes); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline void store(float* p, Mask m, Vec v) { _mm256_maskstore_ps(p, m.lanes, v); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline Vec sign_of(Vec a, Vec magnitude) {
+  return _mm256_or_ps(_mm256_and_ps(a, _mm256_set1_ps(-0.0f)), magnitude);
+}
+inline Mask less(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ))}; }
+inline Mask at_least(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GE_OQ))}; }
+inline Vec select(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(m.lanes)); }
+inline float sum(Vec v) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+inline float largest(Vec v) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+}
+inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec power_of_two(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+// In two halves, as one exponent does not reach the ends of the range. |n| <= 252.
+inline Vec scale_by_power(Vec v, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  return mul(mul(v, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
+}
+inline int64_t count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(m.lanes))); }
+
+inline Vec widen_bf16(__m128i raw) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+inline Vec load_bf16(const uint16_t* p) { return widen_bf16(_mm_loadu_si128((const __m128i*)p)); }
+// Masks of partial loads and stores of small types are `first(n)`.
+inline Vec load_bf16(const uint16_t* p, Mask m) {
+  alignas(16) uint16_t part[8] = {};
+  std::memcpy(part, p, 2 * count(m));
+  return load_bf16(part);
+}
+inline Vec load_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Vec load_int8(const int8_t* p, Mask m) {
+  alignas(16) int8_t part[16] = {};
+  std::memcpy(part, p, count(m));
+  return load_int8(part);
+}
+inline __m256i bf16_bits(Vec v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
+}
+inline void store_bf16(uint16_t* p, Mask m, Vec v) {
+  alignas(32) uint32_t wide[8];
+  _mm256_store_si256((__m256i*)wide, bf16_bits(v));
+  for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<uint16_t>(wide[i]);
+}
+inline void store_int8(int8_t* p, Mask m, Vec v) {
+  alignas(32) int32_t wide[8];
+  _mm256_store_si256((__m256i*)wide, _mm256_cvtps_epi32(v));
+  for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<int8_t>(wide[i]);
+}
+
+#endif
+
+// e^x within 2 units in the last place; 0 for minus infinity, NaN for NaN.
+inline Vec exp(Vec x) {
+  // The bounds go first, as min and max return their second operand where one is NaN.
+  const Vec bounded = max(set1(-104.0f), min(set1(89.0f), x));
+  const Vec n = round(mul(bounded, set1(1.44269504088896341f)));
+  Vec r = fnma(n, set1(0.693359375f), bounded);
+  r = fnma(n, set1(-2.12194440e-4f), r);
+  Vec p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  p = add(p, set1(1.0f));
+  return select(less(x, set1(-104.0f)), zero(), scale_by_power(p, n));
+}
+
+inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+
+// Within 3 units in the last place.
+inline Vec tanh(Vec x) {
+  const Vec size = abs(x);
+  const Vec square = mul(x, x);
+  Vec p = set1(-5.70498872745e-3f);
+  p = fma(p, square, set1(2.06390887954e-2f));
+  p = fma(p, square, set1(-5.37397155531e-2f));
+  p = fma(p, square, set1(1.33314422036e-1f));
+  p = fma(p, square, set1(-3.33332819422e-1f));
+  const Vec near = fma(mul(p, square), x, x);
+  const Vec far = sub(set1(1.0f), div(set1(2.0f), add(exp(add(size, size)), set1(1.0f))));
+  return select(less(size, set1(0.625f)), near, sign_of(x, far));
+}
+
+// The error function within 2e-7 (Abramowitz and Stegun 7.1.26).
+inline Vec erf(Vec x) {
+  const Vec size = abs(x);
+  const Vec t = div(set1(1.0f), fma(set1(0.3275911f), size, set1(1.0f)));
+  Vec p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const Vec rest = mul(mul(p, t), exp(sub(zero(), mul(size, size))));
+  return sign_of(x, sub(set1(1.0f), rest));
+}
+
+}  // namespace millrace
