@@ -7,12 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
-
 from observability import logging as json_logging
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
-from observability.receiver import SERVICE_NAME, TraceReceiver
+from observability.receiver import SERVICE_NAME, TraceReceiver, add_to_server
 from observability.store import SpanStore, StoreError
 from services.config import load_section, read_tables
 from services.errors import ConfigError
@@ -30,7 +28,7 @@ async def _serve(config: ObservabilityConfig) -> None:
         raise ConfigError(f"observability.store: {error}") from error
     receiver = TraceReceiver(store, metrics)
     server = GrpcServer(config.listen)
-    server.add(trace_service_pb2_grpc.add_TraceServiceServicer_to_server, receiver, SERVICE_NAME)
+    server.add(add_to_server, receiver, SERVICE_NAME)
     await server.start()
     host = config.listen.rpartition(":")[0]
     ready = f"ready observability otlp={host}:{server.port}"

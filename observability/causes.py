@@ -18,8 +18,6 @@ from observability.tree import delays_of, request_span, ttft_of
 # A delay is blamed when it is at least this much, and at least this share of the whole time.
 MIN_DELAY_MS = 5.0
 MIN_DELAY_SHARE = 0.1
-# Prefills of others that began this long before ours are looked at, in nanoseconds.
-_LOOK_BACK_NS = 600 * 1_000_000_000
 
 _REFUSED_BY_LIMITS = {
     "REQUEST_RATE_EXCEEDED",
@@ -189,22 +187,24 @@ def find_neighbours(reader: SpanReader, spans: Sequence[StoredSpan]) -> list[Nei
     mine = next((span for span in spans if span.name == names.ENGINE_REQUEST), None)
     if mine is None:
         return []
+    around = reader.spans_between((names.ENGINE_PREFILL, names.ENGINE_REQUEST), mine.start_ns, mine.end_ns)
     overlaps: dict[str, tuple[float, int]] = {}
-    for chunk in reader.spans_between(
-        names.ENGINE_PREFILL, mine.start_ns - _LOOK_BACK_NS, mine.start_ns, mine.end_ns
-    ):
-        if chunk.trace_id != mine.trace_id:
+    for chunk in around:
+        if chunk.name == names.ENGINE_PREFILL and chunk.trace_id != mine.trace_id:
             overlap = min(chunk.end_ns, mine.end_ns) - max(chunk.start_ns, mine.start_ns)
             milliseconds, tokens = overlaps.get(chunk.trace_id, (0.0, 0))
             chunk_tokens = int(chunk.attributes.get(names.CHUNK_TOKENS, 0))
             overlaps[chunk.trace_id] = (milliseconds + overlap / 1e6, tokens + chunk_tokens)
     found: list[Neighbour] = []
-    for trace_id, (milliseconds, tokens) in sorted(overlaps.items(), key=lambda item: -item[1][0]):
-        engine = next((each for each in reader.trace(trace_id) if each.name == names.ENGINE_REQUEST), None)
-        if engine and engine.attributes.get(names.ENGINE_ID) == mine.attributes.get(names.ENGINE_ID):
+    for engine in around:
+        if (
+            engine.name == names.ENGINE_REQUEST
+            and engine.trace_id in overlaps
+            and engine.attributes.get(names.ENGINE_ID) == mine.attributes.get(names.ENGINE_ID)
+        ):
             tenant = str(engine.attributes.get(names.TENANT, ""))
-            found.append(Neighbour(engine.request_id, tenant, milliseconds, tokens))
-    return found
+            found.append(Neighbour(engine.request_id, tenant, *overlaps[engine.trace_id]))
+    return sorted(found, key=lambda neighbour: -neighbour.overlap_ms)
 
 
 def _name(neighbour: Neighbour) -> str:

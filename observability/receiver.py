@@ -6,75 +6,82 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from observability import names
 from observability.metrics import Metrics
-from observability.store import SpanStore, StoredSpan
+from observability.otlp import MalformedOtlp, count_spans
+from observability.store import SpanStore
 
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 # Spans waiting to be written; beyond them the senders are told that theirs were refused.
 MAX_QUEUED_SPANS = 50_000
-_MAX_BATCH_SPANS = 5_000
-# Spans that come within this time of each other are written together.
-_GATHER_S = 0.1
+# Messages that come within this time of each other are written together.
+_GATHER_S = 0.25
+# An ExportTraceServiceResponse that says nothing: all was taken.
+_TAKEN = b""
 
 
-class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Queues what exporters send and writes it in batches, so that no exporter waits for the disk."""
+class TraceReceiver:
+    """Queues what exporters send and writes it in batches, so that no exporter waits for the disk.
+
+    Messages are neither decoded nor encoded: the store keeps them as they came.
+    """
 
     def __init__(self, store: SpanStore, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._queued: list[StoredSpan] = []
+        self._queued: list[tuple[int, bytes]] = []
+        self._num_queued = 0
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
 
-    async def Export(
-        self,
-        request: trace_service_pb2.ExportTraceServiceRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
+    async def export(self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         """Takes the spans; says how many were refused when the queue is full."""
-        spans = list(spans_of(request))
-        room = MAX_QUEUED_SPANS - len(self._queued)
-        self._queued.extend(spans[:room])
+        try:
+            num_spans = count_spans(data)
+        except MalformedOtlp as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no ExportTraceServiceRequest: {error}")
+        if self._num_queued + num_spans > MAX_QUEUED_SPANS:
+            return self._refuse(num_spans)
+        self._queued.append((num_spans, data))
+        self._num_queued += num_spans
         self._wake.set()
+        return _TAKEN
+
+    def _refuse(self, num_spans: int) -> bytes:
         response = trace_service_pb2.ExportTraceServiceResponse()
-        if len(spans) > room:
-            response.partial_success.rejected_spans = len(spans) - room
-            response.partial_success.error_message = f"more than {MAX_QUEUED_SPANS} spans wait to be written"
-            self._metrics.add(names.SPANS_DROPPED, len(spans) - room)
-        return response
+        response.partial_success.rejected_spans = num_spans
+        response.partial_success.error_message = f"more than {MAX_QUEUED_SPANS} spans wait to be written"
+        self._metrics.add(names.SPANS_DROPPED, num_spans)
+        return response.SerializeToString()
 
     async def write_until_closed(self) -> None:
-        """Writes batches until `close`, then what is left."""
+        """Writes what is queued until `close`, then what is left."""
         while self._queued or not self._closing.is_set():
             if not self._queued:
                 self._wake.clear()
                 await self._wake.wait()
                 await self._gather()
                 continue
-            batch, self._queued = self._queued[:_MAX_BATCH_SPANS], self._queued[_MAX_BATCH_SPANS:]
+            messages, num_spans = self._queued, self._num_queued
+            self._queued, self._num_queued = [], 0
             try:
-                await asyncio.to_thread(self._store.add, batch)
+                await asyncio.to_thread(self._store.add, messages)
             except sqlite3.Error as error:
                 # Losing spans is better than losing the service; the count shows it.
-                _log.error("cannot write %d spans: %s", len(batch), error)
-                self._metrics.add(names.SPANS_DROPPED, len(batch))
+                _log.error("cannot write %d spans: %s", num_spans, error)
+                self._metrics.add(names.SPANS_DROPPED, num_spans)
             else:
-                self._metrics.add(names.SPANS_STORED, len(batch))
+                self._metrics.add(names.SPANS_STORED, num_spans)
 
     async def _gather(self) -> None:
-        # A transaction costs as much as a dozen spans; several services send at about the same time.
+        # A transaction costs as much as several messages; several services send at about the same time.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), _GATHER_S)
 
@@ -84,50 +91,10 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._wake.set()
 
 
-def spans_of(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[StoredSpan]:
-    """The spans of one export, with the resource's service name."""
-    for resource_spans in request.resource_spans:
-        service = "unknown"
-        for pair in resource_spans.resource.attributes:
-            if pair.key == "service.name":
-                service = pair.value.string_value
-        for scope_spans in resource_spans.scope_spans:
-            for span in scope_spans.spans:
-                yield _stored(service, span)
-
-
-def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
-    failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
-    return StoredSpan(
-        trace_id=span.trace_id.hex(),
-        span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex(),
-        service=service,
-        name=span.name,
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
-        error=(span.status.message or "error") if failed else "",
-        attributes=_attributes(span.attributes),
-        links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+def add_to_server(receiver: TraceReceiver, server: grpc.aio.Server) -> None:
+    """Registers the receiver, as a generated `add_…_to_server` would, but for bytes."""
+    method = grpc.unary_unary_rpc_method_handler(
+        receiver.export, request_deserializer=bytes, response_serializer=bytes
     )
-
-
-def _attributes(pairs: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    pair: KeyValue
-    for pair in pairs:
-        found[pair.key] = _value(pair.value)
-    return found
-
-
-def _value(value: AnyValue) -> Any:
-    kind = value.WhichOneof("value")
-    if kind is None:
-        return None
-    if kind == "array_value":
-        return [_value(item) for item in value.array_value.values]
-    if kind == "kvlist_value":
-        return _attributes(value.kvlist_value.values)
-    if kind == "bytes_value":
-        return value.bytes_value.hex()
-    return getattr(value, kind)
+    handler = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Export": method})
+    server.add_generic_rpc_handlers((handler,))

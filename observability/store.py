@@ -1,86 +1,47 @@
-"""The local span store: SQLite, written by the receiver, read by the terminal commands at the same time."""
+"""The local span store: SQLite, written by the receiver, read by the terminal commands at the same time.
+
+What exporters send is kept as it came, one row a message: most spans are never looked at, and taking each one
+apart to index it cost more than all of the rest of tracing. Who asks has SQLite search the bytes, which takes
+a second for a full store, and decodes the few messages that have what was asked for.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from observability import names
+from observability.decode import StoredSpan, decode
 
-# Share of the rows that goes when a limit is passed, so that it is not passed again at once.
-_TRIM_SHARE = 0.1
-_SCHEMA_VERSION = 1
-# Limits are looked at after so many spans, or after one in a hundred of the limit.
-_TRIM_EVERY_SPANS = 200
-# Spans that are looked up by name; an index over all of them would cost as much as the rows.
-_INDEXED = (names.GATEWAY_REQUEST, names.ENVOY_INGRESS, names.ENGINE_PREFILL)
-_IS_INDEXED = f"name IN ({', '.join(repr(str(name)) for name in _INDEXED)})"
+__all__ = ["SpanReader", "SpanStore", "StoreError", "StoredSpan"]
 
-_SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS spans (
+# Share of a limit that is left when it was passed, so that it is not passed again at once.
+_KEPT_SHARE = 0.9
+_SCHEMA_VERSION = 2
+# The file's size is looked at after so many messages.
+_CHECK_EVERY = 16
+# Messages that are looked through for the newest request.
+_NEWEST_MESSAGES = 64
+# How much later than its start a span may be received: the longest stream, and the exporter's delay.
+_LATE_NS = 1_800 * 1_000_000_000
+_TRACE_ID_BYTES = 16
+
+_SCHEMA = """
+DROP TABLE IF EXISTS spans;
+CREATE TABLE IF NOT EXISTS messages (
   sequence INTEGER PRIMARY KEY,
-  trace_id TEXT NOT NULL,
-  span_id TEXT NOT NULL,
-  parent_id TEXT NOT NULL,
-  service TEXT NOT NULL,
-  name TEXT NOT NULL,
-  start_ns INTEGER NOT NULL,
-  end_ns INTEGER NOT NULL,
-  request_id TEXT NOT NULL,
-  error TEXT NOT NULL,
-  attributes TEXT NOT NULL,
-  links TEXT NOT NULL
+  received_ns INTEGER NOT NULL,
+  num_spans INTEGER NOT NULL,
+  data BLOB NOT NULL
 );
-CREATE UNIQUE INDEX IF NOT EXISTS spans_by_trace ON spans (trace_id, span_id);
-CREATE INDEX IF NOT EXISTS spans_by_request ON spans (request_id) WHERE request_id <> '';
-CREATE INDEX IF NOT EXISTS spans_by_name ON spans (name, start_ns)
-  WHERE {_IS_INDEXED};
+CREATE INDEX IF NOT EXISTS messages_by_time ON messages (received_ns);
 """
-_COLUMNS = (
-    "trace_id, span_id, parent_id, service, name, start_ns, end_ns, request_id, error, attributes, links"
-)
-_INSERT = f"INSERT OR REPLACE INTO spans ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-
-
-_encode = msgspec.json.Encoder().encode
 
 
 class StoreError(Exception):
     """The store cannot answer; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class StoredSpan:
-    """One finished span. Ids are lower-case hex, `parent_id` is "" for a root, times are Unix nanoseconds."""
-
-    trace_id: str
-    span_id: str
-    parent_id: str
-    service: str
-    name: str
-    start_ns: int
-    end_ns: int
-    # "" when the span succeeded.
-    error: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    # (trace id, span id) of spans of other requests.
-    links: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def duration_ms(self) -> float:
-        """Length of the span."""
-        return (self.end_ns - self.start_ns) / 1e6
-
-    @property
-    def request_id(self) -> str:
-        """The request's id under whichever key the service writes it; "" when it has none."""
-        found = self.attributes.get(names.REQUEST_ID) or self.attributes.get(names.ENVOY_REQUEST_ID)
-        return str(found) if found else ""
 
 
 class SpanStore:
@@ -90,7 +51,7 @@ class SpanStore:
         """Opens for writing and creates what is missing; raises StoreError when that fails."""
         self._max_spans = max_spans
         self._max_bytes = max_bytes
-        self._num_untrimmed = 0
+        self._num_unchecked = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # The receiver opens it in its main thread and writes from a worker, one at a time.
@@ -101,35 +62,50 @@ class SpanStore:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            (self._num_spans,) = self._db.execute("SELECT total(num_spans) FROM messages").fetchone()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot open the span store {path}: {error}") from error
 
-    def add(self, spans: Iterable[StoredSpan]) -> None:
-        """Writes a batch in one transaction. A span that is sent twice is kept once."""
+    def add(self, messages: Sequence[tuple[int, bytes]], *, received_ns: int | None = None) -> None:
+        """Writes ExportTraceServiceRequests, each with the number of its spans, in one transaction.
+
+        `received_ns` is in Unix nanoseconds, default now.
+        """
+        now_ns = time.time_ns() if received_ns is None else received_ns
         with self._db:
-            self._num_untrimmed += self._db.executemany(_INSERT, map(_row, spans)).rowcount
-        if self._num_untrimmed >= min(_TRIM_EVERY_SPANS, self._max_spans // 100):
-            self._num_untrimmed = 0
-            self._trim()
+            self._db.executemany(
+                "INSERT INTO messages (received_ns, num_spans, data) VALUES (?, ?, ?)",
+                [(now_ns, num_spans, data) for num_spans, data in messages],
+            )
+        self._num_spans += sum(num_spans for num_spans, _ in messages)
+        self._num_unchecked += len(messages)
+        self._trim()
 
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
 
     def _trim(self) -> None:
-        first, last = self._db.execute("SELECT min(sequence), max(sequence) FROM spans").fetchone()
-        if last is None:
-            return
-        span = last - first + 1
-        if span > self._max_spans:
-            self._delete_before(last - round(self._max_spans * (1 - _TRIM_SHARE)))
-        elif (used := self._used_bytes()) > self._max_bytes:
-            excess = 1 - (1 - _TRIM_SHARE) * self._max_bytes / used
-            self._delete_before(first + max(1, round(span * excess)))
+        if self._num_spans > self._max_spans:
+            self._delete_oldest(self._num_spans - _KEPT_SHARE * self._max_spans, "num_spans")
+        if self._num_unchecked >= _CHECK_EVERY:
+            self._num_unchecked = 0
+            used = self._used_bytes()
+            if used > self._max_bytes:
+                self._delete_oldest(used - _KEPT_SHARE * self._max_bytes, "length(data)")
 
-    def _delete_before(self, sequence: int) -> None:
+    def _delete_oldest(self, excess: float, measure: str) -> None:
+        """Deletes the oldest messages until `excess` of `measure` is gone; the newest always stays."""
+        last, (newest,) = 0, self._db.execute("SELECT max(sequence) FROM messages").fetchone()
+        sizes = self._db.execute(f"SELECT sequence, num_spans, {measure} FROM messages ORDER BY sequence")
+        for sequence, num_spans, size in sizes:
+            if excess <= 0 or sequence == newest:
+                break
+            last, excess = sequence, excess - size
+            self._num_spans -= num_spans
+        sizes.close()
         with self._db:
-            self._db.execute("DELETE FROM spans WHERE sequence <= ?", (sequence,))
+            self._db.execute("DELETE FROM messages WHERE sequence <= ?", (last,))
         # The pragma frees pages as its rows are read.
         self._db.execute("PRAGMA incremental_vacuum").fetchall()
 
@@ -153,7 +129,7 @@ class SpanReader:
             )
         try:
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-            self._db.execute("SELECT 1 FROM spans LIMIT 1")
+            self._db.execute("SELECT 1 FROM messages LIMIT 1")
         except sqlite3.Error as error:
             raise StoreError(f"{path} is not a span store: {error}") from error
 
@@ -162,29 +138,42 @@ class SpanReader:
         self._db.close()
 
     def trace(self, trace_id: str) -> list[StoredSpan]:
-        """All spans of a trace by start time; empty when it is not there."""
-        return self._select("WHERE trace_id = ? ORDER BY start_ns, sequence", (trace_id.lower(),))
+        """All spans of a trace by start time; empty when it is not there. One that came twice counts once."""
+        try:
+            wanted = bytes.fromhex(trace_id)
+        except ValueError:
+            return []
+        if len(wanted) != _TRACE_ID_BYTES:
+            return []
+        found: dict[str, StoredSpan] = {}
+        for data in self._holding(wanted):
+            found |= {span.span_id: span for span in decode(data, trace_id=wanted)}
+        return sorted(found.values(), key=lambda span: span.start_ns)
 
     def traces_of_request(self, request_id: str) -> list[str]:
         """Ids of the traces that have a span of this request, the newest first."""
-        rows = self._db.execute(
-            "SELECT trace_id, max(start_ns) AS newest FROM spans WHERE request_id = ? "
-            "GROUP BY trace_id ORDER BY newest DESC",
-            (request_id,),
-        )
-        return [trace_id for trace_id, _ in rows]
+        if not request_id:
+            return []
+        newest: dict[str, int] = {}
+        for data in self._holding(request_id.encode()):
+            for span in decode(data):
+                if span.request_id == request_id:
+                    newest[span.trace_id] = max(newest.get(span.trace_id, 0), span.start_ns)
+        return sorted(newest, key=lambda trace_id: -newest[trace_id])
 
     def last_trace(self) -> str:
         """Id of the trace of the newest request; "" when there is none. Failed requests count too."""
         for name in (names.GATEWAY_REQUEST, names.ENVOY_INGRESS):
-            row = self._db.execute(
-                f"SELECT trace_id FROM spans WHERE {_IS_INDEXED} AND name = ? ORDER BY start_ns DESC LIMIT 1",
-                (str(name),),
-            ).fetchone()
-            if row is not None:
-                return str(row[0])
-        row = self._db.execute("SELECT trace_id FROM spans ORDER BY sequence DESC LIMIT 1").fetchone()
-        return "" if row is None else str(row[0])
+            found = [
+                span
+                for data in self._holding(name.encode(), limit=_NEWEST_MESSAGES)
+                for span in decode(data, wanted=(name,))
+            ]
+            if found:
+                return max(found, key=lambda span: span.start_ns).trace_id
+        for (data,) in self._db.execute("SELECT data FROM messages ORDER BY sequence DESC LIMIT 1"):
+            return next((span.trace_id for span in decode(data)), "")
+        return ""
 
     def find(self, what: str) -> list[StoredSpan]:
         """Spans of the trace that `what` names: "last", a request id or a trace id.
@@ -206,54 +195,35 @@ class SpanReader:
         )
 
     def spans_named(self, name: str, *, since_ns: int, limit: int = 100_000) -> list[StoredSpan]:
-        """The newest spans of an indexed name that started at or after `since_ns`."""
-        assert name in _INDEXED, name
-        return self._select(
-            f"WHERE {_IS_INDEXED} AND name = ? AND start_ns >= ? ORDER BY start_ns DESC LIMIT ?",
-            (str(name), since_ns, limit),
+        """The newest spans of a name that started at or after `since_ns`, the newest first."""
+        found = [
+            span
+            for data in self._holding(name.encode(), received_from_ns=since_ns)
+            for span in decode(data, wanted=(name,), since_ns=since_ns)
+        ]
+        return sorted(found, key=lambda span: -span.start_ns)[:limit]
+
+    def spans_between(self, wanted: Collection[str], start_ns: int, end_ns: int) -> list[StoredSpan]:
+        """Spans with one of some names that overlap [start_ns, end_ns], by start time."""
+        found: dict[str, StoredSpan] = {}
+        for name in wanted:
+            messages = self._holding(
+                name.encode(), received_from_ns=start_ns, received_to_ns=end_ns + _LATE_NS
+            )
+            for data in messages:
+                for span in decode(data, wanted=(name,)):
+                    if span.start_ns < end_ns and span.end_ns > start_ns:
+                        found[span.span_id] = span
+        return sorted(found.values(), key=lambda span: span.start_ns)
+
+    def _holding(
+        self, text: bytes, *, limit: int = -1, received_from_ns: int = 0, received_to_ns: int = 2**63 - 1
+    ) -> Iterator[bytes]:
+        """Messages that have these bytes somewhere, the newest first."""
+        rows = self._db.execute(
+            "SELECT data FROM messages WHERE received_ns BETWEEN ? AND ? AND instr(data, ?) > 0 "
+            "ORDER BY received_ns DESC, sequence DESC LIMIT ?",
+            (received_from_ns, received_to_ns, text, limit),
         )
-
-    def spans_between(self, name: str, after_ns: int, start_ns: int, end_ns: int) -> list[StoredSpan]:
-        """Spans of an indexed name that overlap [start_ns, end_ns] and began after `after_ns`."""
-        assert name in _INDEXED, name
-        return self._select(
-            f"WHERE {_IS_INDEXED} AND name = ? AND start_ns > ? AND start_ns < ? AND end_ns > ? "
-            "ORDER BY start_ns",
-            (str(name), after_ns, end_ns, start_ns),
-        )
-
-    def _select(self, where: str, parameters: tuple[Any, ...]) -> list[StoredSpan]:
-        rows = self._db.execute(f"SELECT {_COLUMNS} FROM spans {where}", parameters)
-        return [_span(row) for row in rows]
-
-
-def _row(span: StoredSpan) -> tuple[Any, ...]:
-    return (
-        span.trace_id,
-        span.span_id,
-        span.parent_id,
-        span.service,
-        span.name,
-        span.start_ns,
-        span.end_ns,
-        span.request_id,
-        span.error,
-        _encode(span.attributes).decode(),
-        _encode(span.links).decode(),
-    )
-
-
-def _span(row: tuple[Any, ...]) -> StoredSpan:
-    trace_id, span_id, parent_id, service, name, start_ns, end_ns, _, error, attributes, links = row
-    return StoredSpan(
-        trace_id=trace_id,
-        span_id=span_id,
-        parent_id=parent_id,
-        service=service,
-        name=name,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        error=error,
-        attributes=msgspec.json.decode(attributes),
-        links=tuple((trace, span) for trace, span in msgspec.json.decode(links)),
-    )
+        for (data,) in rows:
+            yield data

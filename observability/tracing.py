@@ -6,11 +6,13 @@ context still passes through, so that services behind this one may record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
 from typing import Protocol
 
+import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
@@ -24,7 +26,7 @@ from observability import names
 from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
 from observability.names import SpanName
-from observability.recorder import OtlpExport, SpanRecorder
+from observability.recorder import NOTHING_INHERITED, Inherited, OtlpExport, SpanRecorder
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
@@ -52,6 +54,11 @@ class RequestIdentity:
             (names.TIER, self.tier),
         )
         return {key: value for key, value in pairs if value}
+
+    @cached_property
+    def inherited(self) -> Inherited:
+        """The same for the recorder, made once for all spans of the request."""
+        return Inherited(self.attributes())
 
 
 def with_identity(identity: RequestIdentity, parent: Context | None = None) -> Context:
@@ -160,7 +167,6 @@ class Telemetry:
         self.end(span, end_s=max(start_s, end_s), error=error)
         return span
 
-    @contextmanager
     def span(
         self,
         name: SpanName,
@@ -168,27 +174,13 @@ class Telemetry:
         parent: Context | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
-    ) -> Iterator[Span]:
+    ) -> CurrentSpan:
         """A current span around a block of plain or async code (not across a `yield` of a generator).
 
         An exception marks it as failed with the exception's type; the message may hold the client's text and
         stays out of the trace unless content capture is on.
         """
-        span = self.start(name, parent=parent, kind=kind, attributes=attributes)
-        token = otel_context.attach(self.under(span, parent))
-        error = ""
-        try:
-            yield span
-        except BaseException as failure:
-            error = (
-                f"{type(failure).__name__}: {failure}"
-                if self.config.capture_content
-                else type(failure).__name__
-            )
-            raise
-        finally:
-            otel_context.detach(token)
-            self.end(span, error=error)
+        return CurrentSpan(self, self.start(name, parent=parent, kind=kind, attributes=attributes), parent)
 
     def under(self, span: Span, parent: Context | None = None) -> Context:
         """Context in which `span` is the parent; the request's identity is kept."""
@@ -204,8 +196,37 @@ class Telemetry:
             self._provider.shutdown()
 
 
-def setup(service: str, config: ObservabilityConfig) -> Telemetry:
-    """Installs W3C propagation and, if there is an endpoint, export. Once a process, before any span."""
+class CurrentSpan:
+    """A span that is current within a `with` block and ends with it."""
+
+    __slots__ = ("_parent", "_span", "_telemetry", "_token")
+
+    def __init__(self, telemetry: Telemetry, span: Span, parent: Context | None) -> None:
+        self._telemetry = telemetry
+        self._span = span
+        self._parent = parent
+
+    def __enter__(self) -> Span:
+        self._token = otel_context.attach(self._telemetry.under(self._span, self._parent))
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        otel_context.detach(self._token)
+        error = "" if kind is None else kind.__name__
+        if error and self._telemetry.config.capture_content:
+            error = f"{error}: {failure}"
+        self._telemetry.end(self._span, error=error)
+
+
+def setup(
+    service: str, config: ObservabilityConfig, credentials: grpc.ChannelCredentials | None = None
+) -> Telemetry:
+    """Installs W3C propagation and, if there is an endpoint, export. Once a process, before any span.
+
+    An endpoint that begins with https:// is reached with `credentials`, or else as the system trusts.
+    """
     propagate.set_global_textmap(CompositePropagator([_W3C, W3CBaggagePropagator()]))
     if not config.otlp_endpoint:
         return Telemetry(service, config, None)
@@ -213,7 +234,9 @@ def setup(service: str, config: ObservabilityConfig) -> Telemetry:
         OtlpExport(
             config.otlp_endpoint.rpartition("://")[2],
             {"service.name": service, "service.namespace": "millrace"},
-            secure=config.otlp_endpoint.startswith("https://"),
+            credentials=(credentials or grpc.ssl_channel_credentials())
+            if config.otlp_endpoint.startswith("https://")
+            else None,
         ),
         identity_attributes,
         sample_ratio=config.sample_ratio,
@@ -225,10 +248,10 @@ def setup(service: str, config: ObservabilityConfig) -> Telemetry:
     return Telemetry(service, config, recorder)
 
 
-def identity_attributes(context: Context | None = None) -> Mapping[str, AttributeValue]:
+def identity_attributes(context: Context | None = None) -> Inherited:
     """The request's identity, which travels in the context, for every span that starts in it."""
-    identity = current_identity(context)
-    return {} if identity is None else identity.attributes()
+    identity = otel_context.get_value(_IDENTITY_KEY, context)
+    return identity.inherited if isinstance(identity, RequestIdentity) else NOTHING_INHERITED
 
 
 def span_context_of(traceparent: str) -> SpanContext:

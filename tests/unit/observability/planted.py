@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
 
 from observability import names
 from observability.names import Cause, TtftPart
-from observability.store import StoredSpan
+from observability.store import SpanStore, StoredSpan
 
 MS = 1_000_000
 START_NS = 1_800_000_000 * 1_000_000_000
@@ -72,3 +76,52 @@ def request_trace(
         clock_ns += parts[part]
     span(names.ENGINE_DECODE, engine, clock_ns, end_ns, attributes={str(names.NUM_STEPS): 12})
     return spans
+
+
+def write(store: SpanStore, spans: Iterable[StoredSpan]) -> None:
+    """Puts spans into a store as their services would send them, when the last of them ended."""
+    found = list(spans)
+    services = dict.fromkeys(span.service for span in found)
+    messages = [message([span for span in found if span.service == service]) for service in services]
+    counts = [sum(span.service == service for span in found) for service in services]
+    received_ns = max(span.end_ns for span in found)
+    store.add(list(zip(counts, messages, strict=True)), received_ns=received_ns)
+
+
+def message(spans: list[StoredSpan]) -> bytes:
+    """An ExportTraceServiceRequest of one service's spans, by the generated classes."""
+    request = trace_service_pb2.ExportTraceServiceRequest()
+    group = request.resource_spans.add()
+    group.resource.attributes.add(key="service.name").value.string_value = spans[0].service
+    scope = group.scope_spans.add()
+    for span in spans:
+        sent = scope.spans.add(
+            trace_id=bytes.fromhex(span.trace_id),
+            span_id=bytes.fromhex(span.span_id),
+            parent_span_id=bytes.fromhex(span.parent_id),
+            name=span.name,
+            start_time_unix_nano=span.start_ns,
+            end_time_unix_nano=span.end_ns,
+        )
+        if span.error:
+            sent.status.code = trace_pb2.Status.STATUS_CODE_ERROR
+            sent.status.message = span.error
+        for key, value in span.attributes.items():
+            sent.attributes.add(key=key).value.CopyFrom(_any(value))
+    return request.SerializeToString()
+
+
+def _any(value: Any) -> common_pb2.AnyValue:
+    match value:
+        case bool():
+            return common_pb2.AnyValue(bool_value=value)
+        case int():
+            return common_pb2.AnyValue(int_value=value)
+        case float():
+            return common_pb2.AnyValue(double_value=value)
+        case list() | tuple():
+            return common_pb2.AnyValue(
+                array_value=common_pb2.ArrayValue(values=[_any(item) for item in value])
+            )
+        case _:
+            return common_pb2.AnyValue(string_value=str(value))

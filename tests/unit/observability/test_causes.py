@@ -11,7 +11,7 @@ from observability import names, why
 from observability.causes import explain
 from observability.names import Cause, TtftPart
 from observability.store import SpanStore, StoredSpan, StoreError
-from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace
+from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace, write
 
 
 @pytest.mark.parametrize("cause", list(Cause))
@@ -118,8 +118,8 @@ def test_the_neighbour_that_filled_the_steps_is_named(tmp_path: Path) -> None:
     later = request_trace("later", number=4, start_ns=START_NS + 10**10)
     path = tmp_path / "traces.sqlite"
     store = SpanStore(path, max_spans=1000, max_bytes=1 << 30)
-    store.add(_chunk(mine, "e0", 10) + _chunk(loud, "e0", 8192))
-    store.add(_chunk(elsewhere, "e1", 8192) + _chunk(later, "e0", 8192))
+    write(store, _chunk(mine, "e0", 10) + _chunk(loud, "e0", 8192))
+    write(store, _chunk(elsewhere, "e1", 8192) + _chunk(later, "e0", 8192))
     explanation, spans = why.explain_stored(path, "mine")
     assert [each.request_id for each in explanation.neighbours] == ["loud"]
     assert explanation.cause is Cause.LONG_PREFILL
@@ -131,7 +131,7 @@ def test_the_command_prints_and_fails_in_one_line(tmp_path: Path, capsys: pytest
     path = tmp_path / "traces.sqlite"
     assert why.main(["--store", str(path), "r"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
-    SpanStore(path, max_spans=1000, max_bytes=1 << 30).add(request_trace("r"))
+    write(SpanStore(path, max_spans=1000, max_bytes=1 << 30), request_trace("r"))
     assert why.main(["--store", str(path), "r"]) == 0
     shown = capsys.readouterr().out
     assert "request r" in shown

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from observability import diagnose, genai, names
 from observability.diagnose import DIMENSIONS, percentile
 from observability.store import SpanStore, StoredSpan, StoreError
-from tests.unit.observability.planted import request_trace
+from tests.unit.observability.planted import request_trace, write
 
 # One value that is slow, and one that is not, for every dimension that requests carry.
 PLANTED: dict[str, tuple[str, Any, Any, str]] = {
@@ -82,11 +82,11 @@ def test_the_command_looks_at_the_last_hour_only(tmp_path: Path, capsys: pytest.
     store = SpanStore(path, max_spans=10_000, max_bytes=1 << 30)
     old = time.time_ns() - 2 * 3600 * 10**9
     for number in range(30):
-        store.add(request_trace(f"old-{number}", number=number + 1, start_ns=old))
+        write(store, request_trace(f"old-{number}", number=number + 1, start_ns=old))
     assert diagnose.main(["--store", str(path)]) == 1
     assert "0 requests" in capsys.readouterr().err
     assert diagnose.main(["--store", str(path), "--minutes", "180"]) == 0
-    store.add(_requests(names.TENANT, "loud", "calm"))
+    write(store, _requests(names.TENANT, "loud", "calm"))
     assert diagnose.main(["--store", str(path), "--metric", "ttft"]) == 0
     assert "tenant loud" in capsys.readouterr().out.replace("\n", " ")
 

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from observability import names, receiver, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
-from observability.recorder import OtlpExport, SpanRecorder
+from observability.recorder import EXPORT_METHOD, OtlpExport, SpanRecorder
 from observability.store import SpanReader, SpanStore
 from observability.tracing import RequestIdentity, Telemetry
 
@@ -121,21 +121,40 @@ async def test_senders_are_told_when_the_queue_is_full(
     metrics = Metrics()
     servicer = receiver.TraceReceiver(store, metrics)
     server = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    receiver.add_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    request = trace_service_pb2.ExportTraceServiceRequest()
-    scope = request.resource_spans.add().scope_spans.add()
-    for number in range(5):
-        scope.spans.add(trace_id=b"t" * 16, span_id=bytes([number] * 8), name="x")
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            response = await trace_service_pb2_grpc.TraceServiceStub(channel).Export(request)
+            stub = trace_service_pb2_grpc.TraceServiceStub(channel)
+            taken = await stub.Export(_request(3))
+            refused = await stub.Export(_request(2))
     finally:
         await server.stop(None)
-    assert response.partial_success.rejected_spans == 2
+    assert taken.partial_success.rejected_spans == 0
+    assert refused.partial_success.rejected_spans == 2
     servicer.close()
     await servicer.write_until_closed()
     assert len(SpanReader(tmp_path / "t.sqlite").find("last")) == 3
     assert metrics.registry.get_sample_value(names.SPANS_DROPPED.name) == 2
     assert metrics.registry.get_sample_value(names.SPANS_STORED.name) == 3
+
+
+def _request(count: int) -> trace_service_pb2.ExportTraceServiceRequest:
+    request = trace_service_pb2.ExportTraceServiceRequest()
+    scope = request.resource_spans.add().scope_spans.add()
+    for number in range(count):
+        scope.spans.add(trace_id=b"t" * 16, span_id=bytes([number] * 8), name="x")
+    return request
+
+
+async def test_bytes_that_are_no_otlp_are_the_senders_mistake(tmp_path: Path) -> None:
+    async with (
+        _running(tmp_path / "t.sqlite") as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        export = channel.unary_unary(EXPORT_METHOD)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await export(b"no protobuf")
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert await export(_request(2).SerializeToString()) == b""

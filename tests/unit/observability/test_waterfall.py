@@ -18,7 +18,7 @@ from observability import names, waterfall
 from observability.names import Cause, TtftPart
 from observability.store import SpanStore, StoredSpan
 from observability.tree import build_tree, delays_of, ttft_of, walk
-from tests.unit.observability.planted import PARTS, request_trace
+from tests.unit.observability.planted import PARTS, request_trace, write
 
 
 def _drawn(spans: list[StoredSpan], width: int = 140) -> str:
@@ -108,7 +108,7 @@ def test_the_command_works_piped_and_its_errors_are_one_line(tmp_path: Path) -> 
     assert missing.stderr.count("\n") == 1
     assert "no span store" in missing.stderr
     store = SpanStore(path, max_spans=1000, max_bytes=1 << 30)
-    store.add(request_trace("r-1", parts_ms={**PARTS, TtftPart.QUEUE: 500.0}))
+    write(store, request_trace("r-1", parts_ms={**PARTS, TtftPart.QUEUE: 500.0}))
     found = _run("--store", str(path), "r-1")
     assert found.returncode == 0
     assert "\x1b" not in found.stdout

@@ -1,0 +1,102 @@
+"""OTLP bytes as spans. Only whoever reads traces pays for this, not the services that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from observability import names
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """One finished span. Ids are lower-case hex, `parent_id` is "" for a root, times are Unix nanoseconds."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    service: str
+    name: str
+    start_ns: int
+    end_ns: int
+    # "" when the span succeeded.
+    error: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    # (trace id, span id) of spans of other requests.
+    links: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def duration_ms(self) -> float:
+        """Length of the span."""
+        return (self.end_ns - self.start_ns) / 1e6
+
+    @property
+    def request_id(self) -> str:
+        """The request's id under whichever key the service writes it; "" when it has none."""
+        found = self.attributes.get(names.REQUEST_ID) or self.attributes.get(names.ENVOY_REQUEST_ID)
+        return str(found) if found else ""
+
+
+def decode(
+    data: bytes, *, trace_id: bytes = b"", wanted: Collection[str] = (), since_ns: int = 0
+) -> Iterator[StoredSpan]:
+    """Spans of an ExportTraceServiceRequest: of one trace, with one of some names, started since a moment.
+
+    Bytes that are no such message have no spans.
+    """
+    try:
+        request = trace_service_pb2.ExportTraceServiceRequest.FromString(data)
+    except DecodeError:
+        return
+    for resource_spans in request.resource_spans:
+        service = "unknown"
+        for pair in resource_spans.resource.attributes:
+            if pair.key == "service.name":
+                service = pair.value.string_value
+        for scope_spans in resource_spans.scope_spans:
+            for span in scope_spans.spans:
+                if (
+                    (not trace_id or span.trace_id == trace_id)
+                    and (not wanted or span.name in wanted)
+                    and span.start_time_unix_nano >= since_ns
+                ):
+                    yield _stored(service, span)
+
+
+def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
+    failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    return StoredSpan(
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        service=service,
+        name=span.name,
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        error=(span.status.message or "error") if failed else "",
+        attributes=_attributes(span.attributes),
+        links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+    )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)
