@@ -102,6 +102,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     listen: str = "127.0.0.1:50071"
     # Address of the Prometheus endpoint; empty turns it off.
     metrics_listen: str = ""
+    # Label that gateways route by (tiers.<name>.pool, gateway.routing.long_lane); "" is none.
+    pool: str = ""
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

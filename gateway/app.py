@@ -151,6 +151,7 @@ class Gateway:
             gateway=f"{socket.gethostname()}:{os.getpid()}",
             fingerprint=vocabulary.fingerprint,
             model=self._settings.model.path,
+            served_model=self._settings.model.served_name,
             policy=RoutingPolicy(
                 prefix_imbalance_tokens=routing.prefix_imbalance_tokens,
                 long_prompt_tokens=routing.long_prompt_tokens,

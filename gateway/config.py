@@ -63,7 +63,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: Literal["prefix", "least_pending"] = "prefix"
     # Prompts of at least this many uncached tokens use the engines of the long lane, if any; 0 is off.
     long_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    # Engines (from `engines`) that serve long prompts only.
+    # Engines that serve long prompts only: addresses, or pools that engines name (`engine.pool`).
     long_lane: tuple[str, ...] = ()
     # An engine may hold this many more pending tokens than the least loaded one before a prefix hit on it
     # is no longer worth the wait.
@@ -125,6 +125,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tpot_target_ms: PositiveInt | None = None
     # A request whose expected wait is longer is refused with Retry-After.
     queue_limit_ms: PositiveInt | None = None
+    # Engines with this `engine.pool` alone serve the tier; "" takes every engine.
+    pool: str = ""
     # Streams of the whole tier at a time.
     max_concurrency: PositiveInt | None = None
     # Prompt plus completion.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from gateway.config import TenantConfig, TierConfig
 from gateway.identity import Identity
 from gateway.settings import OWN_TIER_ALIASES, Settings
@@ -19,6 +21,11 @@ class Tier:
 
     name: str
     config: TierConfig
+
+    @property
+    def accepted(self) -> Tier:
+        """The tier under which an accepted request goes on: it is not refused for its wait any more."""
+        return Tier(self.name, msgspec.structs.replace(self.config, queue_limit_ms=None))
 
 
 class Tiers:

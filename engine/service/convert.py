@@ -205,6 +205,7 @@ def to_info(
     facts: ModelFacts,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    pool: str,
 ) -> engine_pb2.EngineInfo:
     """What this engine is."""
     return engine_pb2.EngineInfo(
@@ -216,6 +217,7 @@ def to_info(
         num_blocks=memory.num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        pool=pool,
         dtype=facts.dtype,
         attention_backend=facts.attention_backend,
         device=facts.device,

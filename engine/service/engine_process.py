@@ -94,6 +94,7 @@ class EngineProcess:
             facts=ready.facts,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            pool=self.config.pool,
         )
 
     def limits(self) -> convert.ModelLimits:

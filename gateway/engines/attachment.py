@@ -36,29 +36,38 @@ _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
+# What an engine is never used for, however often it is tried again.
+_INCOMPATIBLE = frozenset({Reason.VOCABULARY_MISMATCH, Reason.MODEL_NOT_FOUND})
+
 
 class Lost:
     """Put into a mailbox when an open leg ends without an outcome: its engine is gone, or failed it."""
 
-    __slots__ = ("engine", "error", "handle")
+    __slots__ = ("error", "leg")
 
-    def __init__(self, handle: int, engine: str, error: MillraceError | None = None) -> None:
-        self.handle = handle
-        self.engine = engine
+    def __init__(self, leg: Leg, error: MillraceError | None = None) -> None:
+        self.leg = leg
         # What the engine said; None when it is gone.
         self.error = error
 
 
+class EngineReady:
+    """Put into a mailbox when an engine takes requests again, for a request that waits for one."""
+
+    __slots__ = ()
+
+
 # A MillraceError ends the request: the gateway's own interruption.
-Inbox: TypeAlias = Mailbox["EngineOutput | Lost | MillraceError"]
+Inbox: TypeAlias = Mailbox["EngineOutput | Lost | EngineReady | MillraceError"]
 
 
 class Leg:
-    """One submission that is open on an engine."""
+    """One submission that is open on an engine. Its handle is unique on the engine's connection only."""
 
     __slots__ = (
         "attachment",
         "choice_index",
+        "connection",
         "handle",
         "inbox",
         "num_open_choices",
@@ -69,6 +78,8 @@ class Leg:
     def __init__(self, attachment: Attachment, handle: int, submission: Submission, inbox: Inbox) -> None:
         self.attachment = attachment
         self.handle = handle
+        # Which connection to the engine: the legs of one are lost together.
+        self.connection = attachment.num_losses
         self.inbox = inbox
         self.prompt_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
         self.num_open_choices = submission.sampling.n
@@ -82,7 +93,7 @@ class Leg:
 
 
 class Attachment:
-    """Keeps one engine attached: connects, checks the vocabulary, demultiplexes, reconnects with backoff."""
+    """Keeps one engine attached: connects, checks what it serves, demultiplexes, reconnects with backoff."""
 
     def __init__(
         self,
@@ -90,6 +101,7 @@ class Attachment:
         *,
         gateway: str,
         fingerprint: str,
+        model: str = "",
         on_change: Callable[[Attachment], None] = lambda attachment: None,
         on_kv_events: Callable[[Attachment, list[KvEvent]], None] | None = None,
     ) -> None:
@@ -104,6 +116,8 @@ class Attachment:
         self.num_losses = 0
         self._gateway = gateway
         self._fingerprint = fingerprint
+        # Name under which the model is served; "" takes every model of the vocabulary.
+        self._model = model
         self._on_change = on_change
         self._on_kv_events = on_kv_events
         self._handles = itertools.count(1)
@@ -184,9 +198,9 @@ class Attachment:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     def _note_failure(self, error: MillraceError) -> None:
-        if error.reason is Reason.VOCABULARY_MISMATCH and error.message != self.last_failure:
-            _log.error("engine %s is not used: %s", self.target, error.message)
-        if error.reason is Reason.VOCABULARY_MISMATCH:
+        if error.reason in _INCOMPATIBLE:
+            if error.message != self.last_failure:
+                _log.error("engine %s is not used: %s", self.target, error.message)
             self._set_state(EngineState.INCOMPATIBLE)
         self.last_failure = error.message
 
@@ -223,6 +237,12 @@ class Attachment:
                 Reason.VOCABULARY_MISMATCH,
                 f"engine {self.target} has vocabulary {info.vocabulary_fingerprint[:12]}…, the tokenizer "
                 f"service has {self._fingerprint[:12]}…; serve the same checkpoint with both",
+            )
+        if self._model and info.model != self._model:
+            raise MillraceError(
+                Reason.MODEL_NOT_FOUND,
+                f"engine {self.target} serves model {info.model!r}, this gateway {self._model!r}; give all "
+                "services the same [model] name and path",
             )
         self.info = info
         self.load = EngineLoad()
@@ -263,7 +283,7 @@ class Attachment:
             output = to_domain(message)
             if output.error is not None:
                 self._close(leg)
-                leg.inbox.put(Lost(leg.handle, self.target, output.error))
+                leg.inbox.put(Lost(leg, output.error))
                 continue
             if not leg.started:
                 leg.started = True
@@ -299,7 +319,7 @@ class Attachment:
         if self.state is not EngineState.INCOMPATIBLE:
             self._set_state(EngineState.CONNECTING)
         for leg in lost.values():
-            leg.inbox.put(Lost(leg.handle, self.target))
+            leg.inbox.put(Lost(leg))
         self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:

@@ -7,11 +7,15 @@ continuation is what the lost engine would have written.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from gateway.engines.attachment import Inbox, Leg, Lost
+from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import CancelReason, EngineOutput, Submission
@@ -30,21 +34,52 @@ class ContinuationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     wait_s: float = 5.0
 
 
-class ContinuousStream:
-    """Outputs of one submission. `take` until every choice has ended or it raises; then `close`."""
+@dataclass(frozen=True, slots=True)
+class _Stranded:
+    """Choices without an engine."""
 
-    def __init__(self, fleet: Fleet, submission: Submission, config: ContinuationConfig) -> None:
+    # None: whatever was not ended of the whole submission.
+    choice_index: int | None
+    # Engines lost under them, this one included.
+    num_losses: int
+    lost_s: float
+
+
+class ContinuousStream:
+    """Outputs of one submission. `take` until every choice has ended or it raises; then `cancel`.
+
+    `renew` signs the context again for a continuation: an accepted request is not refused for its wait, or
+    for its age. `tell` puts an engine's refusal into the caller's terms.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        submission: Submission,
+        config: ContinuationConfig,
+        *,
+        renew: Callable[[], Any] | None = None,
+        tell: Callable[[MillraceError], MillraceError] = lambda error: error,
+    ) -> None:
         self._fleet = fleet
         self._submission = submission
         self._config = config
+        self._renew = renew
+        self._tell = tell
         self._inbox: Inbox = Mailbox()
-        self._legs: dict[int, Leg] = {}
+        # Open legs, with the number of engines that were lost before each.
+        self._legs: dict[Leg, int] = {}
         # Choices that have not ended, with their tokens so far.
         self._tokens: dict[int, list[int]] = {
             index: []
             for index in range(submission.choice_index, submission.choice_index + submission.sampling.n)
         }
-        self._lost_targets: list[str] = []
+        # Something was told already, so that choices must be continued one by one.
+        self._has_output = False
+        self._stranded: list[_Stranded] = []
+        self._wait: asyncio.Task[None] | None = None
+        # Connections that were lost, in order; several choices on one are one loss.
+        self._losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
         self.interruptions: list[tuple[float, float]] = []
         # How the first engine was chosen, and the target of the present one.
@@ -54,38 +89,44 @@ class ContinuousStream:
     @property
     def num_losses(self) -> int:
         """Engines lost so far."""
-        return len(self._lost_targets)
+        return len(self._losses)
 
     def start(self) -> None:
         """Submits to the engine that routing picks; raises ENGINE_UNAVAILABLE when there is none."""
-        self._submit(self._submission)
+        self._submit(self._submission, 0)
 
     async def take(self) -> list[EngineOutput]:
         """Outputs that have come, at least one. Raises ENGINE_LOST when continuing is not possible."""
         while True:
             outputs = []
             for item in await self._inbox.take():
-                if isinstance(item, MillraceError):
+                if isinstance(item, EngineOutput):
+                    if item.choice_index in self._tokens:
+                        self._note(item)
+                        outputs.append(item)
+                elif isinstance(item, Lost):
+                    self._note_loss(item)
+                elif isinstance(item, EngineReady):
+                    self._wait = None
+                else:
                     raise item
-                if isinstance(item, Lost):
-                    if item.error is not None and not self._may_retry(item.error):
-                        raise item.error
-                    await self._resubmit(item)
-                elif item.choice_index in self._tokens:
-                    self._note(item)
-                    outputs.append(item)
+            if self._stranded:
+                self._resume()
             if outputs:
                 return outputs
 
     def interrupt(self, error: MillraceError) -> None:
-        """Makes `take` raise `error` now."""
+        """Makes `take` raise `error` now, also while it waits for an engine."""
         self._inbox.put(error)
 
     def cancel(self, reason: CancelReason) -> None:
         """Takes everything back from the engines."""
-        for leg in self._legs.values():
+        for leg in self._legs:
             leg.cancel(reason)
         self._legs.clear()
+        self._stranded.clear()
+        if self._wait is not None:
+            self._wait.cancel()
 
     def end_choice(self, index: int, reason: CancelReason) -> None:
         """Forgets one choice; cancels on the engine when it was the last one or has a leg of its own."""
@@ -93,10 +134,10 @@ class ContinuousStream:
         if not self._tokens:
             self.cancel(reason)
             return
-        for handle, leg in list(self._legs.items()):
+        for leg in list(self._legs):
             if leg.choice_index == index:
                 leg.cancel(reason)
-                del self._legs[handle]
+                del self._legs[leg]
 
     @property
     def _ranks_at_the_end(self) -> bool:
@@ -104,61 +145,79 @@ class ContinuousStream:
         return sampling.best_of > sampling.n or sampling.beam_width > 0
 
     def _note(self, output: EngineOutput) -> None:
+        self._has_output = True
         if output.finish_reason is not None:
             self._tokens.pop(output.choice_index, None)
         else:
             self._tokens[output.choice_index].extend(output.token_ids)
 
-    def _may_retry(self, error: MillraceError) -> bool:
-        others = [each for each in self._fleet.ready if each.target != self.engine]
-        return error.reason in _ELSEWHERE and self.num_losses < self._config.max_losses and bool(others)
+    def _note_loss(self, lost: Lost) -> None:
+        leg = lost.leg
+        num_before = self._legs.pop(leg, None)
+        if num_before is None:
+            # Taken back before the news came.
+            return
+        if lost.error is not None and not self._may_retry(lost.error, num_before):
+            raise self._tell(lost.error)
+        self._losses[leg.attachment.target, leg.connection] = None
+        num_losses = num_before + 1
+        if num_losses > self._config.max_losses:
+            raise self._lost(f"{num_losses} engines were lost under it")
+        self._stranded.append(_Stranded(leg.choice_index, num_losses, time.monotonic()))
 
-    def _submit(self, submission: Submission) -> None:
-        route = self._fleet.pick(submission, avoid=self._lost_targets[-1:])
+    def _may_retry(self, error: MillraceError, num_losses: int) -> bool:
+        takers = self._fleet.takers(self._submission)
+        others = [each for each in takers if each.target != self.engine]
+        return error.reason in _ELSEWHERE and num_losses < self._config.max_losses and bool(others)
+
+    def _submit(self, submission: Submission, num_losses: int) -> None:
+        last_lost = next(reversed(self._losses), None)
+        route = self._fleet.pick(submission, avoid=() if last_lost is None else last_lost[:1])
         self.route = self.route or route
         self.engine = route.attachment.target
         leg = route.attachment.submit(submission, self._inbox)
-        self._legs[leg.handle] = leg
+        self._legs[leg] = num_losses
 
-    async def _resubmit(self, lost: Lost) -> None:
-        self._legs.pop(lost.handle, None)
-        self._lost_targets.append(lost.engine)
-        lost_s = time.monotonic()
-        if self.num_losses > self._config.max_losses:
-            raise self._lost(f"{self.num_losses} engines were lost under it")
-        await self._wait_for_engine()
-        open_elsewhere = {leg.choice_index for leg in self._legs.values()}
-        self.interruptions.append((lost_s, time.monotonic()))
-        if self._ranks_at_the_end:
-            # Nothing was told yet, and which answers are the best depends on all of them.
-            self._submit(self._submission)
+    def _resume(self) -> None:
+        """Submits what has no engine, or sees to it that this is tried again when there is one."""
+        if not self._fleet.takers(self._submission):
+            if self._wait is None:
+                self._wait = asyncio.create_task(self._wait_for_engine(), name="wait for an engine")
             return
-        for index, tokens in self._tokens.items():
-            if index in open_elsewhere:
-                continue
-            self._submit(
-                msgspec.structs.replace(
-                    self._submission,
-                    sampling=msgspec.structs.replace(
-                        self._submission.sampling, n=1, best_of=1, prompt_logprobs=None
-                    ),
-                    choice_index=index,
-                    output_token_ids=tuple(tokens),
-                )
-            )
+        stranded, self._stranded = self._stranded, []
+        for each in stranded:
+            self.interruptions.append((each.lost_s, time.monotonic()))
+            for submission in self._continuations(each.choice_index):
+                self._submit(submission, each.num_losses)
+
+    def _continuations(self, choice_index: int | None) -> list[Submission]:
+        whole = self._submission
+        if self._renew is not None:
+            whole = msgspec.structs.replace(whole, context=self._renew())
+        if not self._has_output or self._ranks_at_the_end:
+            # Nothing was told yet; and which answers are the best depends on all of them.
+            return [whole]
+        alone = msgspec.structs.replace(whole.sampling, n=1, best_of=1, prompt_logprobs=None)
+        return [
+            msgspec.structs.replace(whole, sampling=alone, choice_index=index, output_token_ids=tuple(tokens))
+            for index, tokens in self._tokens.items()
+            if choice_index in (None, index)
+        ]
 
     async def _wait_for_engine(self) -> None:
         end = time.monotonic() + self._config.wait_s
-        while not self._fleet.ready:
+        while not self._fleet.takers(self._submission):
             remaining = end - time.monotonic()
             if remaining <= 0:
-                raise self._lost(f"no other engine was attached within {self._config.wait_s:g} s")
+                self._inbox.put(self._lost(f"no other engine was attached within {self._config.wait_s:g} s"))
+                return
             await self._fleet.wait_change(remaining)
+        self._inbox.put(EngineReady())
 
     def _lost(self, why: str) -> MillraceError:
         return MillraceError(
             Reason.ENGINE_LOST,
             f"the engine that served this request is gone and {why}; send the request again",
-            metadata={"engines": ",".join(self._lost_targets)},
+            metadata={"engines": ",".join(target for target, _ in self._losses)},
             retry_after_s=1.0,
         )

@@ -48,6 +48,7 @@ def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
                 digest=grammar.digest, payload=grammar.payload, backend=grammar.backend
             ),
             choice_index=submission.choice_index,
+            adapter=submission.adapter,
         )
     )
 
@@ -142,6 +143,8 @@ def info(message: engine_pb2.EngineInfo) -> EngineInfo:
         message.num_blocks,
         message.max_num_seqs,
         message.max_num_batched_tokens,
+        tuple(message.adapters),
+        message.pool,
     )
 
 

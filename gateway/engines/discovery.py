@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from services.errors import ConfigError
 
@@ -37,9 +38,14 @@ async def _static(targets: Sequence[str]) -> list[str]:
     return list(targets)
 
 
+async def resolve(host: str, port: int) -> list[Any]:
+    """Address records of a name, in getaddrinfo's form."""
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
 async def _dns(host: str, port: int) -> list[str]:
     # A headless service resolves to one record per ready pod.
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    infos = await resolve(host, port)
     addresses = {info[4][0] for info in infos}
     return sorted(
         f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}" for address in addresses

@@ -27,6 +27,7 @@ class Fleet:
     """Attachments by target. `set_targets` may be called at any time: new engines join, others leave.
 
     `model` is the root of the engines' prefix hashes: the path in `[model]`, which all services share.
+    `served_model` is the name that engines must serve; "" takes every engine of the vocabulary.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Fleet:
         gateway: str,
         fingerprint: str,
         model: str = "",
+        served_model: str = "",
         policy: RoutingPolicy | None = None,
         use_prefixes: bool = True,
         long_lane: Collection[str] = (),
@@ -42,6 +44,7 @@ class Fleet:
         self._gateway = gateway
         self._fingerprint = fingerprint
         self._model = model
+        self._served_model = served_model
         self._policy = policy or RoutingPolicy()
         self._use_prefixes = use_prefixes
         self._long_lane = frozenset(long_lane)
@@ -62,6 +65,15 @@ class Fleet:
         return [each for each in self._attachments.values() if each.state is EngineState.READY]
 
     @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that attached engines serve."""
+        return sorted({name for each in self.attachments if each.info for name in each.info.adapters})
+
+    def takers(self, submission: Submission) -> list[Attachment]:
+        """Engines that take this submission now."""
+        return [each for each in self.ready if _fits(each, submission)]
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt plus completion that every attached engine takes; 0 when none is attached."""
         return min((each.info.max_model_len for each in self.attachments if each.info), default=0)
@@ -74,6 +86,7 @@ class Fleet:
                     target,
                     gateway=self._gateway,
                     fingerprint=self._fingerprint,
+                    model=self._served_model,
                     on_change=self._note_change,
                     on_kv_events=self._note_kv_events if self._use_prefixes else None,
                 )
@@ -104,9 +117,9 @@ class Fleet:
 
     def pick(self, submission: Submission, *, avoid: Collection[str] = ()) -> Route:
         """The engine for `submission`, one outside `avoid` where there is one; raises ENGINE_UNAVAILABLE."""
-        ready = self.ready
+        ready = self.takers(submission)
         if not ready:
-            raise self.unavailable()
+            raise self.unavailable(submission)
         if avoid:
             ready = [each for each in ready if each.target not in avoid] or ready
         if len(ready) == 1 and len(self._attachments) == 1:
@@ -128,7 +141,7 @@ class Fleet:
         return PromptHashes(
             submission.prompt_token_ids,
             model=self._model,
-            adapter="",
+            adapter=submission.adapter,
             salt=submission.cache_salt,
             block_size=info.block_size,
         )
@@ -145,7 +158,8 @@ class Fleet:
             num_requests=max(load.num_running + load.num_waiting, attachment.num_open),
             cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
-            long_lane=attachment.target in self._long_lane,
+            long_lane=attachment.target in self._long_lane
+            or (info is not None and info.pool in self._long_lane),
             last_chosen=self._last_chosen.get(attachment.target, 0),
         )
 
@@ -159,14 +173,29 @@ class Fleet:
         if index is not None:
             index.apply(events)
 
-    def unavailable(self) -> MillraceError:
+    def unavailable(self, submission: Submission | None = None) -> MillraceError:
         """ENGINE_UNAVAILABLE with the state of every engine."""
+        wanted = ""
+        if submission is not None and submission.adapter:
+            wanted += f" for adapter {submission.adapter!r}"
+        if submission is not None and submission.pool:
+            wanted += f" in pool {submission.pool!r}"
         states = ", ".join(
-            f"{each.target} {each.state}" + (f" ({each.last_failure})" if each.last_failure else "")
+            f"{each.target} {each.state}"
+            + (f" in pool {each.info.pool!r}" if each.info and each.info.pool else "")
+            + (f" ({each.last_failure})" if each.last_failure else "")
             for each in self.attachments
         )
         return MillraceError(
             Reason.ENGINE_UNAVAILABLE,
-            f"no engine takes requests now: {states or 'none is configured'}; try again",
+            f"no engine takes requests{wanted} now: {states or 'none is configured'}; try again",
             retry_after_s=1.0,
         )
+
+
+def _fits(attachment: Attachment, submission: Submission) -> bool:
+    info = attachment.info
+    if info is None:
+        return False
+    has_adapter = not submission.adapter or submission.adapter in info.adapters
+    return has_adapter and submission.pool in ("", info.pool)

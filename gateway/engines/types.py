@@ -130,6 +130,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     choice_index: int = 0
     # Separates prefix caches; part of the routing hash.
     cache_salt: bytes = b""
+    # LoRA adapter that the engine must serve; "" for the base model.
+    adapter: str = ""
+    # Label that the engine must have; "" takes every engine.
+    pool: str = ""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -143,6 +147,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    # Adapters that it serves beside the base model.
+    adapters: tuple[str, ...] = ()
+    # Label that its operator gave it, for routing.
+    pool: str = ""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -175,7 +183,7 @@ class EngineState(StrEnum):
     READY = "ready"
     # Finishes what it has and takes nothing new.
     DRAINING = "draining"
-    # Decodes with another vocabulary; never used.
+    # Decodes with another vocabulary, or serves another model; never used.
     INCOMPATIBLE = "incompatible"
 
 

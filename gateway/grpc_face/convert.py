@@ -50,6 +50,9 @@ _CHAT_NAMES: Mapping[str, str] = {
     "messages": "conversation.messages",
     "tools": "conversation.tools",
     "tool_choice": "conversation.tool_choice",
+    "template_name": "conversation.template_name",
+    "template_options": "conversation.template_options",
+    "continue_final_message": "conversation.continue_final_message",
     "prompt": "conversation.messages",
 }
 

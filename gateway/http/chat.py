@@ -136,7 +136,12 @@ def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
         metadata=labels(body, body.safety_identifier),
         streaming=bool(body.stream),
         face="http",
-        field_names={"prompt": "messages", "max_tokens": max_field, "logprobs": "top_logprobs"},
+        field_names={
+            "prompt": "messages",
+            "max_tokens": max_field,
+            "logprobs": "top_logprobs",
+            "template_options": "chat_template_kwargs",
+        },
     )
 
 

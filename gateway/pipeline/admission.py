@@ -6,12 +6,16 @@ from gateway.engines.fleet import Fleet
 from gateway.overload import EngineQueue
 
 
-def engine_queues(fleet: Fleet) -> list[EngineQueue]:
-    """One for each engine that takes requests: what it reported, and what was submitted since."""
+def engine_queues(fleet: Fleet, pool: str) -> list[EngineQueue]:
+    """One for each engine that takes requests, of `pool` if one is named: what it reported, and what was
+    submitted since.
+    """
     queues = []
     for attachment in fleet.ready:
         load, info = attachment.load, attachment.info
         assert info is not None, "an engine is ready after it has told what it is"
+        if pool not in ("", info.pool):
+            continue
         queues.append(
             EngineQueue(
                 num_running=load.num_running,

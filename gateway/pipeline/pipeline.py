@@ -91,13 +91,13 @@ class Pipeline:
 
     def served_names(self, caller: Caller) -> list[str]:
         """Names of models that the caller may ask for."""
-        served = (self.model.served_name, *self.model.aliases)
+        served = self._all_names()
         allowed = caller.identity.allowed_models
         return [name for name in served if not allowed or name in allowed]
 
     def check_model(self, caller: Caller, name: str) -> None:
         """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
-        served = (self.model.served_name, *self.model.aliases)
+        served = self._all_names()
         if name not in served:
             raise MillraceError(
                 Reason.MODEL_NOT_FOUND,
@@ -112,6 +112,13 @@ class Pipeline:
                 f"{', '.join(self.served_names(caller)) or 'none'}",
                 field="model",
             )
+
+    def _all_names(self) -> tuple[str, ...]:
+        # Adapters are asked for by their own names, as models.
+        return (self.model.served_name, *self.model.aliases, *self.fleet.adapters)
+
+    def _adapter(self, name: str) -> str:
+        return "" if name == self.model.served_name or name in self.model.aliases else name
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""
@@ -138,7 +145,10 @@ class Pipeline:
             return await self._accept(_Call(caller, request, tier, span, self._telemetry))
         except BaseException as error:
             self._recorder.refused(span, caller, request, tier_name, error)
-            raise
+            told = request.tell(error) if isinstance(error, MillraceError) else error
+            if told is error:
+                raise
+            raise told from error
 
     async def _accept(self, call: _Call) -> Generation:
         caller, request = call.caller, call.request
@@ -166,7 +176,8 @@ class Pipeline:
             raise
 
     def _admit(self, tier: Tier, num_prompt_tokens: int, span: Span) -> None:
-        estimate = self._admission.admit(tier, num_prompt_tokens, engine_queues(self.fleet))
+        queues = engine_queues(self.fleet, tier.config.pool)
+        estimate = self._admission.admit(tier, num_prompt_tokens, queues)
         span.set_attribute(names.EXPECTED_WAIT_MS, estimate.wait_s * 1000)
         self._metrics.set(names.EXPECTED_WAIT, estimate.wait_s, tier=tier.name)
 
@@ -174,7 +185,8 @@ class Pipeline:
         started_s = time.monotonic()
         with call.span_below(names.GATEWAY_PREPARE) as span:
             prepared = await self.tokenizer.prepare(
-                model=call.request.model,
+                # An adapter has the vocabulary of the model that it adapts.
+                model=self.model.served_name if self._adapter(call.request.model) else call.request.model,
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
@@ -202,6 +214,7 @@ class Pipeline:
             )
 
     def _route(self, call: _Call, prepared: Prepared, sampling: Sampling, context: Any) -> ContinuousStream:
+        caller, tier = call.caller, call.tier
         stream = ContinuousStream(
             self.fleet,
             Submission(
@@ -209,10 +222,14 @@ class Pipeline:
                 prompt_token_ids=prepared.token_ids,
                 sampling=sampling,
                 grammar=prepared.grammar,
-                request_id=call.caller.identity.request_id,
-                cache_salt=call.caller.identity.cache_salt,
+                request_id=caller.identity.request_id,
+                cache_salt=caller.identity.cache_salt,
+                adapter=self._adapter(call.request.model),
+                pool=tier.config.pool,
             ),
             self._continuation,
+            renew=lambda: self.callers.sign(caller, tier.accepted, traceparent_of(call.span)),
+            tell=call.request.tell,
         )
         stream.start()
         return stream

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from services.errors import MillraceError
+
 
 class Role(StrEnum):
     """Who speaks. Names equal OpenAI's."""
@@ -185,5 +187,40 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     field_names: Mapping[str, str] = {}
 
     def field(self, name: str) -> str:
-        """The name under which the caller knows a field."""
-        return self.field_names.get(name, name)
+        """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""
+        head, rest = _split(name)
+        return self.field_names.get(head, head) + rest
+
+    def tell(self, error: MillraceError) -> MillraceError:
+        """A refusal of a service behind, in the caller's terms: services name their own protocols' fields."""
+        head, rest = _split(error.field.removeprefix("sampling.").removeprefix("conversation."))
+        known = self.field(_PROTOCOL_FIELDS.get(head, head) + rest)
+        if known == error.field:
+            return error
+        message = error.message
+        if message.startswith(error.field):
+            message = known + message.removeprefix(error.field)
+        return MillraceError(
+            error.reason,
+            message,
+            field=known,
+            metadata=error.metadata,
+            retry_after_s=error.retry_after_s,
+        )
+
+
+# Fields of the protocols behind the gateway that have another name in GenerationRequest.
+_PROTOCOL_FIELDS: Mapping[str, str] = {
+    "prompt_token_ids": "prompt",
+    "output_token_ids": "prompt",
+    "grammar": "response_format",
+    "adapter": "model",
+}
+
+
+def _split(field: str) -> tuple[str, str]:
+    """ "messages" and "[0].role" of "messages[0].role"."""
+    for index, character in enumerate(field):
+        if character in ".[":
+            return field[:index], field[index:]
+    return field, ""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
+import pytest
+from millrace.common.v1 import context_pb2
+
+from gateway.engines import discovery
 from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import deployed, serve_engine
 from tests.unit.gateway.rig.engine import ScriptedEngine
@@ -128,6 +133,166 @@ async def test_requests_spread_over_engines() -> None:
         for _ in range(4):
             await stack.chat()
         assert [len(engine.submissions) for engine in engines] == [2, 2]
+
+
+async def test_the_loss_of_one_engine_is_one_loss_for_all_choices() -> None:
+    # The second engine takes three choices, each on its own, and dies; the first is back then.
+    engines = [
+        ScriptedEngine(name="first", reply=story, dies_after_tokens=30),
+        ScriptedEngine(name="second", reply=story, dies_after_tokens=40),
+    ]
+    tables = {"gateway": {"routing": {"max_continuations": 2}}}
+    async with deployed(*engines, tables=tables) as stack:
+        body = (await stack.chat(n=3, seed=5)).json()
+        texts = [choice["message"]["content"] for choice in body["choices"]]
+        assert texts == [f"5 {index} {STORY}" for index in range(3)]
+        assert body["usage"]["completion_tokens"] == sum(len(text) + 1 for text in texts)
+        resubmitted = 'millrace_resubmissions_total{outcome="continued"}'
+        exposed = (await stack.http.get("/metrics")).text
+        (line,) = [each for each in exposed.splitlines() if each.startswith(resubmitted)]
+        assert float(line.split()[-1]) == 2
+
+
+async def test_choices_on_two_engines_are_both_taken_back() -> None:
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=5)
+    others = [ScriptedEngine(name=name, reply=story, step_s=0.01) for name in ("left", "right")]
+    async with deployed(dying, *others) as stack:
+        body = {"model": "tiny", "stream": True, "n": 4, "messages": [{"role": "user", "content": "hi"}]}
+        while not dying.submissions:
+            async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for _ in response.aiter_lines():
+                    if all(engine.num_running for engine in others):
+                        break
+        for engine in others:
+            while engine.num_running:
+                engine.changed.clear()
+                await asyncio.wait_for(engine.changed.wait(), 10)
+        assert all(
+            any(submit.output_token_ids or submit.choice_index for submit in each.submissions)
+            for each in others
+        )
+
+
+async def test_engine_lost_before_the_first_token_is_asked_again_for_everything() -> None:
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=0)
+    other = ScriptedEngine(name="other", reply=story)
+    async with deployed(dying, other) as stack:
+        for _ in range(2):
+            body = {
+                "model": "tiny",
+                "prompt": "abcd",
+                "echo": True,
+                "logprobs": 0,
+                "max_tokens": 8,
+                "seed": 3,
+            }
+            answer = (await stack.http.post("/v1/completions", json=body)).json()
+            logprobs = answer["choices"][0]["logprobs"]
+            # The first token of a prompt has none.
+            assert logprobs["token_logprobs"] == [None, *[-0.25] * 3, *[-0.5] * 8]
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+
+
+async def test_grammar_and_adapter_go_to_the_next_engine_too() -> None:
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=9, adapters=("poet",))
+    other = ScriptedEngine(name="other", reply=story, adapters=("poet",))
+    async with deployed(dying, other) as stack:
+        for _ in range(2):
+            format_ = {"type": "json_object"}
+            body = (await stack.chat(model="poet", seed=1, response_format=format_)).json()
+            assert body["choices"][0]["message"]["content"] == f"1 0 {STORY}"
+        (resumed,) = [submit for submit in other.submissions if submit.output_token_ids]
+        assert resumed.grammar.payload == b"grammar"
+        assert resumed.adapter == "poet"
+        assert resumed.sampling == dying.submissions[0].sampling
+
+
+async def test_best_of_begins_again_because_nothing_was_told() -> None:
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=9)
+    other = ScriptedEngine(name="other", reply=story)
+    async with deployed(dying, other) as stack:
+        for options in ({"best_of": 3}, {"beam_width": 3, "temperature": 0}):
+            dying.dies_after_tokens = 9
+            before = len(other.submissions)
+            while len(dying.submissions) == 0 or dying.dies_after_tokens >= 0:
+                assert (await stack.chat(seed=1, **options)).status_code == 200
+            again = other.submissions[before:]
+            assert dying.submissions[-1].sampling in [submit.sampling for submit in again]
+            assert not any(submit.output_token_ids for submit in again)
+
+
+async def test_a_continuation_is_not_refused_for_its_wait() -> None:
+    dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=9)
+    other = ScriptedEngine(name="other", reply=story)
+    async with deployed(dying, other, tables={"tier": {"queue_limit_ms": 700}}) as stack:
+        for _ in range(2):
+            assert (await stack.chat(seed=1)).status_code == 200
+        contexts = {
+            bool(submit.output_token_ids): context_pb2.RequestContext.FromString(submit.context.payload)
+            for submit in (*dying.submissions, *other.submissions)
+        }
+        assert contexts[False].queue_limit_ms == 700
+        assert not contexts[True].HasField("queue_limit_ms")
+
+
+async def test_client_that_leaves_while_no_engine_is_there_gives_everything_back() -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("x" * 50))
+    tables = {"gateway": {"routing": {"continuation_wait_s": 600.0}}}
+    async with deployed(engine, tables=tables) as stack:
+        engine.gate.clear()
+        answer = asyncio.create_task(stack.chat())
+        while not engine.submissions:
+            await asyncio.sleep(0.01)
+        await stack.engine_servers[0].stop(0)
+        while stack.gateway.fleet.ready:
+            await asyncio.sleep(0.01)
+        assert stack.gateway.num_open == 1
+        answer.cancel()
+        async with asyncio.timeout(20):
+            while stack.gateway.num_open:
+                await asyncio.sleep(0.01)
+
+
+async def test_engine_with_another_model_is_never_used() -> None:
+    odd = ScriptedEngine(name="odd", model="other")
+    async with deployed(odd, ScriptedEngine()) as stack:
+        for _ in range(3):
+            assert (await stack.chat()).status_code == 200
+        assert not odd.submissions
+
+
+async def test_engines_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A port of its own on several loopback addresses is what a headless service looks like.
+    records: list[str] = ["127.0.0.2"]
+    first = ScriptedEngine(name="first")
+    server = await serve_engine(first, "127.0.0.2:0")
+    second = ScriptedEngine(name="second")
+    second_server = await serve_engine(second, f"127.0.0.3:{server.port}")
+
+    async def resolve(host: str, port: int, **options: Any) -> list[Any]:
+        assert host == "engines.internal"
+        if not records:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in records]
+
+    monkeypatch.setattr(discovery, "resolve", resolve)
+    tables = {"gateway": {"discovery": f"dns:engines.internal:{server.port}", "discovery_interval_s": 0.02}}
+    async with deployed(tables=tables) as stack, asyncio.timeout(30):
+        assert (await stack.chat()).status_code == 200
+        # A name that cannot be resolved changes nothing.
+        records.clear()
+        await asyncio.sleep(0.1)
+        assert (await stack.chat()).status_code == 200
+        assert len(first.submissions) == 2
+        records.append("127.0.0.3")
+        while not second.submissions:
+            assert (await stack.chat()).status_code in (200, 503)
+        served = len(first.submissions)
+        for _ in range(3):
+            assert (await stack.chat()).status_code == 200
+        assert len(first.submissions) == served
+    await server.stop(0)
+    await second_server.stop(0)
 
 
 async def test_engines_in_a_file_come_and_go(tmp_path: Any) -> None:

@@ -80,3 +80,48 @@ async def test_requests_with_a_shared_prefix_meet_on_one_engine() -> None:
         assert sorted(len(engine.submissions) for engine in engines) == [0, 0, 6]
         exposed = (await stack.http.get("/metrics")).text
         assert 'reason="prefix"' in exposed
+
+
+async def test_tier_with_a_pool_is_kept_to_its_engines() -> None:
+    engines = [ScriptedEngine(name="a", pool="big"), ScriptedEngine(name="b", pool="small")]
+    async with deployed(*engines, tables={"fast": {"pool": "small"}}) as stack:
+        for _ in range(4):
+            assert (await stack.chat(service_tier="fast")).status_code == 200
+        assert [len(engine.submissions) for engine in engines] == [0, 4]
+        # A tier without one takes every engine.
+        while not engines[0].submissions:
+            assert (await stack.chat()).status_code == 200
+
+
+async def test_pool_without_engines_is_named() -> None:
+    async with deployed(tables={"fast": {"pool": "gpu"}}) as stack:
+        refused = await stack.chat(service_tier="fast")
+        assert refused.status_code == 503
+        assert "in pool 'gpu'" in refused.json()["error"]["message"]
+
+
+async def test_long_prompts_go_to_the_pool_that_is_their_lane() -> None:
+    engines = [ScriptedEngine(name="a"), ScriptedEngine(name="b", pool="long")]
+    routing = {"long_prompt_tokens": 500, "long_lane": ["long"], "policy": "least_pending"}
+    async with deployed(*engines, tables={"gateway": {"routing": routing}}) as stack:
+        for _ in range(3):
+            await stack.chat(messages=[{"role": "user", "content": "x" * 1000}])
+            await stack.chat()
+        assert [len(engine.submissions) for engine in engines] == [3, 3]
+        assert all(len(submit.prompt_token_ids) > 500 for submit in engines[1].submissions)
+
+
+async def test_adapter_is_asked_for_as_a_model_and_sent_where_it_is_served() -> None:
+    engines = [ScriptedEngine(name="a", adapters=("poet",)), ScriptedEngine(name="b")]
+    async with deployed(*engines) as stack:
+        listed = (await stack.http.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["tiny", "default", "poet"]
+        for _ in range(3):
+            assert (await stack.chat(model="poet")).json()["model"] == "poet"
+        assert [len(engine.submissions) for engine in engines] == [3, 0]
+        assert {submit.adapter for submit in engines[0].submissions} == {"poet"}
+        # The tokenizer service knows the model that is adapted.
+        assert {request.model for request in stack.tokenizer.prepared} == {"tiny"}
+        refused = await stack.chat(model="painter")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+        assert "poet" in refused.json()["error"]["message"]

@@ -17,6 +17,7 @@ from millrace.inference.v1 import inference_pb2_grpc
 from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
 from gateway.app import Gateway
+from gateway.engines.types import EngineState
 from gateway.settings import load_settings
 from observability import tracing
 from observability.config import ObservabilityConfig
@@ -117,6 +118,9 @@ async def deployed(
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         await gateway.wait_ready()
+        # Which engines there are is nothing that a test should have to wait for.
+        while any(each.state is EngineState.CONNECTING for each in gateway.fleet.attachments):
+            await gateway.fleet.wait_change(1.0)
         http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{gateway.http.port}",
             headers={CONTEXT_HEADER: signed_context()},
@@ -131,7 +135,7 @@ def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, An
     return {
         "security": {"context_secret": SECRET},
         "model": {"name": "tiny", "aliases": ["default"]},
-        "tiers": {"standard": {}, "fast": {"priority": 5}},
+        "tiers": {"standard": more.get("tier", {}), "fast": {"priority": 5, **more.get("fast", {})}},
         "tenants": {"acme": {"allowed_tiers": ["fast"], **more.get("tenant", {})}},
         "gateway": {
             "grpc_listen": "127.0.0.1:0",

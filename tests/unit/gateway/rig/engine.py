@@ -32,6 +32,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     tokens_per_step: int = 1
     max_model_len: int = 4096
     fingerprint: str = FINGERPRINT
+    model: str = "tiny"
+    adapters: tuple[str, ...] = ()
+    pool: str = ""
     # Refuses every submission with this error.
     refusal: MillraceError | None = None
     submissions: list[engine_pb2.Submit] = field(default_factory=list)
@@ -110,6 +113,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         tokens = self.reply(submit, choice)
         done = len(submit.output_token_ids)
         limit = submit.sampling.max_tokens
+        # The first output of a request tells about its prompt; choices come one after another.
+        any_told = choice != submit.choice_index
         while True:
             await self.gate.wait()
             if self.step_s:
@@ -120,8 +125,15 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 output.logprobs.extend(
                     output_pb2.TokenLogprob(token_id=token, logprob=-0.5) for token in piece
                 )
-            if done == 0:
+            if not any_told:
                 output.first_token.queue_s = 0.001
+                output.first_token.cached_prompt_tokens = 1
+                if submit.sampling.HasField("prompt_logprobs"):
+                    output.prompt_logprobs.extend(
+                        output_pb2.TokenLogprob(token_id=token, logprob=-0.25)
+                        for token in submit.prompt_token_ids[1:]
+                    )
+                any_told = True
             done += len(piece)
             stops = set(submit.sampling.stop_token_ids)
             if piece and piece[-1] in stops:
@@ -146,7 +158,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     def _info(self) -> engine_pb2.EngineInfo:
         return engine_pb2.EngineInfo(
             engine_id=self.name,
-            model="tiny",
+            model=self.model,
+            adapters=self.adapters,
+            pool=self.pool,
             vocabulary_fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,
             block_size=16,

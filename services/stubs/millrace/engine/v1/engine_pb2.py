@@ -29,7 +29,7 @@ from millrace.common.v1 import output_pb2 as millrace_dot_common_dot_v1_dot_outp
 from millrace.common.v1 import sampling_pb2 as millrace_dot_common_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/engine/v1/engine.proto\x12\x12millrace.engine.v1\x1a millrace/common/v1/context.proto\x1a\x1emillrace/common/v1/error.proto\x1a millrace/common/v1/grammar.proto\x1a\x1fmillrace/common/v1/output.proto\x1a!millrace/common/v1/sampling.proto\"\xa2\x01\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.millrace.engine.v1.HelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.millrace.engine.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.millrace.engine.v1.CancelH\x00\x42\t\n\x07message\"8\n\x05Hello\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x02 \x01(\t\"\xa5\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x32\n\x07\x63ontext\x18\x02 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12\x39\n\x07grammar\x18\x06 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\rB\n\n\x08_grammar\"J\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .millrace.engine.v1.CancelReason\"\x7f\n\x0e\x41ttachResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.millrace.engine.v1.WelcomeH\x00\x12\x32\n\x07outputs\x18\x02 \x01(\x0b\x32\x1f.millrace.engine.v1.StepOutputsH\x00\x42\t\n\x07message\"7\n\x07Welcome\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineInfo\"\xad\x02\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12.\n\x06memory\x18\x0c \x01(\x0b\x32\x1e.millrace.engine.v1.MemoryPlan\"\x9d\x01\n\nMemoryPlan\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rweights_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fworkspace_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eheadroom_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x04\"\xb0\x01\n\x0bStepOutputs\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x32\n\x07outputs\x18\x02 \x03(\x0b\x32!.millrace.engine.v1.RequestOutput\x12,\n\x04load\x18\x03 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineLoad\x12.\n\tkv_events\x18\x04 \x03(\x0b\x32\x1b.millrace.engine.v1.KvEvent\"\xfc\x03\n\rRequestOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x05 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x33\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x1f.millrace.common.v1.ErrorDetailH\x00\x88\x01\x01\x12?\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32%.millrace.engine.v1.FirstTokenTimingsH\x01\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12=\n\nstatistics\x18\t \x01(\x0b\x32$.millrace.engine.v1.ChoiceStatisticsH\x02\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\n \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06_errorB\x0e\n\x0c_first_tokenB\r\n\x0b_statisticsB\x10\n\x0e_stop_token_id\"\x89\x01\n\x11\x46irstTokenTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x03 \x01(\x01\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_chunks\x18\x05 \x01(\r\"\xae\x02\n\x10\x43hoiceStatistics\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x11\n\tgrammar_s\x18\x07 \x01(\x01\x12J\n\x0c\x64\x65layed_by_s\x18\x08 \x03(\x0b\x32\x34.millrace.engine.v1.ChoiceStatistics.DelayedBySEntry\x1a\x31\n\x0f\x44\x65layedBySEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xed\x01\n\nEngineLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x07 \x01(\x01\x12\x15\n\roldest_wait_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"|\n\x07KvEvent\x12\x32\n\x06stored\x18\x01 \x01(\x0b\x32 .millrace.engine.v1.BlocksStoredH\x00\x12\x34\n\x07\x65victed\x18\x02 \x01(\x0b\x32!.millrace.engine.v1.BlocksEvictedH\x00\x42\x07\n\x05\x65vent\"9\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x06\"%\n\rBlocksEvicted\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\"\x10\n\x0eGetInfoRequest\"m\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineInfo\x12,\n\x04load\x18\x02 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineLoad\"\x18\n\x16\x43heckInvariantsRequest\"\xa4\x01\n\x17\x43heckInvariantsResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x1f\n\x17num_unreferenced_blocks\x18\x03 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x04 \x01(\r\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x19\n\x11num_runner_states\x18\x06 \x01(\r\"0\n\x0c\x44rainRequest\x12\x14\n\x07limit_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_limit_s\"\"\n\rDrainResponse\x12\x11\n\tnum_ended\x18\x01 \x01(\r*\x9c\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x02\x12\x1d\n\x19\x43\x41NCEL_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x43\x41NCEL_REASON_BUDGET\x10\x04\x32\xf2\x02\n\rEngineService\x12S\n\x06\x41ttach\x12!.millrace.engine.v1.AttachRequest\x1a\".millrace.engine.v1.AttachResponse(\x01\x30\x01\x12R\n\x07GetInfo\x12\".millrace.engine.v1.GetInfoRequest\x1a#.millrace.engine.v1.GetInfoResponse\x12j\n\x0f\x43heckInvariants\x12*.millrace.engine.v1.CheckInvariantsRequest\x1a+.millrace.engine.v1.CheckInvariantsResponse\x12L\n\x05\x44rain\x12 .millrace.engine.v1.DrainRequest\x1a!.millrace.engine.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/engine/v1/engine.proto\x12\x12millrace.engine.v1\x1a millrace/common/v1/context.proto\x1a\x1emillrace/common/v1/error.proto\x1a millrace/common/v1/grammar.proto\x1a\x1fmillrace/common/v1/output.proto\x1a!millrace/common/v1/sampling.proto\"\xa2\x01\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.millrace.engine.v1.HelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.millrace.engine.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.millrace.engine.v1.CancelH\x00\x42\t\n\x07message\"8\n\x05Hello\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x02 \x01(\t\"\xa5\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x32\n\x07\x63ontext\x18\x02 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12\x39\n\x07grammar\x18\x06 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x08 \x01(\rB\n\n\x08_grammar\"J\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .millrace.engine.v1.CancelReason\"\x7f\n\x0e\x41ttachResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.millrace.engine.v1.WelcomeH\x00\x12\x32\n\x07outputs\x18\x02 \x01(\x0b\x32\x1f.millrace.engine.v1.StepOutputsH\x00\x42\t\n\x07message\"7\n\x07Welcome\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineInfo\"\xcd\x02\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12.\n\x06memory\x18\x0c \x01(\x0b\x32\x1e.millrace.engine.v1.MemoryPlan\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x0c\n\x04pool\x18\x0e \x01(\t\"\x9d\x01\n\nMemoryPlan\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rweights_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fworkspace_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eheadroom_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x04\"\xb0\x01\n\x0bStepOutputs\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x32\n\x07outputs\x18\x02 \x03(\x0b\x32!.millrace.engine.v1.RequestOutput\x12,\n\x04load\x18\x03 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineLoad\x12.\n\tkv_events\x18\x04 \x03(\x0b\x32\x1b.millrace.engine.v1.KvEvent\"\xfc\x03\n\rRequestOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x05 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x33\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x1f.millrace.common.v1.ErrorDetailH\x00\x88\x01\x01\x12?\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32%.millrace.engine.v1.FirstTokenTimingsH\x01\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12=\n\nstatistics\x18\t \x01(\x0b\x32$.millrace.engine.v1.ChoiceStatisticsH\x02\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\n \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06_errorB\x0e\n\x0c_first_tokenB\r\n\x0b_statisticsB\x10\n\x0e_stop_token_id\"\x89\x01\n\x11\x46irstTokenTimings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x03 \x01(\x01\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_chunks\x18\x05 \x01(\r\"\xae\x02\n\x10\x43hoiceStatistics\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x11\n\tgrammar_s\x18\x07 \x01(\x01\x12J\n\x0c\x64\x65layed_by_s\x18\x08 \x03(\x0b\x32\x34.millrace.engine.v1.ChoiceStatistics.DelayedBySEntry\x1a\x31\n\x0f\x44\x65layedBySEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xed\x01\n\nEngineLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x06 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x07 \x01(\x01\x12\x15\n\roldest_wait_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\"|\n\x07KvEvent\x12\x32\n\x06stored\x18\x01 \x01(\x0b\x32 .millrace.engine.v1.BlocksStoredH\x00\x12\x34\n\x07\x65victed\x18\x02 \x01(\x0b\x32!.millrace.engine.v1.BlocksEvictedH\x00\x42\x07\n\x05\x65vent\"9\n\x0c\x42locksStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x06\"%\n\rBlocksEvicted\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\"\x10\n\x0eGetInfoRequest\"m\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineInfo\x12,\n\x04load\x18\x02 \x01(\x0b\x32\x1e.millrace.engine.v1.EngineLoad\"\x18\n\x16\x43heckInvariantsRequest\"\xa4\x01\n\x17\x43heckInvariantsResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x1f\n\x17num_unreferenced_blocks\x18\x03 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x04 \x01(\r\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\x19\n\x11num_runner_states\x18\x06 \x01(\r\"0\n\x0c\x44rainRequest\x12\x14\n\x07limit_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_limit_s\"\"\n\rDrainResponse\x12\x11\n\tnum_ended\x18\x01 \x01(\r*\x9c\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x02\x12\x1d\n\x19\x43\x41NCEL_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x43\x41NCEL_REASON_BUDGET\x10\x04\x32\xf2\x02\n\rEngineService\x12S\n\x06\x41ttach\x12!.millrace.engine.v1.AttachRequest\x1a\".millrace.engine.v1.AttachResponse(\x01\x30\x01\x12R\n\x07GetInfo\x12\".millrace.engine.v1.GetInfoRequest\x1a#.millrace.engine.v1.GetInfoResponse\x12j\n\x0f\x43heckInvariants\x12*.millrace.engine.v1.CheckInvariantsRequest\x1a+.millrace.engine.v1.CheckInvariantsResponse\x12L\n\x05\x44rain\x12 .millrace.engine.v1.DrainRequest\x1a!.millrace.engine.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._loaded_options = None
   _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._serialized_options = b'8\001'
-  _globals['_CANCELREASON']._serialized_start=3476
-  _globals['_CANCELREASON']._serialized_end=3632
+  _globals['_CANCELREASON']._serialized_start=3508
+  _globals['_CANCELREASON']._serialized_end=3664
   _globals['_ATTACHREQUEST']._serialized_start=224
   _globals['_ATTACHREQUEST']._serialized_end=386
   _globals['_HELLO']._serialized_start=388
@@ -53,39 +53,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOME']._serialized_start=947
   _globals['_WELCOME']._serialized_end=1002
   _globals['_ENGINEINFO']._serialized_start=1005
-  _globals['_ENGINEINFO']._serialized_end=1306
-  _globals['_MEMORYPLAN']._serialized_start=1309
-  _globals['_MEMORYPLAN']._serialized_end=1466
-  _globals['_STEPOUTPUTS']._serialized_start=1469
-  _globals['_STEPOUTPUTS']._serialized_end=1645
-  _globals['_REQUESTOUTPUT']._serialized_start=1648
-  _globals['_REQUESTOUTPUT']._serialized_end=2156
-  _globals['_FIRSTTOKENTIMINGS']._serialized_start=2159
-  _globals['_FIRSTTOKENTIMINGS']._serialized_end=2296
-  _globals['_CHOICESTATISTICS']._serialized_start=2299
-  _globals['_CHOICESTATISTICS']._serialized_end=2601
-  _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._serialized_start=2552
-  _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._serialized_end=2601
-  _globals['_ENGINELOAD']._serialized_start=2604
-  _globals['_ENGINELOAD']._serialized_end=2841
-  _globals['_KVEVENT']._serialized_start=2843
-  _globals['_KVEVENT']._serialized_end=2967
-  _globals['_BLOCKSSTORED']._serialized_start=2969
-  _globals['_BLOCKSSTORED']._serialized_end=3026
-  _globals['_BLOCKSEVICTED']._serialized_start=3028
-  _globals['_BLOCKSEVICTED']._serialized_end=3065
-  _globals['_GETINFOREQUEST']._serialized_start=3067
-  _globals['_GETINFOREQUEST']._serialized_end=3083
-  _globals['_GETINFORESPONSE']._serialized_start=3085
-  _globals['_GETINFORESPONSE']._serialized_end=3194
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=3196
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=3220
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=3223
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=3387
-  _globals['_DRAINREQUEST']._serialized_start=3389
-  _globals['_DRAINREQUEST']._serialized_end=3437
-  _globals['_DRAINRESPONSE']._serialized_start=3439
-  _globals['_DRAINRESPONSE']._serialized_end=3473
-  _globals['_ENGINESERVICE']._serialized_start=3635
-  _globals['_ENGINESERVICE']._serialized_end=4005
+  _globals['_ENGINEINFO']._serialized_end=1338
+  _globals['_MEMORYPLAN']._serialized_start=1341
+  _globals['_MEMORYPLAN']._serialized_end=1498
+  _globals['_STEPOUTPUTS']._serialized_start=1501
+  _globals['_STEPOUTPUTS']._serialized_end=1677
+  _globals['_REQUESTOUTPUT']._serialized_start=1680
+  _globals['_REQUESTOUTPUT']._serialized_end=2188
+  _globals['_FIRSTTOKENTIMINGS']._serialized_start=2191
+  _globals['_FIRSTTOKENTIMINGS']._serialized_end=2328
+  _globals['_CHOICESTATISTICS']._serialized_start=2331
+  _globals['_CHOICESTATISTICS']._serialized_end=2633
+  _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._serialized_start=2584
+  _globals['_CHOICESTATISTICS_DELAYEDBYSENTRY']._serialized_end=2633
+  _globals['_ENGINELOAD']._serialized_start=2636
+  _globals['_ENGINELOAD']._serialized_end=2873
+  _globals['_KVEVENT']._serialized_start=2875
+  _globals['_KVEVENT']._serialized_end=2999
+  _globals['_BLOCKSSTORED']._serialized_start=3001
+  _globals['_BLOCKSSTORED']._serialized_end=3058
+  _globals['_BLOCKSEVICTED']._serialized_start=3060
+  _globals['_BLOCKSEVICTED']._serialized_end=3097
+  _globals['_GETINFOREQUEST']._serialized_start=3099
+  _globals['_GETINFOREQUEST']._serialized_end=3115
+  _globals['_GETINFORESPONSE']._serialized_start=3117
+  _globals['_GETINFORESPONSE']._serialized_end=3226
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=3228
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=3252
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=3255
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=3419
+  _globals['_DRAINREQUEST']._serialized_start=3421
+  _globals['_DRAINREQUEST']._serialized_end=3469
+  _globals['_DRAINRESPONSE']._serialized_start=3471
+  _globals['_DRAINRESPONSE']._serialized_end=3505
+  _globals['_ENGINESERVICE']._serialized_start=3667
+  _globals['_ENGINESERVICE']._serialized_end=4037
 # @@protoc_insertion_point(module_scope)

@@ -242,6 +242,8 @@ class EngineInfo(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique name of this engine process."""
     model: _builtins.str
@@ -256,8 +258,14 @@ class EngineInfo(_message.Message):
     """For example "float32"."""
     attention_backend: _builtins.str
     device: _builtins.str
+    pool: _builtins.str
+    """Label for routing, given by the operator: requests may be kept to the engines of one pool."""
     @_builtins.property
     def memory(self) -> Global___MemoryPlan: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters that are served beside the base model, by the names that Submit.adapter takes."""
+
     def __init__(
         self,
         *,
@@ -273,10 +281,12 @@ class EngineInfo(_message.Message):
         attention_backend: _builtins.str = ...,
         device: _builtins.str = ...,
         memory: Global___MemoryPlan | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
