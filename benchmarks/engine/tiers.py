@@ -33,12 +33,12 @@ def workload() -> list[Arrival]:
 def figures(name: str, outcome: Outcome) -> list[dict[str, str | float]]:
     """One row per tier."""
     rows: list[dict[str, str | float]] = []
-    for tier, (_, target, _, _) in _TIERS.items():
+    for tier, (_, target, limit, _) in _TIERS.items():
         served = outcome.of(tier)
-        first = [each.ttft_s for each in served if each.ttft_s is not None]
-        refused = [each for each in served if each.failure]
-        at_once = [each for each in refused if each.ended_s - each.arrival.at_s < 0.05]
-        dropped = [each for each in served if each.failure and each.token_times_s]
+        accepted = [each for each in served if each.accepted]
+        first = [each.ttft_s for each in accepted if each.ttft_s is not None]
+        waits = [each.queue_s for each in accepted if each.queue_s is not None]
+        finished = [each for each in accepted if each.finish is FinishReason.LENGTH]
         rows.append(
             {
                 "configuration": name,
@@ -46,11 +46,14 @@ def figures(name: str, outcome: Outcome) -> list[dict[str, str | float]]:
                 "target s": target,
                 "TTFT p50 s": percentile(first, 0.5),
                 "TTFT p99 s": percentile(first, 0.99),
-                "within target %": 100 * sum(each <= target for each in first) / len(served),
-                "refused %": 100 * len(refused) / len(served),
-                "of these within 50 ms %": 100 * len(at_once) / len(refused) if refused else 100.0,
-                "finished %": 100 * sum(each.finish is FinishReason.LENGTH for each in served) / len(served),
-                "started, then dropped": len(dropped),
+                "within target %": 100 * sum(each <= target for each in first) / max(1, len(first)),
+                "queue limit s": limit,
+                "longest wait s": max(waits, default=0.0),
+                "started late": sum(each > limit for each in waits),
+                "asked": len(served),
+                "refused at once": len(served) - len(accepted),
+                "accepted, then dropped": len(accepted) - len(finished),
+                "finished": len(finished),
             }
         )
     return rows

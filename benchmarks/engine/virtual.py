@@ -21,6 +21,7 @@ from engine.types import (
     SchedulerOutput,
     SequenceResult,
     StepResult,
+    TokenEvent,
 )
 
 # A token id that no request stops at.
@@ -83,7 +84,11 @@ class Served:
     finish: FinishReason | None = None
     failure: str = ""
     num_preemptions: int = 0
+    # Taken into the queue, and not refused by the answer to its submission.
+    accepted: bool = False
     ended_s: float = 0.0
+    # Time until the first step that computed something of it; None when there was none.
+    queue_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
@@ -142,6 +147,9 @@ def simulate(
         while queue and queue[0][0] <= now:
             _, index, arrival = heapq.heappop(queue)
             scheduler.submit(_request(index, arrival, rng), now)
+            refusals = scheduler.take_events()
+            _book(refusals, served, now)
+            served[index].accepted = not refusals
         plan = scheduler.schedule(now)
         if plan.scheduled:
             now += device.seconds(plan)
@@ -149,16 +157,22 @@ def simulate(
             scheduler.update(_result(plan), now)
         elif queue:
             now = max(now, queue[0][0])
-        for event in scheduler.take_events():
-            one = served[event.request_id]
-            one.token_times_s += [now] * len(event.token_ids)
-            one.finish = event.finish_reason or one.finish
-            one.ended_s = now
-            one.failure = event.failure.reason if event.failure else one.failure
-            if event.statistics:
-                one.num_preemptions = event.statistics.num_preemptions
+        _book(scheduler.take_events(), served, now)
         kv_use.append(scheduler.kv_use())
     return Outcome(served, now, kv_use)
+
+
+def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
+    for event in events:
+        one = served[event.request_id]
+        one.token_times_s += [now] * len(event.token_ids)
+        one.finish = event.finish_reason or one.finish
+        one.ended_s = now
+        one.failure = event.failure.reason if event.failure else one.failure
+        if event.first_token:
+            one.queue_s = event.first_token.first_scheduled_s - event.first_token.arrival_s
+        if event.statistics:
+            one.num_preemptions = event.statistics.num_preemptions
 
 
 def _request(index: int, arrival: Arrival, rng: random.Random) -> Request:

@@ -1,4 +1,4 @@
-"""Which requests are accepted at all, and how long a new one would wait.
+"""Which requests are accepted at all, and what those that are not are told.
 
 The same memory plan that start-up allocated decides here: what can never fit is refused at once, with the
 numbers; what would wait longer than its tier allows is refused early, with a retry delay.
@@ -6,47 +6,10 @@ numbers; what would wait longer than its tier allows is refused early, with a re
 
 from __future__ import annotations
 
-from collections import deque
-
 from engine.types import MemoryPlan, Request, RequestFailure
 
-_WINDOW = 64
-
-
-class CompletionPace:
-    """Admissions per second of each tier over its last few, for estimates of the wait."""
-
-    def __init__(self) -> None:
-        self._admissions: dict[int, deque[float]] = {}
-        self._backlog_since: dict[int, float] = {}
-
-    def admitted(self, priority: int, now: float, *, backlog: bool) -> None:
-        """One sequence of the tier left the queue; `backlog` says whether others of it still wait."""
-        history = self._admissions.setdefault(priority, deque(maxlen=_WINDOW))
-        if not backlog:
-            # Nobody waited: the pace of arrivals says nothing about the pace of service.
-            history.clear()
-            self._backlog_since.pop(priority, None)
-            return
-        self._backlog_since.setdefault(priority, now)
-        history.append(now)
-
-    def waiting(self, priority: int, now: float) -> None:
-        """A request of the tier starts to wait."""
-        self._backlog_since.setdefault(priority, now)
-
-    def expected_wait_s(self, priority: int, num_ahead: int, now: float) -> float | None:
-        """Wait of a request behind `num_ahead` others of its tier; None while nothing is known."""
-        since = self._backlog_since.get(priority)
-        if since is None or num_ahead == 0:
-            return 0.0 if num_ahead == 0 else None
-        history = self._admissions.get(priority, deque())
-        start = history[0] if len(history) == _WINDOW else since
-        elapsed = now - start
-        if not history:
-            # Nobody of this tier was admitted since the backlog began: waiting so far is all we know.
-            return elapsed * (num_ahead + 1) if elapsed > 0 else None
-        return None if elapsed <= 0 else (num_ahead + 1) * elapsed / len(history)
+# Longest retry delay that a refusal names, in seconds.
+_LONGEST_RETRY_S = 60.0
 
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
@@ -105,34 +68,27 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
     )
 
 
-def queue_full(num_waiting: int, limit: int, wait_s: float | None) -> RequestFailure:
+def queue_full(num_waiting: int, limit: int, wait_s: float) -> RequestFailure:
     """The refusal when the queue holds as many requests as it may."""
     return RequestFailure(
         reason="QUEUE_LIMIT_EXCEEDED",
         message=f"{num_waiting} requests wait for this engine; the limit is {limit}; retry later",
         metadata={"num_waiting": str(num_waiting), "max_waiting": str(limit)},
-        retry_after_s=max(1.0, wait_s or 1.0),
+        retry_after_s=min(max(1.0, wait_s), _LONGEST_RETRY_S),
     )
 
 
 def would_wait_too_long(request: Request, wait_s: float, limit_s: float) -> RequestFailure:
-    """The early refusal of a request whose expected wait exceeds its tier's queue limit."""
+    """The refusal of a request whose expected wait exceeds its tier's queue limit; inf is no start at all."""
+    retry_s = min(max(wait_s - limit_s, 0.5), _LONGEST_RETRY_S)
+    if wait_s == float("inf"):
+        expectation = "higher tiers take every place that comes free"
+    else:
+        expectation = f"the expected wait is {wait_s:.1f} s"
     return RequestFailure(
         reason="QUEUE_LIMIT_EXCEEDED",
-        message=f"the expected wait is {wait_s:.1f} s; tier {request.tier!r} allows {limit_s:.1f} s in the "
-        f"queue; retry in {max(wait_s - limit_s, 0.5):.1f} s",
+        message=f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s in the queue; retry in "
+        f"{retry_s:.1f} s",
         metadata={"expected_wait_s": f"{wait_s:.3f}", "queue_limit_s": f"{limit_s:.3f}"},
-        retry_after_s=max(wait_s - limit_s, 0.5),
-    )
-
-
-def waited_too_long(request: Request, now: float) -> RequestFailure:
-    """The refusal of a request that reached its tier's queue limit before it was started."""
-    waited = now - request.arrival_s
-    return RequestFailure(
-        reason="QUEUE_LIMIT_EXCEEDED",
-        message=f"the request waited {waited:.1f} s, the queue limit of tier {request.tier!r}, and was not "
-        "started; retry later",
-        metadata={"waited_s": f"{waited:.3f}"},
-        retry_after_s=max(1.0, waited / 2),
+        retry_after_s=retry_s,
     )

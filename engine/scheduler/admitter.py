@@ -26,7 +26,9 @@ class Admitter:
     ) -> Sequence | None:
         """The next to admit; `allowed` restricts the choice while a failure is isolated."""
         if allowed is None:
-            return None if len(skipped) > _MAX_SKIPPED else self._state.waiting.peek(draft.now, skipped)
+            if len(skipped) > _MAX_SKIPPED:
+                return None
+            return self._state.waiting.peek(draft.now, skipped, with_due=not draft.due_blocked)
         members = [
             sequence
             for sequence in self._state.waiting
@@ -47,7 +49,7 @@ class Admitter:
                 # Waits for the next free slot without keeping higher tiers from displacing.
                 skipped.add(sequence.sequence_id)
                 return True
-            return False
+            return self._yields_as_due(draft, sequence)
         start, prefix = self._starting_point(draft, sequence)
         if self._rows.is_long(sequence.num_known - start) and draft.long_budget <= 0:
             sequence.waits_for("long_prefill", draft.now)
@@ -59,8 +61,15 @@ class Admitter:
             start, prefix = self._starting_point(draft, sequence)
             if not displaced or not self._has_blocks(sequence, prefix):
                 self._block(draft, sequence, "kv_pressure")
-                return False
+                return self._yields_as_due(draft, sequence)
         self._admit(draft, sequence, start, prefix)
+        return True
+
+    def _yields_as_due(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether the candidate came first because it is due; then the ordinary order goes on without it."""
+        if draft.due_blocked or not self._state.waiting.is_due(sequence, draft.now):
+            return False
+        draft.due_blocked = True
         return True
 
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
@@ -81,6 +90,7 @@ class Admitter:
     def _block(self, draft: PlanDraft, sequence: Sequence, cause: str) -> None:
         sequence.waits_for(cause, draft.now)
         self._blocked_by = cause
+        draft.someone_blocked = True
 
     def _who_fills_the_batch(self, sequence: Sequence) -> str:
         higher = all(running.priority > sequence.priority for running in self._state.running)
@@ -150,9 +160,6 @@ class Admitter:
         state, now = self._state, draft.now
         group = sequence.group
         state.waiting.admitted(sequence, now)
-        state.pace.admitted(
-            sequence.priority, now, backlog=state.waiting.num_at_or_above(sequence.priority) > 0
-        )
         if prefix is None:
             assert sequence.fork_parent is not None
             state.cache.share(sequence.table, sequence.fork_parent.table, sequence.num_prompt_tokens)

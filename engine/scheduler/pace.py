@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 # Weight of the newest step in the averages.
 _ALPHA = 0.1
+# Shortest time, in seconds, that a rate of events is taken over.
+_SHORTEST_S = 1.0
 
 
 class StepPace:
@@ -12,16 +16,61 @@ class StepPace:
     def __init__(self) -> None:
         self.prefill_tokens_per_s = 0.0
         self.decode_tokens_per_s = 0.0
+        # Of steps that used up their budget: what the engine can do, not what it was asked for.
+        self.full_prefill_tokens_per_s = 0.0
 
-    def observe(self, prefill: int, decode: int, seconds: float) -> None:
+    def observe(self, prefill: int, decode: int, seconds: float, *, full: bool = False) -> None:
         """Books one step that computed so many prefill and decode tokens in `seconds`."""
         if seconds <= 0:
             return
         if prefill:
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, prefill / seconds)
+            if full:
+                rate = prefill / seconds
+                self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 
 
 def _average(old: float, new: float) -> float:
     return new if old == 0.0 else old + _ALPHA * (new - old)
+
+
+class EventRate:
+    """Events per second over the last few seconds in which the clock ran; older ones fade."""
+
+    def __init__(self, memory_s: float, *, running: bool = True) -> None:
+        self._memory_s = memory_s
+        self._count = 0.0
+        self._elapsed_s = 0.0
+        self._last_s: float | None = None
+        self._running = running
+
+    def count(self, now: float, events: int = 1) -> None:
+        """Books events; those while the clock stands still are ignored."""
+        self._advance(now)
+        if self._running:
+            self._count += events
+
+    def run(self, now: float, *, running: bool) -> None:
+        """Starts or stops the clock."""
+        self._advance(now)
+        self._running = running
+
+    @property
+    def is_known(self) -> bool:
+        """Whether events were counted, and for long enough to speak of a rate."""
+        return self._count > 0 and self._elapsed_s >= _SHORTEST_S
+
+    def per_s(self, now: float, *, deviations: float = 0.0) -> float:
+        """The rate, so many standard deviations of its (Poisson) estimate above it."""
+        self._advance(now)
+        count = self._count + deviations * math.sqrt(self._count)
+        return count / max(self._elapsed_s, _SHORTEST_S)
+
+    def _advance(self, now: float) -> None:
+        if self._last_s is not None and self._running:
+            kept = math.exp(-(now - self._last_s) / self._memory_s)
+            self._count *= kept
+            self._elapsed_s = self._elapsed_s * kept + self._memory_s * (1 - kept)
+        self._last_s = now

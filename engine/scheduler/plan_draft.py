@@ -26,6 +26,10 @@ class PlanDraft:
         # Their further choices may start with the next plan: copies come before the forward.
         self.computed_prompts: list[Sequence] = []
         self.preempted_for_blocks = False
+        # Somebody waits for a place or for blocks, and not for the budget alone.
+        self.someone_blocked = False
+        # A due request found no place: until one comes free, higher tiers go on.
+        self.due_blocked = False
 
     def add(self, row: Row) -> None:
         """Takes the row's tokens out of the budget."""

@@ -39,6 +39,9 @@ class Planner:
         draft = PlanDraft(step_id=self._next_step_id, now=now, budget=budget, long_budget=long_budget)
         prefills = self._plan_decodes(draft, allowed)
         self._plan_prefills(draft, prefills, allowed)
+        if draft.budget > 0 or draft.someone_blocked:
+            # A plan whose budget ran out before it came to the queue says nothing new.
+            state.turnover.run(now, running=draft.someone_blocked)
         return self._seal(draft)
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:

@@ -7,6 +7,10 @@ fair share, and small differences in service do not override a deadline.
 
 Aging: one of every `aging_interval` admissions goes to the request that has waited longest, once that is
 longer than `aging_s`. Whatever the load of higher tiers, every request is admitted in the end.
+
+Due: a request was accepted because it could start within its tier's queue limit (see forecast). If the limit
+is near and it still waits, because more of higher tiers came than was foreseen, it takes the next place that
+comes free. Higher tiers go on displacing lower ones meanwhile, so they hardly wait for it.
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
 from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.scheduler.sequence import Sequence
 
 _NO_DEADLINE = float("inf")
+# A request is due when so large a part of its queue limit is left.
+_DUE_SHARE = 0.25
 
 # (deadline, arrival order, sequence): the heap of one tenant in one tier.
 _Heap = list[tuple[float, tuple[int, int], Sequence]]
@@ -28,6 +35,18 @@ _Heap = list[tuple[float, tuple[int, int], Sequence]]
 def account_of(sequence: Sequence) -> Account:
     """Who is charged for the sequence."""
     return sequence.priority, sequence.group.request.tenant
+
+
+@dataclass(slots=True)
+class Line:
+    """What waits in one tier, or for one account."""
+
+    num_sequences: int = 0
+    # Places in the batch that they will take: further choices and beams count.
+    num_places: int = 0
+    # Tokens to compute before their next token.
+    num_tokens: int = 0
+    weight: float = 1.0
 
 
 class WaitingQueue:
@@ -41,11 +60,14 @@ class WaitingQueue:
         self._preempted: dict[int, list[tuple[tuple[int, int], Sequence]]] = {}
         # All members in order of joining, for aging.
         self._members: OrderedDict[int, Sequence] = OrderedDict()
-        self._num_by_priority: dict[int, int] = {}
+        self._by_priority: dict[int, Line] = {}
+        self._by_account: dict[Account, Line] = {}
         self.num_by_tier: Counter[str] = Counter()
         self._num_admitted = 0
-        # Tokens to compute per member, as they were when it joined.
-        self._tokens: dict[int, int] = {}
+        # (moment at which it is due, order, sequence) of those that have a queue limit.
+        self._due: _Heap = []
+        # Places and tokens to compute of each member, as they were when it joined.
+        self._sizes: dict[int, tuple[int, int]] = {}
         self.pending_tokens = 0
 
     def __len__(self) -> int:
@@ -54,13 +76,19 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
 
-    def num_by_tier_above(self, priority: int) -> dict[int, int]:
-        """Members of each tier from this one up, by priority."""
-        return {each: count for each, count in self._num_by_priority.items() if each >= priority}
+    def at_or_above(self, priority: int) -> Line:
+        """Everything that waits in this tier and in higher ones."""
+        total = Line()
+        for each, line in self._by_priority.items():
+            if each >= priority:
+                total.num_sequences += line.num_sequences
+                total.num_places += line.num_places
+                total.num_tokens += line.num_tokens
+        return total
 
-    def num_at_or_above(self, priority: int) -> int:
-        """Members of this tier and of higher ones."""
-        return sum(count for each, count in self._num_by_priority.items() if each >= priority)
+    def accounts_of(self, priority: int) -> dict[str, Line]:
+        """What waits in one tier, by tenant."""
+        return {tenant: line for (each, tenant), line in self._by_account.items() if each == priority}
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence; one that was preempted keeps its rank."""
@@ -72,26 +100,52 @@ class WaitingQueue:
             heap = self._tiers.setdefault(priority, {}).setdefault(account_of(sequence), [])
             heapq.heappush(heap, (deadline or _NO_DEADLINE, sequence.order, sequence))
         self._members[sequence.sequence_id] = sequence
-        self._num_by_priority[priority] = self._num_by_priority.get(priority, 0) + 1
+        self._push_due(sequence)
         self.num_by_tier[sequence.group.request.tier] += 1
-        self._tokens[sequence.sequence_id] = sequence.num_known
+        size = sequence.num_places, sequence.num_known
+        self._sizes[sequence.sequence_id] = size
         self.pending_tokens += sequence.num_known
+        self._count(sequence, *size, sign=1)
+
+    def _push_due(self, sequence: Sequence) -> None:
+        request, started_s = sequence.group.request, sequence.group.first_scheduled_s
+        if request.queue_deadline_s is not None and started_s is None:
+            margin_s = _DUE_SHARE * (request.queue_deadline_s - request.arrival_s)
+            heapq.heappush(self._due, (request.queue_deadline_s - margin_s, sequence.order, sequence))
+
+    def _count(self, sequence: Sequence, num_places: int, num_tokens: int, *, sign: int) -> None:
+        account = account_of(sequence)
+        for line in (
+            self._by_priority.setdefault(sequence.priority, Line()),
+            self._by_account.setdefault(account, Line(weight=sequence.group.request.weight)),
+        ):
+            line.num_sequences += sign
+            line.num_places += sign * num_places
+            line.num_tokens += sign * num_tokens
+        if not self._by_priority[sequence.priority].num_sequences:
+            del self._by_priority[sequence.priority]
+        if not self._by_account[account].num_sequences:
+            del self._by_account[account]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a member out."""
         del self._members[sequence.sequence_id]
-        self._num_by_priority[sequence.priority] -= 1
-        if not self._num_by_priority[sequence.priority]:
-            del self._num_by_priority[sequence.priority]
         self.num_by_tier[sequence.group.request.tier] -= 1
-        self.pending_tokens -= self._tokens.pop(sequence.sequence_id)
+        size = self._sizes.pop(sequence.sequence_id)
+        self.pending_tokens -= size[1]
+        self._count(sequence, *size, sign=-1)
 
-    def peek(self, now: float, skipped: set[int]) -> Sequence | None:
-        """The member to admit next, `skipped` ones left out; None when there is none."""
+    def peek(self, now: float, skipped: set[int], *, with_due: bool = True) -> Sequence | None:
+        """The member to admit next, `skipped` ones left out; None when there is none. Without `with_due`, due
+        members have no privilege.
+        """
         aged = self._aged(now, skipped)
         if aged is not None:
             return aged
-        for priority in sorted(self._num_by_priority, reverse=True):
+        due = self._first_due(now)
+        if with_due and due is not None and due.sequence_id not in skipped:
+            return due
+        for priority in sorted(self._by_priority, reverse=True):
             found = self._peek_preempted(priority, skipped) or self._peek_tenants(priority, skipped)
             if found is not None:
                 return found
@@ -111,6 +165,20 @@ class WaitingQueue:
     def is_aged_turn(self, sequence: Sequence, now: float) -> bool:
         """Whether the member is first because of its age."""
         return self._aged(now, set()) is sequence
+
+    def is_due(self, sequence: Sequence, now: float) -> bool:
+        """Whether the member is first because its queue limit is near."""
+        return self._first_due(now) is sequence
+
+    def _first_due(self, now: float) -> Sequence | None:
+        while self._due:
+            moment, _, sequence = self._due[0]
+            if moment > now:
+                return None
+            if sequence.sequence_id in self._members and sequence.group.first_scheduled_s is None:
+                return sequence
+            heapq.heappop(self._due)
+        return None
 
     def _aged(self, now: float, skipped: set[int]) -> Sequence | None:
         if self._num_admitted % self._config.aging_interval != self._config.aging_interval - 1:

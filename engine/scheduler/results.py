@@ -15,6 +15,8 @@ from engine.types import (
     TokenLogprobs,
 )
 
+# Part of the token budget from which on a step shows how fast prompts can be computed.
+_FULL_SHARE = 0.9
 _NOTHING = SequenceResult(sequence_id=-1, token_ids=())
 
 
@@ -33,7 +35,8 @@ class ResultHandler:
         seconds = result.compute_s or now - started
         prefill = sum(row.num_tokens for row in step.rows.values() if row.is_prefill)
         total = sum(row.num_tokens for row in step.rows.values())
-        self._state.speed.observe(prefill, total - prefill, seconds)
+        full = total >= _FULL_SHARE * self._state.config.max_num_batched_tokens
+        self._state.speed.observe(prefill, total - prefill, seconds, full=full)
         long_share = self._long_share(step)
         results = {each.sequence_id: each for each in result.results}
         prefill_end = max(started, now - result.sampling_s)
@@ -139,7 +142,7 @@ class ResultHandler:
             )
             for index, answer in enumerate(beams.best())
         ]
-        self._state.finish_beams(group, events)
+        self._state.finish_beams(group, events, now)
 
     def _accept(
         self, sequence: Sequence, outcome: SequenceResult

@@ -11,6 +11,7 @@ from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.best_of import BestOf
+from engine.scheduler.forecast import WaitForecast
 from engine.scheduler.group import RequestGroup
 from engine.scheduler.isolation import FailureIsolation, Verdict
 from engine.scheduler.planner import Planner
@@ -60,13 +61,17 @@ class Scheduler:
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)
         self._isolation = FailureIsolation(self._state)
-        # (moment, request id, whether it is the queue limit), lazily cleaned.
-        self._deadlines: list[tuple[float, int, bool]] = []
+        self._forecast = WaitForecast(self._state)
+        # (moment, request id), lazily cleaned.
+        self._deadlines: list[tuple[float, int]] = []
 
     # Requests.
 
     def submit(self, request: Request, now: float) -> None:
-        """Accepts the request into the queue, or ends it at once with an event that says why not."""
+        """Accepts the request into the queue, or ends it at once with an event that says why not.
+
+        Once accepted it is kept until it has been served, cancelled, or nobody wants it any more.
+        """
         failure = self._refusal(request, now)
         if failure is not None:
             self._state.events.append(
@@ -92,11 +97,9 @@ class Scheduler:
             sequence.fork_parent = first
         self._state.groups[request.request_id] = group
         self._state.counters.enter(account_of(first))
-        self._state.waiting.push(first)
-        self._state.pace.waiting(request.priority, now)
-        for moment, is_queue_limit in ((request.deadline_s, False), (request.queue_deadline_s, True)):
-            if moment is not None:
-                heapq.heappush(self._deadlines, (moment, request.request_id, is_queue_limit))
+        self._state.arrived(first, now)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
     def cancel(self, request_id: int, now: float, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """Ends what is left of the request; False when it has ended already."""
@@ -105,7 +108,7 @@ class Scheduler:
             return False
         if group.beams is not None:
             self._state.finish_beams(
-                group, [_ended(group, index, reason) for index in range(group.request.sampling.n)]
+                group, [_ended(group, index, reason) for index in range(group.request.sampling.n)], now
             )
             return True
         for sequence in group.sequences:
@@ -263,17 +266,7 @@ class Scheduler:
         failure = admission.refuse_impossible(request, state.memory, config.max_num_seqs)
         if failure is not None:
             return failure
-        num_ahead = state.waiting.num_at_or_above(request.priority)
-        displaceable = sum(
-            sequence.priority < request.priority and not sequence.boosted for sequence in state.running
-        )
-        free_slots = config.max_num_seqs - len(state.running) + displaceable
-        wait_s = 0.0
-        if num_ahead >= free_slots:
-            # Higher tiers clear their backlog first; a tier's own pace contains what they take afterwards.
-            ahead = state.waiting.num_by_tier_above(request.priority)
-            waits = [state.pace.expected_wait_s(tier, count, now) for tier, count in ahead.items()]
-            wait_s = max((wait for wait in waits if wait is not None), default=0.0)
+        wait_s = self._forecast.expected_wait_s(request, now)
         if len(state.waiting) >= config.max_waiting:
             return admission.queue_full(len(state.waiting), config.max_waiting, wait_s)
         if config.refuse_early and request.queue_deadline_s is not None:
@@ -284,14 +277,8 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id, is_queue_limit = heapq.heappop(self._deadlines)
-            group = self._state.groups.get(request_id)
-            if group is None:
-                continue
-            if not is_queue_limit:
-                self.cancel(request_id, now, FinishReason.DEADLINE)
-            elif group.first_scheduled_s is None:
-                self._state.fail_group(group, admission.waited_too_long(group.request, now))
+            _, request_id = heapq.heappop(self._deadlines)
+            self.cancel(request_id, now, FinishReason.DEADLINE)
 
 
 def _ended(group: RequestGroup, index: int, reason: FinishReason) -> TokenEvent:

@@ -119,6 +119,14 @@ class Sequence:
         return self.group.request.priority
 
     @property
+    def num_places(self) -> int:
+        """Places in the batch that admitting the sequence leads to: those of its group, before its start."""
+        if self.group.first_scheduled_s is not None:
+            return 1
+        sampling = self.group.request.sampling
+        return max(sampling.beam_width, sampling.best_of, 1)
+
+    @property
     def rank(self) -> tuple[int, int, tuple[int, int]]:
         """Order among running sequences: the lowest is served first and displaced last."""
         return (0 if self.boosted else 1, -self.priority, self.order)

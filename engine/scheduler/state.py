@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
-from engine.scheduler.admission import CompletionPace
 from engine.scheduler.beams import Candidate
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.group import RequestGroup
-from engine.scheduler.pace import StepPace
+from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
+
+# Seconds over which places that come free, and arrivals, are averaged.
+_TURNOVER_MEMORY_S = 10.0
+_ARRIVAL_MEMORY_S = 5.0
 
 
 @dataclass(slots=True)
@@ -62,7 +65,10 @@ class SchedulerState:
     # Sequences whose state the runner must drop with the next plan.
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
-    pace: CompletionPace = field(default_factory=CompletionPace)
+    # Places that come free per second, measured while somebody waits for one.
+    turnover: EventRate = field(default_factory=lambda: EventRate(_TURNOVER_MEMORY_S, running=False))
+    # Places asked for per second, by priority.
+    arrivals: dict[int, EventRate] = field(default_factory=dict)
     # Sequences ever made.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
@@ -91,6 +97,12 @@ class SchedulerState:
         """Whether copying a token's keys and values from the host beats computing them, as measured."""
         computing_s = 1 / self.speed.prefill_tokens_per_s if self.speed.prefill_tokens_per_s else float("inf")
         return self.memory.kv_bytes_per_token / self.host_bytes_per_s < computing_s
+
+    def arrived(self, sequence: Sequence, now: float) -> None:
+        """A request joins the queue with its first sequence."""
+        rate = self.arrivals.setdefault(sequence.priority, EventRate(_ARRIVAL_MEMORY_S))
+        rate.count(now, sequence.num_places)
+        self.waiting.push(sequence)
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
@@ -122,6 +134,8 @@ class SchedulerState:
         event: TokenEvent | None = None,
     ) -> None:
         """Ends one choice with its terminal event, and the request with its last choice."""
+        if sequence.status is Status.RUNNING:
+            self.turnover.count(now)
         self._remove(sequence)
         group = sequence.group
         group.num_finished += 1
@@ -193,9 +207,11 @@ class SchedulerState:
             child.waiting_since_s = now
             self.waiting.push(child)
 
-    def finish_beams(self, group: RequestGroup, events: list[TokenEvent]) -> None:
+    def finish_beams(self, group: RequestGroup, events: list[TokenEvent], now: float) -> None:
         """Ends a beam search with its answers."""
         for sequence in group.sequences:
+            if sequence.status is Status.RUNNING:
+                self.turnover.count(now)
             self._remove(sequence)
         self.events += events
         self._end_group(group)
