@@ -60,6 +60,7 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         secret=secret,
         max_context_age_s=config.security.max_context_age_s,
         allow_unsigned=settings.allow_unsigned,
+        prepare_limit_s=settings.limits.max_prepare_s,
     )
     server = GrpcServer(settings.listen)
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer, SERVICE_NAME)
@@ -75,6 +76,7 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         await wait_for_signal()
         await server.stop(settings.drain_limit_s)
     finally:
+        preparer.close()
         await pool.close()
         if metrics_server is not None:
             metrics_server.close()

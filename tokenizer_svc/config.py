@@ -25,6 +25,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_rendered_bytes: int = 32 * 1024 * 1024
     # Time that the chat template may take.
     max_render_s: float = 5.0
+    # Time from a request's arrival to its answer, grammar included. Below what gateways wait.
+    max_prepare_s: float = 20.0
+    # Tokens of a prompt; 0 leaves it to what the gateway says of the engine's limit.
+    max_prompt_tokens: int = 0
     # Schema, regular expression, grammar or list of choices.
     max_grammar_bytes: int = 1024 * 1024
     # Nesting of a JSON schema.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
-from millrace.common.v1 import chat_pb2, grammar_pb2
+from millrace.common.v1 import chat_pb2, context_pb2, grammar_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.errors import MillraceError, Reason
@@ -22,6 +22,7 @@ from tokenizer_svc.types import (
     JsonSchemaFormat,
     KeywordStatus,
     LarkFormat,
+    LengthLimit,
     Message,
     Prepared,
     RegexFormat,
@@ -30,6 +31,8 @@ from tokenizer_svc.types import (
     Tool,
     ToolCall,
     ToolChoiceMode,
+    Truncation,
+    Verdict,
 )
 from tokenizer_svc.vocabulary import DecoderKind
 
@@ -52,8 +55,12 @@ _DECODERS = {
 }
 
 
-def conversation(message: chat_pb2.Conversation) -> Conversation:
-    """Raises INVALID_ARGUMENT for unknown roles, and for tool schemas that are not JSON objects."""
+def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conversation:
+    """Raises INVALID_ARGUMENT for unknown roles, and for tool schemas that are not JSON objects.
+
+    GRAMMAR_REFUSED when the tools' schemas are larger than `max_tool_bytes` together.
+    """
+    _check_tool_bytes(message.tools, max_tool_bytes)
     mode = _CHOICES.get(message.tool_choice.mode, ToolChoiceMode.AUTO)
     return Conversation(
         messages=tuple(_message(each, index) for index, each in enumerate(message.messages)),
@@ -99,6 +106,18 @@ def _tool(tool: chat_pb2.Tool, index: int) -> Tool:
         if not isinstance(parameters, dict):
             raise _bad_parameters(index, "must be a JSON object")
     return Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
+
+
+def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
+    size = 0
+    for index, tool in enumerate(tools):
+        size += len(tool.parameters_json)
+        if size > limit:
+            raise MillraceError(
+                Reason.GRAMMAR_REFUSED,
+                f"the schemas of the tools have more than {limit} bytes together: use smaller ones",
+                field=f"tools[{index}].function.parameters",
+            )
 
 
 def _bad_parameters(index: int, problem: str) -> MillraceError:
@@ -147,6 +166,32 @@ _FORMATS: dict[str, Callable[[chat_pb2.ResponseFormat], ResponseFormat]] = {
 }
 
 
+_TRUNCATIONS = {
+    tokenizer_pb2.TRUNCATION_KEEP_END: Truncation.KEEP_END,
+    tokenizer_pb2.TRUNCATION_KEEP_START: Truncation.KEEP_START,
+}
+
+
+def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.RequestContext) -> LengthLimit:
+    """The lowest limit that the request and its context state."""
+    limits = [request.max_prompt_tokens] if request.HasField("max_prompt_tokens") else []
+    if who.HasField("max_context_tokens"):
+        limits.append(who.max_context_tokens)
+    truncation = _TRUNCATIONS.get(request.truncation, Truncation.REFUSE)
+    return LengthLimit(min(limits) if limits else None, truncation)
+
+
+def verdict(each: Verdict) -> tokenizer_pb2.OutputVerdict:
+    """A verdict on the wire."""
+    return tokenizer_pb2.OutputVerdict(
+        valid=each.valid,
+        keyword=each.keyword,
+        schema_path=each.schema_path,
+        instance_path=each.instance_path,
+        message=each.message,
+    )
+
+
 def prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse:
     """The answer to Prepare."""
     response = tokenizer_pb2.PrepareResponse(
@@ -154,6 +199,7 @@ def prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.Prep
         vocabulary_fingerprint=fingerprint,
         grammar_cached=prepared.grammar_cached,
         assistant_prefix=prepared.assistant_prefix,
+        num_truncated_tokens=prepared.num_truncated,
         timings=tokenizer_pb2.PrepareTimings(
             render_s=prepared.render_s, encode_s=prepared.encode_s, compile_s=prepared.compile_s
         ),

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.control import ControlTokens, ProtectedEncoder
+from tokenizer_svc.types import Truncation
 
 # Below this, encoding at once is as fast as looking pieces up.
 _MIN_CACHED_CHARACTERS = 2048
@@ -66,6 +67,7 @@ class TextEncoder:
     def __init__(self, checkpoint: Checkpoint, control: ControlTokens, *, turn_cache_tokens: int) -> None:
         self._tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
         self._control = control
+        self._front = _front_tokens(self._tokenizer)
         self._protected = ProtectedEncoder(checkpoint.tokenizer_json, control.mark)
         self._cache = TurnCache(turn_cache_tokens)
         self._cuts = _cut_tokens(checkpoint.description, "\n".join(checkpoint.templates.values()))
@@ -79,6 +81,19 @@ class TextEncoder:
         """Several plain prompts, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def truncated(self, ids: list[int], max_tokens: int | None, truncation: Truncation) -> list[int]:
+        """At most `max_tokens` ids from the end that is kept.
+
+        What the tokenizer puts in front of every text (such as BOS) stays in front.
+        """
+        if max_tokens is None or len(ids) <= max_tokens:
+            return ids
+        if truncation is Truncation.KEEP_START:
+            return ids[:max_tokens]
+        front = self._front if ids[: len(self._front)] == self._front else []
+        num_kept = max(0, max_tokens - len(front))
+        return (front + ids[len(ids) - num_kept :])[:max_tokens]
 
     def encode_rendered(self, rendered: str, *, tenant: str) -> Encoded:
         """What a template wrote, markers included."""
@@ -112,6 +127,16 @@ class TextEncoder:
         starts = sorted({position for cut in self._cuts for position in _occurrences(text, cut)})
         edges = [0, *(start for start in starts if start > 0), len(text)]
         return [text[begin:end] for begin, end in pairwise(edges) if begin < end]
+
+
+def _front_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Ids that the tokenizer puts before the ids of every text."""
+    plain = tokenizer.encode("x", add_special_tokens=False).ids
+    whole = tokenizer.encode("x", add_special_tokens=True).ids
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return list(whole[:start])
+    return []
 
 
 def _cut_tokens(description: dict[str, Any], template_text: str) -> tuple[str, ...]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from observability import names
 from observability.metrics import Metrics
@@ -21,24 +18,21 @@ from tokenizer_svc.control import ControlTokens
 from tokenizer_svc.encoding import TextEncoder
 from tokenizer_svc.grammar.cache import GrammarCompiler
 from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec
+from tokenizer_svc.limits import RequestLimits, invalid
 from tokenizer_svc.template import ChatTemplates
+from tokenizer_svc.threads import TextThreads
 from tokenizer_svc.types import (
-    ChoiceFormat,
     Compiled,
     Conversation,
-    EbnfFormat,
-    JsonSchemaFormat,
-    LarkFormat,
+    LengthLimit,
     Prepared,
-    RegexFormat,
     ResponseFormat,
     ToolChoiceMode,
+    Truncation,
+    Verdict,
 )
 
-Result = TypeVar("Result")
-
-# Work on inputs below this many characters takes less time than handing it to a thread.
-_INLINE_CHARACTERS = 8 * 1024
+ANY_LENGTH = LengthLimit()
 
 
 class Preparer:
@@ -67,18 +61,29 @@ class Preparer:
         self._compiler = compiler
         self._telemetry = telemetry
         self._metrics = metrics
-        self._limits = limits
+        # Tools' schemas are grammars as well.
+        self.max_grammar_bytes = limits.max_grammar_bytes
+        self._threads = TextThreads()
+        self._limits = RequestLimits(limits, checkpoint, writes_user_turns=self._templates.writes_user_turns)
 
     async def prepare_conversation(
-        self, conversation: Conversation, form: ResponseFormat | None, *, tenant: str
+        self,
+        conversation: Conversation,
+        form: ResponseFormat | None,
+        *,
+        tenant: str,
+        length: LengthLimit = ANY_LENGTH,
     ) -> Prepared:
-        """Raises TEMPLATE_FAILED, GRAMMAR_REFUSED and INVALID_ARGUMENT, REQUEST_TOO_LARGE beyond limits."""
-        self._check_conversation(conversation)
-        self._check_format(form)
+        """Raises TEMPLATE_FAILED, GRAMMAR_REFUSED and INVALID_ARGUMENT, REQUEST_TOO_LARGE,
+        CONTEXT_LENGTH_EXCEEDED beyond limits.
+        """
+        self._limits.conversation(conversation, length)
+        self._limits.format(form)
         start = time.perf_counter()
         rendered = await self._render(conversation)
         rendered_at = time.perf_counter()
         token_ids = await self._encode_rendered(rendered, tenant)
+        self._limits.length(len(token_ids), length, "messages")
         encoded_at = time.perf_counter()
         prefix = ""
         if self.reasoning_format and not conversation.continue_final_message:
@@ -95,37 +100,59 @@ class Preparer:
             compile_s=time.perf_counter() - encoded_at if request is not None else 0.0,
         )
 
-    async def prepare_text(self, text: str, form: ResponseFormat | None, *, tenant: str) -> Prepared:
+    async def prepare_text(
+        self, text: str, form: ResponseFormat | None, *, tenant: str, length: LengthLimit = ANY_LENGTH
+    ) -> Prepared:
         """The same for a plain prompt."""
-        self._check_format(form)
+        self._limits.format(form)
+        self._limits.text(text, length, "prompt")
         start = time.perf_counter()
         token_ids = await self.encode_text(text, add_special_tokens=True)
-        return await self._with_grammar(token_ids, form, tenant, encode_s=time.perf_counter() - start)
+        encode_s = time.perf_counter() - start
+        return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
 
     async def prepare_ids(
-        self, token_ids: list[int], form: ResponseFormat | None, *, tenant: str
+        self,
+        token_ids: list[int],
+        form: ResponseFormat | None,
+        *,
+        tenant: str,
+        length: LengthLimit = ANY_LENGTH,
     ) -> Prepared:
         """The same for a prompt that is encoded already; raises INVALID_ARGUMENT for unknown ids."""
-        self._check_format(form)
-        self._check_ids(token_ids, "prompt")
-        return await self._with_grammar(token_ids, form, tenant, encode_s=0.0)
+        self._limits.format(form)
+        self._limits.ids(token_ids, "prompt")
+        return await self._with_grammar(token_ids, form, tenant, length, encode_s=0.0)
 
     async def encode_conversation(self, conversation: Conversation, *, tenant: str) -> list[int]:
         """Token ids of a rendered conversation."""
-        self._check_conversation(conversation)
+        self._limits.conversation(conversation, ANY_LENGTH)
         return await self._encode_rendered(await self._render(conversation), tenant)
 
     async def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a plain prompt."""
-        self._check_size(len(text.encode()), "prompt")
+        self._limits.text(text, ANY_LENGTH, "prompt")
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
-            return await _run(
+            return await self._threads.run(
                 len(text), lambda: self._encoder.encode_text(text, add_special_tokens=add_special_tokens)
             )
 
+    async def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of several plain prompts."""
+        size = sum(map(len, texts))
+        self._limits.size(size, "texts")
+        with self._stage(names.TOKENIZER_ENCODE, "encode"):
+            return await self._threads.run(
+                size, lambda: self._encoder.encode_batch(texts, add_special_tokens=add_special_tokens)
+            )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
-        self._check_ids(token_ids, "token_ids")
+        self._limits.ids(token_ids, "token_ids")
         return self.checkpoint.vocabulary.text(token_ids)
 
     def observe_length(self, num_tokens: int) -> None:
@@ -134,12 +161,28 @@ class Preparer:
 
     async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
         """Grammar of a response format alone, and whether it was cached."""
-        self._check_format(form)
+        self._limits.format(form)
         return await self._compiler.compile(GrammarRequest(response_format=form), tenant=tenant)
 
+    async def validate(self, schema_json: str, texts: list[str], *, tenant: str) -> tuple[Verdict, ...]:
+        """One verdict per finished text; raises GRAMMAR_REFUSED when the schema cannot judge."""
+        self._limits.grammar_size(len(schema_json), "schema_json")
+        self._limits.size(sum(map(len, texts)), "texts")
+        return await self._compiler.validate(schema_json, tuple(texts), tenant=tenant)
+
     async def _with_grammar(
-        self, token_ids: list[int], form: ResponseFormat | None, tenant: str, *, encode_s: float
+        self,
+        token_ids: list[int],
+        form: ResponseFormat | None,
+        tenant: str,
+        length: LengthLimit,
+        *,
+        encode_s: float,
     ) -> Prepared:
+        num_tokens = len(token_ids)
+        if length.truncation is not Truncation.REFUSE:
+            token_ids = self._encoder.truncated(token_ids, self._limits.max_tokens(length), length.truncation)
+        self._limits.length(len(token_ids), length, "prompt")
         start = time.perf_counter()
         request = GrammarRequest(response_format=form) if form is not None else None
         compiled, cached = await self._compile(request, tenant)
@@ -150,17 +193,18 @@ class Preparer:
             assistant_prefix="",
             render_s=0.0,
             encode_s=encode_s,
+            num_truncated=num_tokens - len(token_ids),
             compile_s=time.perf_counter() - start if request is not None else 0.0,
         )
 
     async def _render(self, conversation: Conversation) -> str:
         size = sum(len(message.content) + len(message.reasoning) for message in conversation.messages)
         with self._stage(names.TOKENIZER_RENDER, "render"):
-            return await _run(size, lambda: self._templates.render(conversation))
+            return await self._threads.run(size, lambda: self._templates.render(conversation))
 
     async def _encode_rendered(self, rendered: str, tenant: str) -> list[int]:
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
-            encoded = await _run(
+            encoded = await self._threads.run(
                 len(rendered), lambda: self._encoder.encode_rendered(rendered, tenant=tenant)
             )
         return encoded.token_ids
@@ -199,7 +243,7 @@ class Preparer:
         mode = conversation.tool_choice
         if mode is ToolChoiceMode.NONE or not conversation.tools:
             if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
-                raise _invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
+                raise invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
             return None
         if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
             # The template alone decides what the model makes of its tools.
@@ -209,7 +253,7 @@ class Preparer:
             tools = tuple(tool for tool in tools if tool.name == conversation.tool_choice_name)
             if not tools:
                 known = ", ".join(tool.name for tool in conversation.tools)
-                raise _invalid(
+                raise invalid(
                     f"tool_choice names {conversation.tool_choice_name!r}; tools: {known}", "tool_choice"
                 )
         return ToolRules(
@@ -220,62 +264,6 @@ class Preparer:
             parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
             format=self.tool_call_format,
         )
-
-    def _check_conversation(self, conversation: Conversation) -> None:
-        limits = self._limits
-        if not conversation.messages:
-            raise _invalid("messages must hold at least one message", "messages")
-        if len(conversation.messages) > limits.max_messages:
-            raise _too_large(f"{len(conversation.messages)} messages", limits.max_messages, "messages")
-        if len(conversation.tools) > limits.max_tools:
-            raise _too_large(f"{len(conversation.tools)} tools", limits.max_tools, "tools")
-        size = sum(_size(message) for message in conversation.messages)
-        self._check_size(size, "messages")
-        for index, tool in enumerate(conversation.tools):
-            if not tool.name:
-                raise _invalid(f"tool {index} has no name", f"tools[{index}].function.name")
-            if tool.parameters is not None:
-                bytes_ = len(json.dumps(tool.parameters))
-                field = f"tools[{index}].function.parameters"
-                self._check_grammar_size(bytes_, field)
-
-    def _check_format(self, form: ResponseFormat | None) -> None:
-        match form:
-            case JsonSchemaFormat(schema_json=text):
-                self._check_grammar_size(len(text), "response_format.json_schema")
-            case RegexFormat(pattern=text):
-                self._check_grammar_size(len(text), "response_format.regex")
-            case LarkFormat(grammar=text):
-                self._check_grammar_size(len(text), "response_format.lark")
-            case EbnfFormat(grammar=text):
-                self._check_grammar_size(len(text), "response_format.ebnf")
-            case ChoiceFormat(options=options):
-                if not options:
-                    raise _invalid("choice needs at least one option", "response_format.choice")
-                self._check_grammar_size(sum(map(len, options)), "response_format.choice")
-            case _:
-                pass
-
-    def _check_grammar_size(self, size: int, field: str) -> None:
-        if size > self._limits.max_grammar_bytes:
-            raise MillraceError(
-                Reason.GRAMMAR_REFUSED,
-                f"{size} bytes; the limit is {self._limits.max_grammar_bytes}: use a smaller one",
-                field=field,
-            )
-
-    def _check_size(self, size: int, field: str) -> None:
-        if size > self._limits.max_prompt_bytes:
-            raise _too_large(f"a prompt of {size} bytes", self._limits.max_prompt_bytes, field)
-
-    def _check_ids(self, token_ids: list[int], field: str) -> None:
-        tokens = self.checkpoint.vocabulary.tokens
-        for index, token_id in enumerate(token_ids):
-            if token_id >= len(tokens):
-                raise _invalid(
-                    f"token id {token_id} is outside the vocabulary of {len(tokens)} tokens",
-                    f"{field}[{index}]",
-                )
 
     def _stage(self, span: SpanName, stage: str) -> _Stage:
         return _Stage(self._telemetry, self._metrics, span, stage)
@@ -306,22 +294,3 @@ class _Stage:
         elapsed = time.perf_counter() - self._start
         self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, elapsed, stage=self._stage)
         self._context.__exit__(*exception)
-
-
-async def _run(num_characters: int, work: Callable[[], Result]) -> Result:
-    return work() if num_characters < _INLINE_CHARACTERS else await asyncio.to_thread(work)
-
-
-def _size(message: Any) -> int:
-    calls = sum(len(call.arguments_json.encode()) for call in message.tool_calls)
-    return len(message.content.encode()) + len(message.reasoning.encode()) + calls
-
-
-def _invalid(message: str, field: str) -> MillraceError:
-    return MillraceError(Reason.INVALID_ARGUMENT, message, field=field)
-
-
-def _too_large(what: str, limit: int, field: str) -> MillraceError:
-    return MillraceError(
-        Reason.REQUEST_TOO_LARGE, f"{what}; the limit is {limit}: send less in one request", field=field
-    )

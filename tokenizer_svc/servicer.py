@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
 from typing import Any
 
 from millrace.common.v1 import context_pb2
@@ -10,15 +13,18 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
 from observability import names
-from observability.tracing import RequestIdentity, Telemetry, with_identity
+from observability.tracing import RequestIdentity, Telemetry, context_from_traceparent, with_identity
 from services.config import ModelConfig
 from services.context import verify
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.prepare import Preparer
+from tokenizer_svc.stream import CallStream
 from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, Prepared
 
 SERVICE_NAME = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name
+# Share of the caller's own limit after which it is answered that there was not enough time.
+_ANSWER_AT = 0.9
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -33,6 +39,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         secret: bytes,
         max_context_age_s: float,
         allow_unsigned: bool,
+        prepare_limit_s: float,
     ) -> None:
         self._preparer = preparer
         self._model = model
@@ -41,6 +48,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._secret = secret
         self._max_context_age_s = max_context_age_s
         self._allow_unsigned = allow_unsigned
+        self._limit_s = prepare_limit_s
         self._vocabulary = convert.vocabulary_response(
             preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
         )
@@ -49,28 +57,73 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.PrepareRequest, context: Any
     ) -> tokenizer_pb2.PrepareResponse:
         """See the proto."""
+        return await self._answer(request, None, context.time_remaining())
+
+    async def PrepareStream(
+        self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest], context: Any
+    ) -> AsyncIterator[tokenizer_pb2.PrepareStreamResponse]:
+        """See the proto."""
+
+        def answer(call: tokenizer_pb2.PrepareCall) -> Awaitable[tokenizer_pb2.PrepareResponse]:
+            trace = context_from_traceparent(call.traceparent, call.tracestate)
+            return self._answer(call.request, trace, call.timeout_s or None)
+
+        async with aclosing(CallStream(answer).serve(requests)) as answers:
+            async for message in answers:
+                yield message
+
+    async def _answer(
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        trace: otel_context.Context | None,
+        timeout_s: float | None,
+    ) -> tokenizer_pb2.PrepareResponse:
         who = self._verify(request)
         self._check_model(request.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
-        token = otel_context.attach(with_identity(identity))
+        token = otel_context.attach(with_identity(identity, trace))
         try:
             with self._telemetry.span(names.TOKENIZER_PREPARE):
-                prepared = await self._prepare(request, who.tenant)
+                prepared = await self._within_limit(self._prepare(request, who), timeout_s)
             self._preparer.observe_length(len(prepared.token_ids))
         finally:
             otel_context.detach(token)
         return convert.prepare_response(prepared, self._vocabulary.fingerprint)
 
-    async def _prepare(self, request: tokenizer_pb2.PrepareRequest, tenant: str) -> Prepared:
+    async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
+        # Somewhat before the caller gives up, so that it is told why.
+        limit_s = self._limit_s if timeout_s is None else min(self._limit_s, timeout_s * _ANSWER_AT)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except TimeoutError as error:
+            raise MillraceError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the prompt could not be prepared within {limit_s:.3g} s: rendering, encoding and the "
+                "grammar took longer; send less text or a simpler grammar, or retry when there is less load",
+                field="input",
+                retry_after_s=1.0,
+            ) from error
+
+    async def _prepare(
+        self, request: tokenizer_pb2.PrepareRequest, who: context_pb2.RequestContext
+    ) -> Prepared:
         form = convert.response_format(request.response_format)
+        length = convert.length_limit(request, who)
+        tenant = who.tenant
         match request.WhichOneof("input"):
             case "conversation":
-                conversation = convert.conversation(request.conversation)
-                return await self._preparer.prepare_conversation(conversation, form, tenant=tenant)
+                conversation = convert.conversation(
+                    request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
+                )
+                return await self._preparer.prepare_conversation(
+                    conversation, form, tenant=tenant, length=length
+                )
             case "text":
-                return await self._preparer.prepare_text(request.text, form, tenant=tenant)
+                return await self._preparer.prepare_text(request.text, form, tenant=tenant, length=length)
             case "encoded":
-                return await self._preparer.prepare_ids(list(request.encoded.ids), form, tenant=tenant)
+                ids = list(request.encoded.ids)
+                return await self._preparer.prepare_ids(ids, form, tenant=tenant, length=length)
         raise _no_input()
 
     async def GetVocabulary(
@@ -87,7 +140,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._check_model(request.model)
         match request.WhichOneof("input"):
             case "conversation":
-                conversation = convert.conversation(request.conversation)
+                conversation = convert.conversation(
+                    request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
+                )
                 ids = await self._preparer.encode_conversation(conversation, tenant="")
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -95,6 +150,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             case _:
                 raise _no_input()
         return tokenizer_pb2.TokenizeResponse(token_ids=ids)
+
+    async def EncodeBatch(
+        self, request: tokenizer_pb2.EncodeBatchRequest, context: Any
+    ) -> tokenizer_pb2.EncodeBatchResponse:
+        """See the proto."""
+        self._check_model(request.model)
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        encoded = await self._preparer.encode_batch(list(request.texts), add_special_tokens=special)
+        prompts = [tokenizer_pb2.EncodedPrompt(ids=ids) for ids in encoded]
+        return tokenizer_pb2.EncodeBatchResponse(prompts=prompts)
 
     async def Detokenize(
         self, request: tokenizer_pb2.DetokenizeRequest, context: Any
@@ -143,7 +208,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             compile_s=time.perf_counter() - start,
         )
 
-    def _verify(self, request: tokenizer_pb2.PrepareRequest) -> context_pb2.RequestContext:
+    async def ValidateOutput(
+        self, request: tokenizer_pb2.ValidateOutputRequest, context: Any
+    ) -> tokenizer_pb2.ValidateOutputResponse:
+        """See the proto."""
+        who = self._verify(request)
+        self._check_model(request.model, who)
+        verdicts = await self._preparer.validate(request.schema_json, list(request.texts), tenant=who.tenant)
+        return tokenizer_pb2.ValidateOutputResponse(verdicts=map(convert.verdict, verdicts))
+
+    def _verify(
+        self, request: tokenizer_pb2.PrepareRequest | tokenizer_pb2.ValidateOutputRequest
+    ) -> context_pb2.RequestContext:
         if request.HasField("context"):
             return verify(
                 request.context,

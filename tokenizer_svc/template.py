@@ -137,6 +137,8 @@ class ChatTemplates:
         source = "\n".join(templates.values())
         self._knows_developer = "developer" in source
         self._shape = self._find_shape()
+        # Whether the default template writes what users say as it is, as far as a trial shows.
+        self.writes_user_turns = self._find_user_turns()
 
     def render(self, conversation: Conversation) -> str:
         """The prompt as text, with markers (see `control`) in what the client wrote.
@@ -175,6 +177,19 @@ class ChatTemplates:
                 if '"probe_key": "probe_value"' in text and "None" not in text:
                     return shape
         return _Shape()
+
+    def _find_user_turns(self) -> bool:
+        if set(self._templates) != {DEFAULT_TEMPLATE}:
+            return False
+        texts = ("first probe", "second probe", "third probe")
+        turns: list[Message] = []
+        for text in texts:
+            turns += [Message(role=Role.USER, content=text), Message(role=Role.ASSISTANT, content="a")]
+        try:
+            written = self.render(Conversation(messages=tuple(turns[:-1])))
+        except MillraceError:
+            return False
+        return all(text in written for text in texts)
 
     def _choose(self, conversation: Conversation) -> jinja2.Template:
         name = conversation.template_name

@@ -144,6 +144,31 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True):
     enforcement: EnforcementReport | None = None
 
 
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a finished text matches a schema, and else what it breaks first (JSON pointers)."""
+
+    valid: bool
+    keyword: str = ""
+    schema_path: str = ""
+    instance_path: str = ""
+    message: str = ""
+
+
+class Truncation(StrEnum):
+    """Which end of a prompt that is too long is kept."""
+
+    REFUSE = "refuse"
+    KEEP_END = "keep_end"
+    KEEP_START = "keep_start"
+
+
+class LengthLimit(msgspec.Struct, frozen=True):
+    """How many tokens a prompt may have (None: any number), and what becomes of a longer one."""
+
+    max_tokens: int | None = None
+    truncation: Truncation = Truncation.REFUSE
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine and the output parsers need of a request; times in seconds."""
 
@@ -154,3 +179,4 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     render_s: float
     encode_s: float
     compile_s: float
+    num_truncated: int = 0

@@ -9,8 +9,15 @@ from collections import OrderedDict
 
 from services.errors import MillraceError, Reason
 from tokenizer_svc.grammar.pool import WorkerPool
-from tokenizer_svc.grammar.request import BACKEND, Built, GrammarRequest, Refused, WorkerReply
-from tokenizer_svc.types import Artifact, Compiled
+from tokenizer_svc.grammar.request import (
+    BACKEND,
+    Built,
+    GrammarRequest,
+    Refused,
+    ValidationRequest,
+    WorkerReply,
+)
+from tokenizer_svc.types import Artifact, Compiled, Verdict
 
 # Refusals are remembered so that a hostile grammar sent again costs nothing; those for lack of time only for
 # a while, because the machine may have been busy.
@@ -52,6 +59,15 @@ class GrammarCompiler:
             assert reply.refused is not None
             raise refusal(reply.refused)
         return self._built.get(key) or self._compiled(reply.built), False
+
+    async def validate(self, schema_json: str, texts: tuple[str, ...], *, tenant: str) -> tuple[Verdict, ...]:
+        """One verdict per text. Raises GRAMMAR_REFUSED when the schema cannot judge, or takes too long."""
+        request = ValidationRequest(schema_json=schema_json, texts=texts)
+        reply = await self._pool.run(request, tenant=tenant)
+        if reply.verdicts is None:
+            assert reply.refused is not None
+            raise refusal(reply.refused)
+        return reply.verdicts
 
     def _finish(self, key: bytes, task: asyncio.Task[WorkerReply]) -> None:
         del self._in_flight[key]

@@ -20,7 +20,7 @@ import msgspec
 
 from services.errors import MillraceError, Reason
 from tokenizer_svc.config import CompileConfig
-from tokenizer_svc.grammar.request import GrammarRequest, Refused, WorkerReply, WorkerSetup
+from tokenizer_svc.grammar.request import Refused, WorkerReply, WorkerSetup, WorkRequest
 from tokenizer_svc.grammar.worker import READY
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class WorkerPool:
         self._idle = []
         await asyncio.gather(*(worker.kill() for worker in workers))
 
-    async def run(self, request: GrammarRequest, *, tenant: str) -> WorkerReply:
+    async def run(self, request: WorkRequest, *, tenant: str) -> WorkerReply:
         """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait."""
         queue = self._waiting.get(tenant, ())
         if len(queue) >= self._config.max_queued_per_tenant or self._num_waiting >= self._config.max_queued:

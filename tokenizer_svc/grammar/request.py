@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokenizer_svc.types import EnforcementReport, ResponseFormat, ToolChoiceMode
+from tokenizer_svc.types import EnforcementReport, ResponseFormat, ToolChoiceMode, Verdict
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"
@@ -31,7 +31,7 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     format: str
 
 
-class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     """Everything that a grammar depends on."""
 
     response_format: ResponseFormat | None = None
@@ -42,6 +42,17 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> bytes:
         """Content address of the request."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validation"):
+    """Finished texts, and the schema as it was sent."""
+
+    schema_json: str
+    texts: tuple[str, ...]
+
+
+# What workers do.
+WorkRequest = GrammarRequest | ValidationRequest
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +85,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a worker: built or refused."""
+    """Answer of a worker: built, judged or refused."""
 
     built: Built | None = None
+    verdicts: tuple[Verdict, ...] | None = None
     refused: Refused | None = None
     # Traceback of a failure that is the service's own.
     defect: str = ""

@@ -1,8 +1,8 @@
 """A process that compiles grammars and may be killed at any moment.
 
-Reads length-prefixed msgpack from standard input (WorkerSetup once, then GrammarRequest after
-GrammarRequest) and answers on standard output. Its address space is limited after the vocabulary is loaded,
-so that one grammar cannot take the machine's memory.
+Reads length-prefixed msgpack from standard input (WorkerSetup once, then WorkRequest after WorkRequest) and
+answers on standard output. Its address space is limited after the vocabulary is loaded, so that one grammar
+cannot take the machine's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import msgspec
 
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
-from tokenizer_svc.grammar.request import GrammarRequest, Refused, WorkerReply, WorkerSetup
+from tokenizer_svc.grammar.request import (
+    Refused,
+    ValidationRequest,
+    WorkerReply,
+    WorkerSetup,
+    WorkRequest,
+)
+from tokenizer_svc.grammar.validate import validate
 
 # Sent once the worker can take requests.
 READY = b"ready"
@@ -49,13 +56,17 @@ def main() -> None:
     setup = msgspec.msgpack.decode(first, type=WorkerSetup)
     backend = Backend(setup.tokenizer_json, setup.eos_token_ids)
     limits = BuildLimits(max_schema_depth=setup.max_schema_depth, max_artifact_bytes=setup.max_artifact_bytes)
-    decoder = msgspec.msgpack.Decoder(GrammarRequest)
+    decoder = msgspec.msgpack.Decoder(WorkRequest)
     encoder = msgspec.msgpack.Encoder()
     _limit_memory(setup.memory_limit_bytes)
     write_frame(sink, READY)
     while (frame := read_frame(source)) is not None:
         try:
-            reply = build(decoder.decode(frame), backend, limits)
+            request = decoder.decode(frame)
+            if isinstance(request, ValidationRequest):
+                reply = validate(request, max_depth=setup.max_schema_depth)
+            else:
+                reply = build(request, backend, limits)
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
         except Exception:

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from services.context import sign
 from services.errors import MillraceError, Reason
-from services.status import from_rpc_error
+from services.status import from_detail, from_rpc_error
 from tests.unit.tokenizer_svc.families import make
 
 SECRET = "a secret of the tests"
@@ -141,6 +141,98 @@ def test_tools_bring_a_grammar(service: Service) -> None:
     conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
     answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=conversation))
     assert not answer.HasField("grammar")
+
+
+def test_one_stream_answers_many_calls_by_their_ids(service: Service) -> None:
+    call = tokenizer_pb2.PrepareCall
+    request = tokenizer_pb2.PrepareRequest
+    schema = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json='{"type": "boolean"}'))
+    calls = [
+        call(id=7, request=request(context=signed(), conversation=user("Hello"))),
+        call(id=8, request=request(text="unsigned")),
+        call(id=9, request=request(context=signed(), text="Hi", response_format=schema)),
+        call(id=10, request=request(context=signed(), model="gpt", text="x")),
+    ]
+    more = [call(id=11, request=request(context=signed(), text="later"))]
+    messages = [tokenizer_pb2.PrepareStreamRequest(calls=each) for each in (calls, more)]
+    found = {
+        answer.id: answer
+        for message in service.stub.PrepareStream(iter(messages), timeout=60)
+        for answer in message.answers
+    }
+    assert sorted(found) == [7, 8, 9, 10, 11]
+    unary = service.stub.Prepare(calls[0].request)
+    assert found[7].response.token_ids == unary.token_ids
+    assert found[7].response.vocabulary_fingerprint == unary.vocabulary_fingerprint
+    assert from_detail(found[8].error).reason is Reason.CONTEXT_SIGNATURE_INVALID
+    assert found[9].response.grammar.payload
+    assert (found[10].error.reason, found[10].error.field) == ("MODEL_NOT_FOUND", "model")
+    assert (
+        found[11].response.token_ids
+        == service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="later")).token_ids
+    )
+
+
+def test_a_call_without_time_is_told_so(service: Service) -> None:
+    form = chat_pb2.ResponseFormat(regex="(.*a.{60}){40}")
+    request = tokenizer_pb2.PrepareRequest(context=signed(), text="x", response_format=form)
+    call = tokenizer_pb2.PrepareCall(id=1, request=request, timeout_s=1e-6)
+    messages = iter([tokenizer_pb2.PrepareStreamRequest(calls=[call])])
+    (message,) = service.stub.PrepareStream(messages, timeout=60)
+    error = from_detail(message.answers[0].error)
+    assert error.reason is Reason.DEADLINE_EXCEEDED
+    assert "grammar" in error.message
+
+
+def test_batches_of_texts(service: Service) -> None:
+    texts = ["one", "", "Grüße, 東京"]
+    batch = service.stub.EncodeBatch(tokenizer_pb2.EncodeBatchRequest(texts=texts))
+    singly = [service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text)).token_ids for text in texts]
+    assert [prompt.ids for prompt in batch.prompts] == singly
+    error = refused(service.stub.EncodeBatch, tokenizer_pb2.EncodeBatchRequest(texts=["x" * 20000, "x"]))
+    assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "texts")
+
+
+def test_long_prompts_are_refused_or_cut(service: Service) -> None:
+    def request(**fields: Any) -> tokenizer_pb2.PrepareRequest:
+        return tokenizer_pb2.PrepareRequest(context=signed(), **fields)
+
+    ids = list(service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="one two three four")).token_ids)
+    error = refused(service.stub.Prepare, request(text="one two three four", max_prompt_tokens=len(ids) - 1))
+    assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
+    assert error.metadata == {"prompt_tokens": str(len(ids)), "max_context_tokens": str(len(ids) - 1)}
+    end, start = tokenizer_pb2.TRUNCATION_KEEP_END, tokenizer_pb2.TRUNCATION_KEEP_START
+    for truncation, kept in ((end, ids[-3:]), (start, ids[:3])):
+        cut = service.stub.Prepare(
+            request(text="one two three four", max_prompt_tokens=3, truncation=truncation)
+        )
+        assert (list(cut.token_ids), cut.num_truncated_tokens) == (kept, len(ids) - 3)
+    whole = tokenizer_pb2.PrepareRequest(
+        context=signed(max_context_tokens=5), conversation=user("word " * 50)
+    )
+    error = refused(service.stub.Prepare, whole)
+    assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
+    whole.truncation = end
+    error = refused(service.stub.Prepare, whole)
+    assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "truncation")
+
+
+def test_finished_texts_are_judged(service: Service) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    request = tokenizer_pb2.ValidateOutputRequest(
+        context=signed(), schema_json=json.dumps(schema), texts=['{"a": [1]}', '{"a": [1, 1]}', "{", "[]"]
+    )
+    verdicts = service.stub.ValidateOutput(request).verdicts
+    assert [each.valid for each in verdicts] == [True, False, False, False]
+    broken = verdicts[1]
+    assert (broken.keyword, broken.schema_path, broken.instance_path) == (
+        "uniqueItems", "/properties/a/uniqueItems", "/a",
+    )  # fmt: skip
+    assert verdicts[2].message == "the text is not JSON"
+    request.schema_json = '{"$ref": "file:///etc/passwd"}'
+    assert refused(service.stub.ValidateOutput, request).reason is Reason.GRAMMAR_REFUSED
+    request.ClearField("context")
+    assert refused(service.stub.ValidateOutput, request).reason is Reason.CONTEXT_SIGNATURE_INVALID
 
 
 def test_round_trip_of_text(service: Service) -> None:

@@ -47,6 +47,11 @@ _SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _WHOLE = "http://schema.invalid/whole"
 
 
+def validator_class(draft: Draft) -> Any:
+    """The independent validator of a draft."""
+    return _CLASSES[draft]
+
+
 class UnresolvedReference(Exception):
     """A $ref points to nothing in the document."""
 
@@ -136,7 +141,7 @@ class Document:
         try:
             registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
             target = {"$ref": f"{_WHOLE}#{quote(path)}"}
-            return _CLASSES[self.draft](target, registry=registry).is_valid  # type: ignore[no-any-return]
+            return validator_class(self.draft)(target, registry=registry).is_valid  # type: ignore[no-any-return]
         except (ValueError, jsonschema_rs.ReferencingError):
             return None
 

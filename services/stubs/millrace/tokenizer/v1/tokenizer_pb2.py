@@ -24,42 +24,63 @@ _sym_db = _symbol_database.Default()
 
 from millrace.common.v1 import chat_pb2 as millrace_dot_common_dot_v1_dot_chat__pb2
 from millrace.common.v1 import context_pb2 as millrace_dot_common_dot_v1_dot_context__pb2
+from millrace.common.v1 import error_pb2 as millrace_dot_common_dot_v1_dot_error__pb2
 from millrace.common.v1 import grammar_pb2 as millrace_dot_common_dot_v1_dot_grammar__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/tokenizer/v1/tokenizer.proto\x12\x15millrace.tokenizer.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/context.proto\x1a millrace/common/v1/grammar.proto\"\x9c\x02\n\x0ePrepareRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x37\n\x07\x65ncoded\x18\x05 \x01(\x0b\x32$.millrace.tokenizer.v1.EncodedPromptH\x00\x12;\n\x0fresponse_format\x18\x06 \x01(\x0b\x32\".millrace.common.v1.ResponseFormatB\x07\n\x05input\"\x1c\n\rEncodedPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc6\x02\n\x0fPrepareResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x39\n\x07grammar\x18\x02 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x36\n\x07timings\x18\x05 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareTimings\x12\x16\n\x0egrammar_cached\x18\x06 \x01(\x08\x12\x18\n\x10\x61ssistant_prefix\x18\x07 \x01(\tB\n\n\x08_grammarB\x0e\n\x0c_enforcement\"G\n\x0ePrepareTimings\x12\x10\n\x08render_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x02 \x01(\x01\x12\x11\n\tcompile_s\x18\x03 \x01(\x01\"%\n\x14GetVocabularyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9d\x02\n\x15GetVocabularyResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x33\n\x07\x64\x65\x63oder\x18\x02 \x01(\x0e\x32\".millrace.tokenizer.v1.DecoderKind\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tool_call_format\x18\x07 \x01(\t\x12\x18\n\x10reasoning_format\x18\x08 \x01(\t\x12\x1e\n\x16generation_config_json\x18\t \x01(\tB\x0f\n\r_bos_token_id\"\xab\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"`\n\x12\x43heckSchemaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x0fresponse_format\x18\x02 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\"\xa0\x01\n\x13\x43heckSchemaResponse\x12\x17\n\x0f\x61\x63\x63\x65pted_strict\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12:\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReport\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12\x11\n\tcompile_s\x18\x05 \x01(\x01*h\n\x0b\x44\x65\x63oderKind\x12\x1c\n\x18\x44\x45\x43ODER_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ODER_KIND_BYTE_LEVEL\x10\x01\x12\x1e\n\x1a\x44\x45\x43ODER_KIND_SENTENCEPIECE\x10\x02\x32\xfe\x03\n\x10TokenizerService\x12X\n\x07Prepare\x12%.millrace.tokenizer.v1.PrepareRequest\x1a&.millrace.tokenizer.v1.PrepareResponse\x12j\n\rGetVocabulary\x12+.millrace.tokenizer.v1.GetVocabularyRequest\x1a,.millrace.tokenizer.v1.GetVocabularyResponse\x12[\n\x08Tokenize\x12&.millrace.tokenizer.v1.TokenizeRequest\x1a\'.millrace.tokenizer.v1.TokenizeResponse\x12\x61\n\nDetokenize\x12(.millrace.tokenizer.v1.DetokenizeRequest\x1a).millrace.tokenizer.v1.DetokenizeResponse\x12\x64\n\x0b\x43heckSchema\x12).millrace.tokenizer.v1.CheckSchemaRequest\x1a*.millrace.tokenizer.v1.CheckSchemaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/tokenizer/v1/tokenizer.proto\x12\x15millrace.tokenizer.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/context.proto\x1a\x1emillrace/common/v1/error.proto\x1a millrace/common/v1/grammar.proto\"\x89\x03\n\x0ePrepareRequest\x12\x32\n\x07\x63ontext\x18\x01 \x01(\x0b\x32!.millrace.common.v1.SignedContext\x12\r\n\x05model\x18\x02 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x37\n\x07\x65ncoded\x18\x05 \x01(\x0b\x32$.millrace.tokenizer.v1.EncodedPromptH\x00\x12;\n\x0fresponse_format\x18\x06 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x1e\n\x11max_prompt_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x35\n\ntruncation\x18\x08 \x01(\x0e\x32!.millrace.tokenizer.v1.TruncationB\x07\n\x05inputB\x14\n\x12_max_prompt_tokens\"I\n\x14PrepareStreamRequest\x12\x31\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\".millrace.tokenizer.v1.PrepareCall\"\x8d\x01\n\x0bPrepareCall\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x36\n\x07request\x18\x02 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x12\n\ntracestate\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"N\n\x15PrepareStreamResponse\x12\x35\n\x07\x61nswers\x18\x01 \x03(\x0b\x32$.millrace.tokenizer.v1.PrepareAnswer\"\x94\x01\n\rPrepareAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12:\n\x08response\x18\x02 \x01(\x0b\x32&.millrace.tokenizer.v1.PrepareResponseH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.millrace.common.v1.ErrorDetailH\x00\x42\t\n\x07outcome\"\x1c\n\rEncodedPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe4\x02\n\x0fPrepareResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x39\n\x07grammar\x18\x02 \x01(\x0b\x32#.millrace.common.v1.GrammarArtifactH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x36\n\x07timings\x18\x05 \x01(\x0b\x32%.millrace.tokenizer.v1.PrepareTimings\x12\x16\n\x0egrammar_cached\x18\x06 \x01(\x08\x12\x18\n\x10\x61ssistant_prefix\x18\x07 \x01(\t\x12\x1c\n\x14num_truncated_tokens\x18\x08 \x01(\rB\n\n\x08_grammarB\x0e\n\x0c_enforcement\"G\n\x0ePrepareTimings\x12\x10\n\x08render_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x02 \x01(\x01\x12\x11\n\tcompile_s\x18\x03 \x01(\x01\"%\n\x14GetVocabularyRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9d\x02\n\x15GetVocabularyResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x33\n\x07\x64\x65\x63oder\x18\x02 \x01(\x0e\x32\".millrace.tokenizer.v1.DecoderKind\x12\x0e\n\x06tokens\x18\x03 \x03(\x0c\x12\x13\n\x0bspecial_ids\x18\x04 \x03(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tool_call_format\x18\x07 \x01(\t\x12\x18\n\x10reasoning_format\x18\x08 \x01(\t\x12\x1e\n\x16generation_config_json\x18\t \x01(\tB\x0f\n\r_bos_token_id\"\xab\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"j\n\x12\x45ncodeBatchRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"L\n\x13\x45ncodeBatchResponse\x12\x35\n\x07prompts\x18\x01 \x03(\x0b\x32$.millrace.tokenizer.v1.EncodedPrompt\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"`\n\x12\x43heckSchemaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x0fresponse_format\x18\x02 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\"\xa0\x01\n\x13\x43heckSchemaResponse\x12\x17\n\x0f\x61\x63\x63\x65pted_strict\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12:\n\x0b\x65nforcement\x18\x03 \x01(\x0b\x32%.millrace.common.v1.EnforcementReport\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12\x11\n\tcompile_s\x18\x05 \x01(\x01\"~\n\x15ValidateOutputRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bschema_json\x18\x02 \x01(\t\x12\r\n\x05texts\x18\x03 \x03(\t\x12\x32\n\x07\x63ontext\x18\x04 \x01(\x0b\x32!.millrace.common.v1.SignedContext\"P\n\x16ValidateOutputResponse\x12\x36\n\x08verdicts\x18\x01 \x03(\x0b\x32$.millrace.tokenizer.v1.OutputVerdict\"l\n\rOutputVerdict\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x0f\n\x07keyword\x18\x02 \x01(\t\x12\x13\n\x0bschema_path\x18\x03 \x01(\t\x12\x15\n\rinstance_path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t*\\\n\nTruncation\x12\x1a\n\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x17\n\x13TRUNCATION_KEEP_END\x10\x01\x12\x19\n\x15TRUNCATION_KEEP_START\x10\x02*h\n\x0b\x44\x65\x63oderKind\x12\x1c\n\x18\x44\x45\x43ODER_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ODER_KIND_BYTE_LEVEL\x10\x01\x12\x1e\n\x1a\x44\x45\x43ODER_KIND_SENTENCEPIECE\x10\x02\x32\xc3\x06\n\x10TokenizerService\x12X\n\x07Prepare\x12%.millrace.tokenizer.v1.PrepareRequest\x1a&.millrace.tokenizer.v1.PrepareResponse\x12n\n\rPrepareStream\x12+.millrace.tokenizer.v1.PrepareStreamRequest\x1a,.millrace.tokenizer.v1.PrepareStreamResponse(\x01\x30\x01\x12j\n\rGetVocabulary\x12+.millrace.tokenizer.v1.GetVocabularyRequest\x1a,.millrace.tokenizer.v1.GetVocabularyResponse\x12[\n\x08Tokenize\x12&.millrace.tokenizer.v1.TokenizeRequest\x1a\'.millrace.tokenizer.v1.TokenizeResponse\x12\x64\n\x0b\x45ncodeBatch\x12).millrace.tokenizer.v1.EncodeBatchRequest\x1a*.millrace.tokenizer.v1.EncodeBatchResponse\x12\x61\n\nDetokenize\x12(.millrace.tokenizer.v1.DetokenizeRequest\x1a).millrace.tokenizer.v1.DetokenizeResponse\x12\x64\n\x0b\x43heckSchema\x12).millrace.tokenizer.v1.CheckSchemaRequest\x1a*.millrace.tokenizer.v1.CheckSchemaResponse\x12m\n\x0eValidateOutput\x12,.millrace.tokenizer.v1.ValidateOutputRequest\x1a-.millrace.tokenizer.v1.ValidateOutputResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.tokenizer.v1.tokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODERKIND']._serialized_start=1774
-  _globals['_DECODERKIND']._serialized_end=1878
-  _globals['_PREPAREREQUEST']._serialized_start=164
-  _globals['_PREPAREREQUEST']._serialized_end=448
-  _globals['_ENCODEDPROMPT']._serialized_start=450
-  _globals['_ENCODEDPROMPT']._serialized_end=478
-  _globals['_PREPARERESPONSE']._serialized_start=481
-  _globals['_PREPARERESPONSE']._serialized_end=807
-  _globals['_PREPARETIMINGS']._serialized_start=809
-  _globals['_PREPARETIMINGS']._serialized_end=880
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=882
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=919
-  _globals['_GETVOCABULARYRESPONSE']._serialized_start=922
-  _globals['_GETVOCABULARYRESPONSE']._serialized_end=1207
-  _globals['_TOKENIZEREQUEST']._serialized_start=1210
-  _globals['_TOKENIZEREQUEST']._serialized_end=1381
-  _globals['_TOKENIZERESPONSE']._serialized_start=1383
-  _globals['_TOKENIZERESPONSE']._serialized_end=1420
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1422
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1475
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1477
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1511
-  _globals['_CHECKSCHEMAREQUEST']._serialized_start=1513
-  _globals['_CHECKSCHEMAREQUEST']._serialized_end=1609
-  _globals['_CHECKSCHEMARESPONSE']._serialized_start=1612
-  _globals['_CHECKSCHEMARESPONSE']._serialized_end=1772
-  _globals['_TOKENIZERSERVICE']._serialized_start=1881
-  _globals['_TOKENIZERSERVICE']._serialized_end=2391
+  _globals['_TRUNCATION']._serialized_start=2901
+  _globals['_TRUNCATION']._serialized_end=2993
+  _globals['_DECODERKIND']._serialized_start=2995
+  _globals['_DECODERKIND']._serialized_end=3099
+  _globals['_PREPAREREQUEST']._serialized_start=196
+  _globals['_PREPAREREQUEST']._serialized_end=589
+  _globals['_PREPARESTREAMREQUEST']._serialized_start=591
+  _globals['_PREPARESTREAMREQUEST']._serialized_end=664
+  _globals['_PREPARECALL']._serialized_start=667
+  _globals['_PREPARECALL']._serialized_end=808
+  _globals['_PREPARESTREAMRESPONSE']._serialized_start=810
+  _globals['_PREPARESTREAMRESPONSE']._serialized_end=888
+  _globals['_PREPAREANSWER']._serialized_start=891
+  _globals['_PREPAREANSWER']._serialized_end=1039
+  _globals['_ENCODEDPROMPT']._serialized_start=1041
+  _globals['_ENCODEDPROMPT']._serialized_end=1069
+  _globals['_PREPARERESPONSE']._serialized_start=1072
+  _globals['_PREPARERESPONSE']._serialized_end=1428
+  _globals['_PREPARETIMINGS']._serialized_start=1430
+  _globals['_PREPARETIMINGS']._serialized_end=1501
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=1503
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=1540
+  _globals['_GETVOCABULARYRESPONSE']._serialized_start=1543
+  _globals['_GETVOCABULARYRESPONSE']._serialized_end=1828
+  _globals['_TOKENIZEREQUEST']._serialized_start=1831
+  _globals['_TOKENIZEREQUEST']._serialized_end=2002
+  _globals['_TOKENIZERESPONSE']._serialized_start=2004
+  _globals['_TOKENIZERESPONSE']._serialized_end=2041
+  _globals['_ENCODEBATCHREQUEST']._serialized_start=2043
+  _globals['_ENCODEBATCHREQUEST']._serialized_end=2149
+  _globals['_ENCODEBATCHRESPONSE']._serialized_start=2151
+  _globals['_ENCODEBATCHRESPONSE']._serialized_end=2227
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2229
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2282
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2284
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2318
+  _globals['_CHECKSCHEMAREQUEST']._serialized_start=2320
+  _globals['_CHECKSCHEMAREQUEST']._serialized_end=2416
+  _globals['_CHECKSCHEMARESPONSE']._serialized_start=2419
+  _globals['_CHECKSCHEMARESPONSE']._serialized_end=2579
+  _globals['_VALIDATEOUTPUTREQUEST']._serialized_start=2581
+  _globals['_VALIDATEOUTPUTREQUEST']._serialized_end=2707
+  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_start=2709
+  _globals['_VALIDATEOUTPUTRESPONSE']._serialized_end=2789
+  _globals['_OUTPUTVERDICT']._serialized_start=2791
+  _globals['_OUTPUTVERDICT']._serialized_end=2899
+  _globals['_TOKENIZERSERVICE']._serialized_start=3102
+  _globals['_TOKENIZERSERVICE']._serialized_end=3937
 # @@protoc_insertion_point(module_scope)

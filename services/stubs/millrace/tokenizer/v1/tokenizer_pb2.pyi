@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from millrace.common.v1 import chat_pb2 as _chat_pb2
 from millrace.common.v1 import context_pb2 as _context_pb2
+from millrace.common.v1 import error_pb2 as _error_pb2
 from millrace.common.v1 import grammar_pb2 as _grammar_pb2
 import builtins as _builtins
 import sys
@@ -21,6 +22,29 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Truncation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
+    """Refuse."""
+    TRUNCATION_KEEP_END: _Truncation.ValueType  # 1
+    """Keep the last tokens, after those that the tokenizer puts in front of every text."""
+    TRUNCATION_KEEP_START: _Truncation.ValueType  # 2
+    """Keep the first tokens."""
+
+class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper): ...
+
+TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
+"""Refuse."""
+TRUNCATION_KEEP_END: Truncation.ValueType  # 1
+"""Keep the last tokens, after those that the tokenizer puts in front of every text."""
+TRUNCATION_KEEP_START: Truncation.ValueType  # 2
+"""Keep the first tokens."""
+Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _DecoderKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -54,8 +78,18 @@ class PrepareRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ENCODED_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
+    max_prompt_tokens: _builtins.int
+    """Prompts of more tokens are refused; what is certain to have more is refused before it is encoded. The
+    context's own limit holds as well.
+    """
+    truncation: Global___Truncation.ValueType
+    """What becomes of a longer prompt instead of refusing it. Conversations are never truncated: half a turn has
+    no meaning to a template.
+    """
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -75,16 +109,129 @@ class PrepareRequest(_message.Message):
         text: _builtins.str = ...,
         encoded: Global___EncodedPrompt | None = ...,
         response_format: _chat_pb2.ResponseFormat | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        truncation: Global___Truncation.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "model", b"model", "response_format", b"response_format", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens", "context", b"context", "conversation", b"conversation", "encoded", b"encoded", "input", b"input", "max_prompt_tokens", b"max_prompt_tokens", "model", b"model", "response_format", b"response_format", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["conversation", "text", "encoded"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class PrepareStreamRequest(_message.Message):
+    """PrepareStreamRequest carries one or several requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrepareCall]: ...
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___PrepareCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareStreamRequest: _TypeAlias = PrepareStreamRequest  # noqa: Y015
+
+@_typing.final
+class PrepareCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Chosen by the caller, unique among its calls without an answer on this stream."""
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span."""
+    tracestate: _builtins.str
+    timeout_s: _builtins.float
+    """Time after which the call is answered with DEADLINE_EXCEEDED; the service's own limit when 0."""
+    @_builtins.property
+    def request(self) -> Global___PrepareRequest: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        request: Global___PrepareRequest | None = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "request", b"request", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareCall: _TypeAlias = PrepareCall  # noqa: Y015
+
+@_typing.final
+class PrepareStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrepareAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___PrepareAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareStreamResponse: _TypeAlias = PrepareStreamResponse  # noqa: Y015
+
+@_typing.final
+class PrepareAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___PrepareResponse: ...
+    @_builtins.property
+    def error(self) -> _error_pb2.ErrorDetail: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        response: Global___PrepareResponse | None = ...,
+        error: _error_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "id", b"id", "outcome", b"outcome", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___PrepareAnswer: _TypeAlias = PrepareAnswer  # noqa: Y015
 
 @_typing.final
 class EncodedPrompt(_message.Message):
@@ -117,12 +264,15 @@ class PrepareResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     GRAMMAR_CACHED_FIELD_NUMBER: _builtins.int
     ASSISTANT_PREFIX_FIELD_NUMBER: _builtins.int
+    NUM_TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
     vocabulary_fingerprint: _builtins.str
     """Fingerprint of the vocabulary that the ids belong to."""
     grammar_cached: _builtins.bool
     """Whether the artifact came from the cache."""
     assistant_prefix: _builtins.str
     """Text that the template placed at the start of the assistant turn and that output parsers must know of."""
+    num_truncated_tokens: _builtins.int
+    """Tokens left out by truncation."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -143,10 +293,11 @@ class PrepareResponse(_message.Message):
         timings: Global___PrepareTimings | None = ...,
         grammar_cached: _builtins.bool = ...,
         assistant_prefix: _builtins.str = ...,
+        num_truncated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "enforcement", b"enforcement", "grammar", b"grammar", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement", "_grammar", b"_grammar", "assistant_prefix", b"assistant_prefix", "enforcement", b"enforcement", "grammar", b"grammar", "grammar_cached", b"grammar_cached", "num_truncated_tokens", b"num_truncated_tokens", "timings", b"timings", "token_ids", b"token_ids", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enforcement: _TypeAlias = _typing.Literal["enforcement"]  # noqa: Y015
     _WhichOneofArgType__enforcement: _TypeAlias = _typing.Literal["_enforcement", b"_enforcement"]  # noqa: Y015
@@ -317,6 +468,57 @@ class TokenizeResponse(_message.Message):
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
+class EncodeBatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    add_special_tokens: _builtins.bool
+    """As in TokenizeRequest."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "model", b"model", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+
+Global___EncodeBatchRequest: _TypeAlias = EncodeBatchRequest  # noqa: Y015
+
+@_typing.final
+class EncodeBatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodedPrompt]:
+        """One per text, in order."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___EncodedPrompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodeBatchResponse: _TypeAlias = EncodeBatchResponse  # noqa: Y015
+
+@_typing.final
 class DetokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -415,3 +617,95 @@ class CheckSchemaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckSchemaResponse: _TypeAlias = CheckSchemaResponse  # noqa: Y015
+
+@_typing.final
+class ValidateOutputRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SCHEMA_JSON_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    schema_json: _builtins.str
+    """JSON Schema as it was sent."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Finished answers."""
+
+    @_builtins.property
+    def context(self) -> _context_pb2.SignedContext:
+        """As in PrepareRequest."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        schema_json: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        context: _context_pb2.SignedContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "model", b"model", "schema_json", b"schema_json", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValidateOutputRequest: _TypeAlias = ValidateOutputRequest  # noqa: Y015
+
+@_typing.final
+class ValidateOutputResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputVerdict]:
+        """One per text, in order."""
+
+    def __init__(
+        self,
+        *,
+        verdicts: _abc.Iterable[Global___OutputVerdict] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdicts", b"verdicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValidateOutputResponse: _TypeAlias = ValidateOutputResponse  # noqa: Y015
+
+@_typing.final
+class OutputVerdict(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALID_FIELD_NUMBER: _builtins.int
+    KEYWORD_FIELD_NUMBER: _builtins.int
+    SCHEMA_PATH_FIELD_NUMBER: _builtins.int
+    INSTANCE_PATH_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    valid: _builtins.bool
+    keyword: _builtins.str
+    """Keyword that the text breaks first, and JSON pointers to it in the schema and to the place in the text.
+    Empty when the text is valid; the keyword alone is empty when it is no JSON.
+    """
+    schema_path: _builtins.str
+    instance_path: _builtins.str
+    message: _builtins.str
+    """What is wrong, without the text itself."""
+    def __init__(
+        self,
+        *,
+        valid: _builtins.bool = ...,
+        keyword: _builtins.str = ...,
+        schema_path: _builtins.str = ...,
+        instance_path: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_path", b"instance_path", "keyword", b"keyword", "message", b"message", "schema_path", b"schema_path", "valid", b"valid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputVerdict: _TypeAlias = OutputVerdict  # noqa: Y015

@@ -39,6 +39,11 @@ class TokenizerServiceStub:
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareRequest.SerializeToString,
                 response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareResponse.FromString,
                 _registered_method=True)
+        self.PrepareStream = channel.stream_stream(
+                '/millrace.tokenizer.v1.TokenizerService/PrepareStream',
+                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamRequest.SerializeToString,
+                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamResponse.FromString,
+                _registered_method=True)
         self.GetVocabulary = channel.unary_unary(
                 '/millrace.tokenizer.v1.TokenizerService/GetVocabulary',
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.GetVocabularyRequest.SerializeToString,
@@ -48,6 +53,11 @@ class TokenizerServiceStub:
                 '/millrace.tokenizer.v1.TokenizerService/Tokenize',
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.EncodeBatch = channel.unary_unary(
+                '/millrace.tokenizer.v1.TokenizerService/EncodeBatch',
+                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.SerializeToString,
+                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/millrace.tokenizer.v1.TokenizerService/Detokenize',
@@ -59,6 +69,11 @@ class TokenizerServiceStub:
                 request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.SerializeToString,
                 response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.FromString,
                 _registered_method=True)
+        self.ValidateOutput = channel.unary_unary(
+                '/millrace.tokenizer.v1.TokenizerService/ValidateOutput',
+                request_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputRequest.SerializeToString,
+                response_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputResponse.FromString,
+                _registered_method=True)
 
 
 class TokenizerServiceServicer:
@@ -66,6 +81,14 @@ class TokenizerServiceServicer:
 
     def Prepare(self, request, context):
         """Prepare renders, encodes and compiles everything that an engine needs, in one call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrepareStream(self, request_iterator, context):
+        """PrepareStream is the same for many requests on one long-lived stream, which spares each the cost of a call.
+        Answers come as they are ready, in any order, several in one message where they are ready together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +108,13 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EncodeBatch(self, request, context):
+        """EncodeBatch encodes many texts, on all cores.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Detokenize(self, request, context):
         """Detokenize decodes token ids.
         """
@@ -99,6 +129,14 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ValidateOutput(self, request, context):
+        """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
+        in parts only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TokenizerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +144,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Prepare,
                     request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareRequest.FromString,
                     response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareResponse.SerializeToString,
+            ),
+            'PrepareStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.PrepareStream,
+                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamRequest.FromString,
+                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamResponse.SerializeToString,
             ),
             'GetVocabulary': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVocabulary,
@@ -117,6 +160,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeRequest.FromString,
                     response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.TokenizeResponse.SerializeToString,
             ),
+            'EncodeBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeBatch,
+                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.FromString,
+                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.SerializeToString,
+            ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
                     request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.FromString,
@@ -126,6 +174,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.CheckSchema,
                     request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.FromString,
                     response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.SerializeToString,
+            ),
+            'ValidateOutput': grpc.unary_unary_rpc_method_handler(
+                    servicer.ValidateOutput,
+                    request_deserializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputRequest.FromString,
+                    response_serializer=millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -155,6 +208,33 @@ class TokenizerService:
             '/millrace.tokenizer.v1.TokenizerService/Prepare',
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareRequest.SerializeToString,
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/millrace.tokenizer.v1.TokenizerService/PrepareStream',
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamRequest.SerializeToString,
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.PrepareStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,6 +300,33 @@ class TokenizerService:
             _registered_method=True)
 
     @staticmethod
+    def EncodeBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.tokenizer.v1.TokenizerService/EncodeBatch',
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchRequest.SerializeToString,
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Detokenize(request,
             target,
             options=(),
@@ -263,6 +370,33 @@ class TokenizerService:
             '/millrace.tokenizer.v1.TokenizerService/CheckSchema',
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaRequest.SerializeToString,
             millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.CheckSchemaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ValidateOutput(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.tokenizer.v1.TokenizerService/ValidateOutput',
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputRequest.SerializeToString,
+            millrace_dot_tokenizer_dot_v1_dot_tokenizer__pb2.ValidateOutputResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,28 +33,48 @@ class TokenizerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TokenizerServiceAsyncStub: ...
     Prepare: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.PrepareRequest, _tokenizer_pb2.PrepareResponse]
     """Prepare renders, encodes and compiles everything that an engine needs, in one call."""
+    PrepareStream: _grpc.StreamStreamMultiCallable[_tokenizer_pb2.PrepareStreamRequest, _tokenizer_pb2.PrepareStreamResponse]
+    """PrepareStream is the same for many requests on one long-lived stream, which spares each the cost of a call.
+    Answers come as they are ready, in any order, several in one message where they are ready together.
+    """
     GetVocabulary: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetVocabularyRequest, _tokenizer_pb2.GetVocabularyResponse]
     """GetVocabulary returns what exact incremental detokenization needs; fetched once per model."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]
     """Tokenize encodes text, or renders and encodes a conversation."""
+    EncodeBatch: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeBatchRequest, _tokenizer_pb2.EncodeBatchResponse]
+    """EncodeBatch encodes many texts, on all cores."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]
     """Detokenize decodes token ids."""
     CheckSchema: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.CheckSchemaRequest, _tokenizer_pb2.CheckSchemaResponse]
     """CheckSchema reports what of a response format would be enforced, without generating."""
+    ValidateOutput: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.ValidateOutputRequest, _tokenizer_pb2.ValidateOutputResponse]
+    """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
+    in parts only.
+    """
 
 @_typing.type_check_only
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prepare: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.PrepareRequest, _tokenizer_pb2.PrepareResponse]  # type: ignore[assignment]
     """Prepare renders, encodes and compiles everything that an engine needs, in one call."""
+    PrepareStream: _aio.StreamStreamMultiCallable[_tokenizer_pb2.PrepareStreamRequest, _tokenizer_pb2.PrepareStreamResponse]  # type: ignore[assignment]
+    """PrepareStream is the same for many requests on one long-lived stream, which spares each the cost of a call.
+    Answers come as they are ready, in any order, several in one message where they are ready together.
+    """
     GetVocabulary: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetVocabularyRequest, _tokenizer_pb2.GetVocabularyResponse]  # type: ignore[assignment]
     """GetVocabulary returns what exact incremental detokenization needs; fetched once per model."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize encodes text, or renders and encodes a conversation."""
+    EncodeBatch: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeBatchRequest, _tokenizer_pb2.EncodeBatchResponse]  # type: ignore[assignment]
+    """EncodeBatch encodes many texts, on all cores."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize decodes token ids."""
     CheckSchema: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.CheckSchemaRequest, _tokenizer_pb2.CheckSchemaResponse]  # type: ignore[assignment]
     """CheckSchema reports what of a response format would be enforced, without generating."""
+    ValidateOutput: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.ValidateOutputRequest, _tokenizer_pb2.ValidateOutputResponse]  # type: ignore[assignment]
+    """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
+    in parts only.
+    """
 
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -64,6 +84,16 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.PrepareResponse, _abc.Awaitable[_tokenizer_pb2.PrepareResponse]]:
         """Prepare renders, encodes and compiles everything that an engine needs, in one call."""
+
+    @_abc_1.abstractmethod
+    def PrepareStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_tokenizer_pb2.PrepareStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.PrepareStreamResponse], _abc.AsyncIterator[_tokenizer_pb2.PrepareStreamResponse]]:
+        """PrepareStream is the same for many requests on one long-lived stream, which spares each the cost of a call.
+        Answers come as they are ready, in any order, several in one message where they are ready together.
+        """
 
     @_abc_1.abstractmethod
     def GetVocabulary(
@@ -82,6 +112,14 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tokenize encodes text, or renders and encodes a conversation."""
 
     @_abc_1.abstractmethod
+    def EncodeBatch(
+        self,
+        request: _tokenizer_pb2.EncodeBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.EncodeBatchResponse, _abc.Awaitable[_tokenizer_pb2.EncodeBatchResponse]]:
+        """EncodeBatch encodes many texts, on all cores."""
+
+    @_abc_1.abstractmethod
     def Detokenize(
         self,
         request: _tokenizer_pb2.DetokenizeRequest,
@@ -96,5 +134,15 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.CheckSchemaResponse, _abc.Awaitable[_tokenizer_pb2.CheckSchemaResponse]]:
         """CheckSchema reports what of a response format would be enforced, without generating."""
+
+    @_abc_1.abstractmethod
+    def ValidateOutput(
+        self,
+        request: _tokenizer_pb2.ValidateOutputRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.ValidateOutputResponse, _abc.Awaitable[_tokenizer_pb2.ValidateOutputResponse]]:
+        """ValidateOutput judges finished texts by the schema as it was sent. For answers whose schema is enforced
+        in parts only.
+        """
 
 def add_TokenizerServiceServicer_to_server(servicer: TokenizerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,198 @@
+"""Refuses what is too large before any work is spent on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.errors import MillraceError, Reason
+from tokenizer_svc.checkpoint import Checkpoint
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.types import (
+    ChoiceFormat,
+    Conversation,
+    EbnfFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    LengthLimit,
+    Message,
+    RegexFormat,
+    ResponseFormat,
+    Role,
+    Truncation,
+)
+
+# Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
+_COMPOSITION = 3
+
+
+class RequestLimits:
+    """The limits of one service with its checkpoint."""
+
+    def __init__(self, config: LimitsConfig, checkpoint: Checkpoint, *, writes_user_turns: bool) -> None:
+        self._config = config
+        self._num_tokens = len(checkpoint.vocabulary.tokens)
+        self._max_token_bytes = longest_token(checkpoint.description, checkpoint.vocabulary.tokens)
+        self._writes_user_turns = writes_user_turns
+
+    def conversation(self, conversation: Conversation, length: LengthLimit) -> None:
+        """Raises INVALID_ARGUMENT, REQUEST_TOO_LARGE, and CONTEXT_LENGTH_EXCEEDED where that is certain."""
+        limits = self._config
+        if length.truncation is not Truncation.REFUSE:
+            raise invalid("conversations are not truncated; leave turns out instead", "truncation")
+        if not conversation.messages:
+            raise invalid("messages must hold at least one message", "messages")
+        if len(conversation.messages) > limits.max_messages:
+            raise too_large(f"{len(conversation.messages)} messages", limits.max_messages, "messages")
+        if len(conversation.tools) > limits.max_tools:
+            raise too_large(f"{len(conversation.tools)} tools", limits.max_tools, "tools")
+        self.size(sum(map(_size, conversation.messages)), "messages")
+        if self._writes_user_turns:
+            # Of other turns templates may leave something out.
+            user = sum(
+                _num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER
+            )
+            self.bytes_against_tokens(user, length, "messages")
+        for index, tool in enumerate(conversation.tools):
+            if not tool.name:
+                raise invalid(f"tool {index} has no name", f"tools[{index}].function.name")
+
+    def text(self, text: str, length: LengthLimit, field: str) -> None:
+        """The same for a plain prompt."""
+        num_bytes = _num_bytes(text)
+        self.size(num_bytes, field)
+        if length.truncation is Truncation.REFUSE:
+            self.bytes_against_tokens(num_bytes, length, field)
+
+    def format(self, form: ResponseFormat | None) -> None:
+        """Raises GRAMMAR_REFUSED for what is too large to be compiled."""
+        match form:
+            case JsonSchemaFormat(schema_json=text):
+                self.grammar_size(len(text), "response_format.json_schema")
+            case RegexFormat(pattern=text):
+                self.grammar_size(len(text), "response_format.regex")
+            case LarkFormat(grammar=text):
+                self.grammar_size(len(text), "response_format.lark")
+            case EbnfFormat(grammar=text):
+                self.grammar_size(len(text), "response_format.ebnf")
+            case ChoiceFormat(options=options):
+                if not options:
+                    raise invalid("choice needs at least one option", "response_format.choice")
+                self.grammar_size(sum(map(len, options)), "response_format.choice")
+            case _:
+                pass
+
+    def grammar_size(self, size: int, field: str) -> None:
+        """Raises GRAMMAR_REFUSED."""
+        if size > self._config.max_grammar_bytes:
+            raise MillraceError(
+                Reason.GRAMMAR_REFUSED,
+                f"{size} bytes; the limit is {self._config.max_grammar_bytes}: use a smaller one",
+                field=field,
+            )
+
+    def size(self, size: int, field: str) -> None:
+        """Raises REQUEST_TOO_LARGE."""
+        if size > self._config.max_prompt_bytes:
+            raise too_large(f"a prompt of {size} bytes", self._config.max_prompt_bytes, field)
+
+    def ids(self, token_ids: list[int], field: str) -> None:
+        """Raises INVALID_ARGUMENT for ids that the vocabulary does not have."""
+        if max(token_ids, default=0) < self._num_tokens:
+            return
+        index = next(index for index, each in enumerate(token_ids) if each >= self._num_tokens)
+        raise invalid(
+            f"token id {token_ids[index]} is outside the vocabulary of {self._num_tokens} tokens",
+            f"{field}[{index}]",
+        )
+
+    def bytes_against_tokens(self, num_bytes: int, length: LengthLimit, field: str) -> None:
+        """Raises CONTEXT_LENGTH_EXCEEDED when so many bytes cannot be few enough tokens."""
+        limit = self.max_tokens(length)
+        if limit is None or not self._max_token_bytes:
+            return
+        least = -(-num_bytes // self._max_token_bytes)
+        if least > limit:
+            raise _too_long(f"{num_bytes} bytes, which are at least {least} tokens,", least, limit, field)
+
+    def length(self, num_tokens: int, length: LengthLimit, field: str) -> None:
+        """Raises CONTEXT_LENGTH_EXCEEDED."""
+        limit = self.max_tokens(length)
+        if limit is not None and num_tokens > limit:
+            raise _too_long(f"{num_tokens} tokens", num_tokens, limit, field)
+
+    def max_tokens(self, length: LengthLimit) -> int | None:
+        """The lower of the service's and the request's limits; None when there is none."""
+        own = self._config.max_prompt_tokens
+        limits = [each for each in (own, length.max_tokens) if each]
+        return min(limits, default=None)
+
+
+def longest_token(description: dict[str, Any], tokens: list[bytes]) -> int:
+    """Most bytes of text that one token can stand for; 0 when there is no such bound.
+
+    There is one where nothing of a text gets lost on its way: every byte ends up in some token.
+    """
+    added = description.get("added_tokens", ())
+    if any(each["lstrip"] or each["rstrip"] for each in added) or not _keeps_every_byte(description):
+        return 0
+    shrinks = _shrinking(description.get("normalizer"))
+    if shrinks is None:
+        return 0
+    return max(map(len, tokens), default=0) * shrinks
+
+
+def _keeps_every_byte(description: dict[str, Any]) -> bool:
+    if description["model"].get("byte_fallback"):
+        return True
+    steps = description.get("pre_tokenizer") or {}
+    kinds = {each["type"] for each in steps.get("pretokenizers", (steps,)) if each}
+    return "ByteLevel" in kinds
+
+
+def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+    """How much shorter normalizing makes a text at most; None for those that are not known."""
+    if normalizer is None:
+        return 1
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    factor = 1
+    for step in steps:
+        if step["type"] == "NFC":
+            factor = _COMPOSITION
+        elif step["type"] != "Prepend" and not _spells_spaces(step):
+            return None
+    return factor
+
+
+def _spells_spaces(step: dict[str, Any]) -> bool:
+    replaced = step.get("pattern"), step.get("content")
+    return bool(step["type"] == "Replace" and replaced == ({"String": " "}, "▁"))
+
+
+def _size(message: Message) -> int:
+    calls = sum(_num_bytes(call.arguments_json) for call in message.tool_calls)
+    return _num_bytes(message.content) + _num_bytes(message.reasoning) + calls
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def invalid(message: str, field: str) -> MillraceError:
+    """INVALID_ARGUMENT."""
+    return MillraceError(Reason.INVALID_ARGUMENT, message, field=field)
+
+
+def too_large(what: str, limit: int, field: str) -> MillraceError:
+    """REQUEST_TOO_LARGE."""
+    return MillraceError(
+        Reason.REQUEST_TOO_LARGE, f"{what}; the limit is {limit}: send less in one request", field=field
+    )
+
+
+def _too_long(what: str, num_tokens: int, limit: int, field: str) -> MillraceError:
+    return MillraceError(
+        Reason.CONTEXT_LENGTH_EXCEEDED,
+        f"the prompt has {what} and the limit is {limit}; shorten the prompt",
+        field=field,
+        metadata={"prompt_tokens": str(num_tokens), "max_context_tokens": str(limit)},
+    )

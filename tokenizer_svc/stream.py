@@ -1,0 +1,83 @@
+"""Many Prepare calls on one stream: read as they come, answered as they are ready, in as few messages as that
+allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+from millrace.tokenizer.v1 import tokenizer_pb2
+
+from services.errors import MillraceError, Reason
+from services.status import to_detail
+
+_log = logging.getLogger(__name__)
+
+# Calls of one stream in work; reading waits beyond that.
+MAX_IN_WORK = 1024
+
+Answer = Callable[[tokenizer_pb2.PrepareCall], Awaitable[tokenizer_pb2.PrepareResponse]]
+
+
+class CallStream:
+    """One stream. `answer` prepares one call; what it raises is the call's answer, not the stream's end."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._ready: list[tokenizer_pb2.PrepareAnswer] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Something is ready to be sent, or the last call has been answered.
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def serve(
+        self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest]
+    ) -> AsyncGenerator[tokenizer_pb2.PrepareStreamResponse, None]:
+        """Messages with answers; ends when the caller has ended its side and every call is answered."""
+        reader = asyncio.ensure_future(self._read(requests))
+        reader.add_done_callback(lambda _: self._changed.set())
+        try:
+            while self._ready or self._tasks or not reader.done():
+                await self._changed.wait()
+                self._changed.clear()
+                if self._ready:
+                    answers, self._ready = self._ready, []
+                    yield tokenizer_pb2.PrepareStreamResponse(answers=answers)
+            reader.result()
+        finally:
+            reader.cancel()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _read(self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest]) -> None:
+        async for message in requests:
+            for call in message.calls:
+                task = asyncio.ensure_future(self._one(call))
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+            if len(self._tasks) >= MAX_IN_WORK:
+                self._room.clear()
+                await self._room.wait()
+
+    async def _one(self, call: tokenizer_pb2.PrepareCall) -> None:
+        try:
+            answer = tokenizer_pb2.PrepareAnswer(id=call.id, response=await self._answer(call))
+        except MillraceError as error:
+            answer = tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(error))
+        except Exception as error:
+            _log.error("unexpected failure in PrepareStream", exc_info=error)
+            failure = MillraceError(
+                Reason.INTERNAL,
+                "an unexpected failure; the service's log has the details under this request's id",
+            )
+            answer = tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(failure))
+        self._ready.append(answer)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if len(self._tasks) < MAX_IN_WORK:
+            self._room.set()

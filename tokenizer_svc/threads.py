@@ -1,0 +1,38 @@
+"""Where work on texts is done: at once when it is short, else in threads, and the longest in a thread of its
+own, so that no prompt waits for one that is much longer than itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+# Work on inputs below this many characters takes less time than handing it to a thread.
+_INLINE_CHARACTERS = 8 * 1024
+# From here on a text takes some tenths of a second.
+_HUGE_CHARACTERS = 1024 * 1024
+
+
+class TextThreads:
+    """Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._long = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "text")
+        self._huge = ThreadPoolExecutor(1, "huge-text")
+
+    async def run(self, num_characters: int, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which handles that many characters."""
+        if num_characters < _INLINE_CHARACTERS:
+            return work()
+        executor = self._long if num_characters < _HUGE_CHARACTERS else self._huge
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    def close(self) -> None:
+        """Gives up what has not begun."""
+        self._long.shutdown(wait=False, cancel_futures=True)
+        self._huge.shutdown(wait=False, cancel_futures=True)
