@@ -139,8 +139,10 @@ class _Counts:
         self.num_tokens = self.num_gaps = self.num_late = self.num_failed = 0
 
 
-async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = ()) -> Figures:
-    """Runs one load."""
+async def measure(
+    peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = (), *, headers: str = ""
+) -> Figures:
+    """Runs one load. `headers` are more lines for every request, each with its end."""
     body = {
         "model": peer.model,
         "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -152,7 +154,7 @@ async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] =
     content = json.dumps(body).encode()
     request = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: {peer.host}\r\nauthorization: Bearer {peer.key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{headers}\r\n"
     ).encode() + content
     counts = _Counts(load)
     loop = asyncio.get_running_loop()
@@ -194,14 +196,15 @@ def _cpu_s(processes: Sequence[tuple[str, int]]) -> dict[str, float]:
 
 
 @contextmanager
-def millrace(step_ms: float) -> Iterator[RunState]:
-    """The whole stack with a simulated engine, stopped at the end."""
+def millrace(step_ms: float, *, simulated: bool = True) -> Iterator[RunState]:
+    """The whole stack, stopped at the end: with a simulated engine, or with the bundled model."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         config = Path(folder) / "millrace.toml"
         config.write_text(
             f"[engine.simulation]\nstep_ms = {step_ms}\n[engine.scheduler]\nmax_num_seqs = 256\n"
         )
-        command = [sys.executable, "-m", "services.cli", "up", "--simulated", "--port", "0"]
+        engine = ["--simulated"] if simulated else []
+        command = [sys.executable, "-m", "services.cli", "up", *engine, "--port", "0"]
         process = subprocess.Popen(
             [*command, "--config", str(config)],
             stdout=subprocess.DEVNULL,

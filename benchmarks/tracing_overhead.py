@@ -1,83 +1,130 @@
-"""What tracing costs: the same loads with every request traced, and with none.
+"""What tracing costs: the same load with every request traced, and with none, by turns on one running stack.
 
-`python -m benchmarks.tracing_overhead [--quick] [--rounds N] [--output FILE]`
+`python -m benchmarks.tracing_overhead [--blocks N] [--load NAME ...] [--output FILE]`
 
-Rounds with and without alternate, so that what else the machine does falls on both. Two loads: `stream` with
-an engine that answers instantly, where the processes in front of it are the bottleneck: the worst case;
-and `model`, where a step takes 20 ms, as with a real one. CPU time is summed over all our processes, the span
-store included, and told apart by process.
+Whether a request is traced is what its client's traceparent says, so both kinds run on the same processes,
+block after block (A B B A), and whatever else the machine does falls on both. Loads: `instant`, an engine
+that answers at once, where the processes in front of it are the bottleneck: the worst case; `fast` and
+`paced`, steps of 1 and 20 ms; `model`, the bundled model. CPU time is summed over all our processes, the span store
+included, until the last span of a block is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import asyncio
+import secrets
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 import uvloop
 
-from benchmarks.gateway_overhead import Figures, Load, measure, millrace, own
+from benchmarks.gateway_overhead import Figures, Load, Peer, measure, millrace, own
+from observability.store import SpanReader
 from services.bench.report import machine
+from services.supervisor.state import RunState
 
-_STEP_MS = 20.0
-# Envoy decides for the whole trace; the services follow it.
-_SAMPLING = "MILLRACE_ENVOY__TRACE_SAMPLING_PERCENT"
-
-
-@contextmanager
-def sampling(percent: int) -> Iterator[None]:
-    """The share of requests that a stack started inside traces."""
-    before = os.environ.get(_SAMPLING)
-    os.environ[_SAMPLING] = str(percent)
-    try:
-        yield
-    finally:
-        os.environ.pop(_SAMPLING)
-        if before is not None:
-            os.environ[_SAMPLING] = before
+# Time for the spans of a block to be exported and written.
+_SETTLE_S = 1.0
+_SPANS_A_REQUEST = 15
 
 
-def measure_once(percent: int, load: Load, step_ms: float) -> Figures:
-    """One stack, warmed up, under one load."""
-    with sampling(percent), millrace(step_ms) as state:
-        peer, processes = own(state)
+class Setting(msgspec.Struct, frozen=True):
+    """A load and what it runs on; without `step_ms` the bundled model."""
 
-        async def run() -> Figures:
-            await measure(peer, Load(load.concurrency, load.concurrency * 2, 2))
-            return await measure(peer, load, processes)
-
-        return uvloop.run(run())
+    load: Load
+    step_ms: float | None = None
 
 
-def compare(name: str, load: Load, step_ms: float, rounds: int) -> dict[str, float]:
-    """Medians over the rounds, and what tracing takes away, in per cent."""
-    measured: dict[int, list[Figures]] = {0: [], 100: []}
-    for _ in range(rounds):
-        for percent, figures in measured.items():
-            figures.append(measure_once(percent, load, step_ms))
-    tokens = {percent: statistics.median(f.tokens_per_s for f in each) for percent, each in measured.items()}
-    cpu = {
-        percent: statistics.median(sum(f.cpu_ms.values()) for f in each) for percent, each in measured.items()
-    }
-    for percent, each in measured.items():
-        mean = {key: statistics.fmean(f.cpu_ms[key] for f in each) for key in each[0].cpu_ms}
-        parts = " ".join(f"{process} {milliseconds:.2f}" for process, milliseconds in mean.items())
-        print(f"{name:8} {percent:3} % traced, CPU ms a request: {parts}")
-    result = {
-        "tokens_per_s_off": tokens[0],
-        "tokens_per_s_on": tokens[100],
-        "throughput_loss_percent": 100 * (1 - tokens[100] / tokens[0]),
-        "cpu_ms_per_request_off": cpu[0],
-        "cpu_ms_per_request_on": cpu[100],
-        "num_failed": float(sum(f.num_failed for each in measured.values() for f in each)),
-    }
+LOADS: Mapping[str, Setting] = {
+    "instant": Setting(Load(32, 320, 128), 0.0),
+    "fast": Setting(Load(32, 320, 128), 1.0),
+    "paced": Setting(Load(64, 128, 64), 20.0),
+    "model": Setting(Load(16, 96, 64)),
+}
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One load, traced or not."""
+
+    traced: bool
+    tokens_per_s: float
+    ttft_p50_ms: float
+    cpu_ms: dict[str, float]
+    num_failed: int
+
+    @property
+    def total_cpu_ms(self) -> float:
+        """Of all processes, a request."""
+        return sum(self.cpu_ms.values())
+
+
+def _traceparent(*, traced: bool) -> str:
+    # One trace for all requests of a block: what is measured does not depend on ids.
+    return f"traceparent: 00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if traced else '00'}\r\n"
+
+
+def _cpu_s(processes: Sequence[tuple[str, int]]) -> dict[str, float]:
+    used = {}
+    for name, pid in processes:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        used[name] = sum(sum(each.cpu_times()[:2]) for each in family)
+    return used
+
+
+async def _block(peer: Peer, load: Load, processes: Sequence[tuple[str, int]], *, traced: bool) -> Block:
+    before = _cpu_s(processes)
+    figures: Figures = await measure(peer, load, headers=_traceparent(traced=traced))
+    await asyncio.sleep(_SETTLE_S)
+    after = _cpu_s(processes)
+    cpu_ms = {name: (after[name] - before[name]) / load.num_requests * 1000 for name in after}
+    return Block(traced, figures.tokens_per_s, figures.ttft_p50_ms, cpu_ms, figures.num_failed)
+
+
+async def _blocks(state: RunState, load: Load, num_blocks: int) -> list[Block]:
+    peer, processes = own(state)
+    for traced in (True, False):
+        await measure(
+            peer, Load(load.concurrency, load.concurrency * 2, 2), headers=_traceparent(traced=traced)
+        )
+    await asyncio.sleep(_SETTLE_S)
+    order = [index % 4 in {0, 3} for index in range(num_blocks)]
+    found = [await _block(peer, load, processes, traced=traced) for traced in order]
+    reader = SpanReader(Path(state.trace_store))
+    last = len(reader.trace(reader.last_trace()))
+    reader.close()
+    # The figures mean nothing unless what should be traced was, and only that.
+    expected = _SPANS_A_REQUEST * load.num_requests
+    if last < expected:
+        raise SystemExit(f"a traced block left {last} spans; at least {expected} were expected")
+    return found
+
+
+def compare(name: str, setting: Setting, num_blocks: int) -> dict[str, float]:
+    """Medians over the blocks, and what tracing takes away, in per cent."""
+    with millrace(setting.step_ms or 0.0, simulated=setting.step_ms is not None) as state:
+        blocks = uvloop.run(_blocks(state, setting.load, num_blocks))
+    result: dict[str, float] = {}
+    for traced, label in ((False, "off"), (True, "on")):
+        mine = [block for block in blocks if block.traced is traced]
+        result[f"tokens_per_s_{label}"] = statistics.median(block.tokens_per_s for block in mine)
+        result[f"ttft_p50_ms_{label}"] = statistics.median(block.ttft_p50_ms for block in mine)
+        result[f"cpu_ms_per_request_{label}"] = statistics.median(block.total_cpu_ms for block in mine)
+        parts = {process: statistics.median(b.cpu_ms[process] for b in mine) for process in mine[0].cpu_ms}
+        result |= {f"cpu_ms_{process}_{label}": value for process, value in parts.items()}
+        shown = " ".join(f"{process} {milliseconds:.2f}" for process, milliseconds in parts.items())
+        print(f"{name:8} {label:3} CPU ms a request: {shown}")
+    off, on = result["tokens_per_s_off"], result["tokens_per_s_on"]
+    cpu_off, cpu_on = result["cpu_ms_per_request_off"], result["cpu_ms_per_request_on"]
+    result["throughput_loss_percent"] = 100 * (1 - on / off)
+    result["cpu_increase_percent"] = 100 * (cpu_on / cpu_off - 1)
+    result["num_failed"] = float(sum(block.num_failed for block in blocks))
     print(
-        f"{name:8} off {tokens[0]:8.0f} tokens/s   on {tokens[100]:8.0f}   loss "
-        f"{result['throughput_loss_percent']:5.1f} %   CPU ms a request {cpu[0]:.2f} -> {cpu[100]:.2f}",
+        f"{name:8} off {off:8.0f} tokens/s   on {on:8.0f}   "
+        f"loss {result['throughput_loss_percent']:5.1f} %   CPU ms a request {cpu_off:.2f} -> {cpu_on:.2f} ({result['cpu_increase_percent']:+.1f} %)",
         flush=True,
     )
     return result
@@ -86,17 +133,20 @@ def compare(name: str, load: Load, step_ms: float, rounds: int) -> dict[str, flo
 def main() -> None:
     """Prints the figures, and writes them with the machine when asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks a load, half of them traced")
+    parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only these loads")
+    parser.add_argument(
+        "--output", type=Path, help="write the figures here as JSON, beside those of other loads"
+    )
     arguments = parser.parse_args()
-    scale = 4 if arguments.quick else 1
-    results = {
-        "stream": compare("stream", Load(32, 1280 // scale, 128), 0.0, arguments.rounds),
-        "model": compare("model", Load(32, 256 // scale, 64), _STEP_MS, arguments.rounds),
-    }
+    results = {name: compare(name, LOADS[name], arguments.blocks) for name in arguments.load or LOADS}
     if arguments.output is not None:
-        report = {"machine": machine(), "rounds": arguments.rounds, "results": results}
+        before = msgspec.json.decode(arguments.output.read_bytes()) if arguments.output.exists() else {}
+        report = {
+            "machine": machine(),
+            "blocks": arguments.blocks,
+            "results": {**before.get("results", {}), **results},
+        }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
