@@ -2,6 +2,11 @@
 // operations, so that a value does not depend on where it is inlined.
 #pragma once
 
+// GCC 12 takes the undefined sources of its own AVX-512 intrinsics for mistakes (its bug 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 
 #include <cmath>
