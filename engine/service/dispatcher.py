@@ -11,6 +11,7 @@ from millrace.engine.v1 import engine_pb2
 
 from engine.core import messages
 from engine.service import convert
+from engine.service.held_blocks import HeldBlocks
 from engine.service.spans import RequestTrace
 from engine.service.streams import GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
@@ -18,6 +19,8 @@ from observability.tracing import Telemetry
 
 # A gateway without news hears of load and cache changes this often, in seconds.
 _QUIET_REPORT_S = 0.5
+# Block hashes in one message of a snapshot, 8 bytes each.
+_SNAPSHOT_HASHES = 16_384
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class Dispatcher:
         self.requests: dict[int, OpenRequest] = {}
         self.draining = False
         self.load: SchedulerLoad | None = None
+        self._held = HeldBlocks()
         # Set while no request is open.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -56,8 +60,18 @@ class Dispatcher:
         return self._next_request_id - 1
 
     def open(self, stream: GatewayStream) -> None:
-        """A gateway has attached."""
+        """A gateway has attached. The first it hears is the load, and which prefixes are cached."""
         self.streams.add(stream)
+        if self.load is None:
+            return
+        now, batch = time.monotonic(), 0
+        for event in self._held.snapshot():
+            stream.kv_events.append(convert.to_kv_event(event))
+            batch += len(event.block_hashes)
+            if batch >= _SNAPSHOT_HASHES:
+                stream.put(self._last_step_id, [], None, now)
+                batch = 0
+        stream.put(self._last_step_id, [], convert.to_load(self.load, draining=self.draining), now)
 
     def close(self, stream: GatewayStream) -> None:
         """The stream has ended: its requests are cancelled, its messages dropped. May be called again."""
@@ -104,6 +118,7 @@ class Dispatcher:
                 self._take_in(opened, event, now)
                 outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
         load = convert.to_load(step.load, draining=self.draining)
+        self._held.apply(step.kv_events)
         kv_events = [convert.to_kv_event(event) for event in step.kv_events]
         for stream in list(self.streams):
             stream.kv_events += kv_events

@@ -11,13 +11,22 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from millrace.common.v1 import output_pb2
+from millrace.common.v1 import output_pb2, sampling_pb2
 from millrace.engine.v1 import engine_pb2
 
+from engine.kv import PrefixHasher
+from engine.kv.hashing import event_hash
 from services.errors import MillraceError, Reason
 from services.status import from_rpc_error
 from tests.unit.engine.checked_runner import expected_token
-from tests.unit.engine.service.engine_client import Engine, Gateway, signed, start_engine, tokens
+from tests.unit.engine.service.engine_client import (
+    MODEL_PATH,
+    Engine,
+    Gateway,
+    signed,
+    start_engine,
+    tokens,
+)
 
 PROMPT = list(range(10, 50))
 LOOP = pytest.mark.asyncio(loop_scope="module")
@@ -207,20 +216,40 @@ async def test_a_gateway_that_does_not_read_is_ended_and_others_are_not(
     assert tokens((await gateway.until_ended(1))[1, 0]) == expected(4)
 
 
-async def test_load_and_cache_events_reach_every_gateway(engine: Engine, gateway: Gateway) -> None:
+async def test_load_and_cache_events_reach_every_gateway_the_late_ones_too(
+    engine: Engine, gateway: Gateway
+) -> None:
     other = Gateway(engine)
     await other.hello()
-    seen: list[set[int]] = []
-    await gateway.submit(1, list(range(500, 548)))
-    for stream in (gateway, other):
+    prompt = list(range(500, 548))
+    chain = PrefixHasher(model=MODEL_PATH, adapter="", salt=b"", block_size=16)
+    chain.extend(prompt, len(prompt))
+    expected_hashes = {event_hash(each) for each in chain.hashes}
+    await gateway.submit(1, prompt)
+    late = Gateway(engine)
+    for stream in (gateway, other, late):
+        if stream is late:
+            await late.hello()
         stored: set[int] = set()
-        while len(stored) < 3:
+        while not expected_hashes <= stored:
             message = await stream.read()
             assert message.load.num_total_blocks
             stored |= {each for event in message.kv_events for each in event.stored.block_hashes}
-        seen.append(stored)
-    assert seen[0] == seen[1]
-    other.call.cancel()
+    for stream in (other, late):
+        stream.call.cancel()
+
+
+async def test_an_adapter_is_refused_by_name(gateway: Gateway) -> None:
+    submit = engine_pb2.Submit(
+        handle=1,
+        context=signed(),
+        prompt_token_ids=PROMPT,
+        sampling=sampling_pb2.SamplingOptions(seed=1),
+        adapter="poems",
+    )
+    await gateway.call.write(engine_pb2.AttachRequest(submit=submit))
+    refused = (await gateway.until_ended(1))[1, 0][0]
+    assert (refused.error.reason, refused.error.field) == (Reason.UNSUPPORTED_FIELD, "adapter")
 
 
 async def test_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
