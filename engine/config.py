@@ -96,6 +96,18 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_acceptance: float = 0.3
 
 
+class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.quantization]`: details of `engine.quantize`."""
+
+    # Inputs that share a scale in int4 weights; a layer whose inputs do not fall into such groups takes the
+    # next smaller size, or stays dense.
+    group_size: Literal[32, 64, 128] = 64
+    # The head (logits): int8 per output, or in the serving type.
+    head: Literal["int8", "dense"] = "int8"
+    # How w8a8 balances channels with outliers: by ranges seen in a calibration run at load, or not at all.
+    smoothing: Literal["calibrated", "off"] = "calibrated"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine]`."""
 
@@ -107,6 +119,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too) or int4 (by groups).
+    # Checkpoints that are quantized already are served as they are.
+    quantize: Literal["off", "int8", "w8a8", "int4"] = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Name of an attention back end; "auto" takes the fastest that the machine supports.
     attention_backend: str = "auto"
@@ -121,6 +136,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
     simulation: SimulatedConfig = SimulatedConfig()
 
     def validate(self) -> None:

@@ -27,6 +27,11 @@ ELEMENT_BYTES = {
     "I8": 1,
     "U8": 1,
     "BOOL": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
 }
 # A header is a few hundred bytes per tensor; a larger number means that the file is something else.
 MAX_HEADER_BYTES = 100_000_000

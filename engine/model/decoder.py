@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.kernels.attention import AttentionBackend
-from engine.kernels.linear import pack_linear
+from engine.kernels.linear import DenseWeight, pack_linear
 from engine.kernels.paged_cache import LayerCache
 from engine.model.experts import SparseFeedForward
 from engine.model.forward_batch import ForwardBatch
@@ -78,12 +79,12 @@ class Decoder:
         )  # [V, E]
         self.layers = [DecoderLayer(weights, layer, spec) for layer in range(spec.num_layers)]
         self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
-        head = self.embedding
         if spec.tied_embeddings:
             weights.discard("lm_head.weight")
+            self.head_weight = weights.quantized_head(DenseWeight(values=self.embedding))
         else:
-            head = weights.take("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        self.head = pack_linear(head)  # [V, E]
+            self.head_weight = weights.head("lm_head", (spec.vocab_size, spec.hidden_size))
+        self.head = pack_linear(self.head_weight)  # [V, E]
         device = weights.device
         self.ropes = [
             tuple(part.to(device) for part in rope_table(rope, max_model_len)) for rope in spec.ropes
@@ -124,9 +125,15 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     progress: Callable[[str, float], None],
+    config: EngineConfig | None = None,
 ) -> Decoder:
-    """Reads a checkpoint. Raises CheckpointError naming a tensor that is missing, misshapen or unexpected."""
-    with WeightReader(folder, dtype=dtype, device=device, progress=progress) as weights:
+    """Reads a checkpoint; `config` says whether its weights are quantized.
+
+    Raises CheckpointError naming a tensor that is missing, misshapen or unexpected.
+    """
+    with WeightReader(
+        folder, dtype=dtype, device=device, progress=progress, scheme=spec.quantization, config=config
+    ) as weights:
         model = Decoder(weights, spec, max_model_len=max_model_len)
         weights.finish()
     return model

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.activation import gate
-from engine.kernels.linear import ROW_MULTIPLE, Product, pack_linear
+from engine.kernels.linear import ROW_MULTIPLE, Product, WeightFormat, pack_linear
+from engine.kernels.linear.formats import rows_of
 from engine.model.layers import FeedForward
 from engine.model.spec import ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader
@@ -70,7 +71,10 @@ class Router:
 class Expert:
     """One gated feed-forward."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(
+        self, gate_up: WeightFormat, down: WeightFormat, biases: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.gate_up_weight, self.down_weight = gate_up, down
         self.gate_up: Product = pack_linear(gate_up)  # [2 I, E]
         self.down: Product = pack_linear(down)  # [E, I]
         self.gate_up_bias: Tensor | None = biases[0] if biases else None
@@ -123,15 +127,12 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
     """Experts whose gate, up and down are three tensors each, named so."""
 
     def read(weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec) -> list[Expert]:
-        inner, outer = (
-            (experts.intermediate_size, spec.hidden_size),
-            (spec.hidden_size, experts.intermediate_size),
-        )
+        size, hidden = experts.intermediate_size, spec.hidden_size
         found = []
         for index in range(experts.num_experts):
-            gate_name, up_name, down_name = (f"{prefix}.{index}.{name}.weight" for name in names)
-            gate_up = torch.cat((weights.take(gate_name, inner), weights.take(up_name, inner)))
-            found.append(Expert(gate_up, weights.take(down_name, outer)))
+            gate_name, up_name, down_name = (f"{prefix}.{index}.{name}" for name in names)
+            gate_up = weights.linear([gate_name, up_name], [size, size], hidden)
+            found.append(Expert(gate_up, weights.linear([down_name], [hidden], size)))
         return found
 
     return read
@@ -142,15 +143,15 @@ def _gpt_oss_experts(
 ) -> list[Expert]:
     """All experts in one tensor each, inputs first, gate and up taking turns; biases everywhere."""
     count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
-    gate_up = weights.take(f"{prefix}.gate_up_proj", (count, hidden, 2 * size))
+    gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
     gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
-    down = weights.take(f"{prefix}.down_proj", (count, size, hidden))
+    down = weights.stacked(f"{prefix}.down_proj", (count, hidden, size))
     down_bias = weights.take(f"{prefix}.down_proj_bias", (count, hidden))
-    turns = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2))).to(gate_up.device)
+    turns = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2))).to(weights.device)
     return [
         Expert(
-            gate_up[index].T[turns].contiguous(),
-            down[index].T.contiguous(),
+            weights.quantized(rows_of(gate_up(index), turns)),
+            weights.quantized(down(index)),
             (gate_up_bias[index][turns], down_bias[index]),
         )
         for index in range(count)

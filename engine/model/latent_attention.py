@@ -51,11 +51,9 @@ class LatentAttention:
         self.latent_norm = weights.take(
             f"{prefix}.kv_a_layernorm.weight", (latent.kv_rank,), dtype=torch.float32
         )
-        up = weights.take(
-            f"{prefix}.kv_b_proj.weight",
-            (spec.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
-        )
-        up = up.float().view(spec.num_heads, -1, latent.kv_rank)
+        up_shape = (spec.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+        up = weights.dense(f"{prefix}.kv_b_proj", up_shape, dtype=torch.float32)
+        up = up.view(spec.num_heads, -1, latent.kv_rank)
         self.key_up = up[:, : latent.nope_dim].contiguous()  # [H, N, R]
         self.value_up = up[:, latent.nope_dim :].transpose(1, 2).contiguous()  # [H, R, V]
         output_size = spec.num_heads * latent.value_dim

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.activation import gate
 from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import pack_linear
+from engine.kernels.linear import WeightFormat, pack_linear
 from engine.kernels.norm import rms_norm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
@@ -41,18 +41,18 @@ class Linear:
     def __init__(
         self, weights: WeightReader, names: Sequence[str], outputs: Sequence[int], inputs: int, bias: bool
     ) -> None:
-        parts = [
-            weights.take(f"{name}.weight", (size, inputs)) for name, size in zip(names, outputs, strict=True)
-        ]
-        self.product = pack_linear(
-            torch.cat(parts) if len(parts) > 1 else parts[0]
-        )  # [sum of outputs, inputs]
+        self.use(weights.linear(names, outputs, inputs, calibrates=True))  # [sum of outputs, inputs]
         self.bias: Tensor | None = None
         if bias:
             biases = [
                 weights.take(f"{name}.bias", (size,)) for name, size in zip(names, outputs, strict=True)
             ]
             self.bias = torch.cat(biases)
+
+    def use(self, weight: WeightFormat) -> None:
+        """Computes with `weight` from now on."""
+        self.weight = weight
+        self.product = pack_linear(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, sum of outputs]."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.quantization.scheme import Scheme
 from services.errors import ConfigError
 
 
@@ -115,6 +116,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     fused_projections: bool = False
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
+    # How the checkpoint's linear layers are quantized; None where they are not.
+    quantization: Scheme | None = None
 
     @property
     def query_key_dim(self) -> int:

@@ -7,7 +7,7 @@ the model plus one tensor.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,49 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.config import EngineConfig
+from engine.kernels.linear import DenseWeight, WeightFormat
+from engine.kernels.linear.formats import stack
 from engine.model.checkpoint import read_headers
 from engine.model.spec import CheckpointError
+from engine.quantization.at_load import int8_weight, quantize
+from engine.quantization.scheme import Scheme
+from engine.quantization.stored import MXFP4_GROUP, mxfp4_weight, read_weight
 
 Progress = Callable[[str, float], None]
-# Buffers that old checkpoints carry and that are computed here.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+# Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,
+# whose scales are computed here for each token and head.
+IGNORED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    ".masked_bias",
+    ".attn.bias",
+    ".k_scale",
+    ".v_scale",
+    ".output_scale",
+)
 
 
 class WeightReader:
     """Hands out a checkpoint's tensors, each once. Use as a context manager; call `finish` when all are
     taken.
+
+    Linear layers come as formats of `kernels/linear`: as the checkpoint holds them, or quantized by
+    `config`.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        scheme: Scheme | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
         self.folder = folder
+        self.scheme = scheme
+        self.config = config or EngineConfig()
         self.dtype = dtype
         self.device = device
         self.progress = progress
@@ -50,12 +78,71 @@ class WeightReader:
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, converted. Raises CheckpointError when it is missing or of another shape."""
+        tensor = self.stored(name, shape)
+        return tensor.to(dtype or self.dtype) if tensor.dtype.is_floating_point else tensor
+
+    def linear(
+        self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, calibrates: bool = False
+    ) -> WeightFormat:
+        """The weight of the linear layers `names`, their outputs one after another.
+
+        With `calibrates` the caller sees to it that a weight comes back quantized only when the ranges of its
+        inputs are known, so it is dense until then.
+        """
+        parts = [self._layer(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
+        weight = stack(parts, self.dtype)
+        waits = calibrates and self.config.quantize == "w8a8" and self.config.quantization.smoothing != "off"
+        return weight if waits else self.quantized(weight)
+
+    def quantized(self, weight: WeightFormat) -> WeightFormat:
+        """`weight` as `engine.quantize` asks for; that of a quantized checkpoint stays as it is."""
+        if self.scheme is not None or not isinstance(weight, DenseWeight):
+            return weight
+        return quantize(weight.values, self.config)
+
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> Callable[[int], WeightFormat]:
+        """Weights [X, N, K] of experts that share a tensor, inputs first, or MXFP4 blocks. The result is a
+        function of the expert's index.
+        """
+        count, outputs, inputs = shape
+        if self.scheme is not None and self.scheme.method == "mxfp4" and self.has(f"{name}_blocks"):
+            groups = inputs // MXFP4_GROUP
+            blocks = self.stored(f"{name}_blocks", (count, outputs, groups, MXFP4_GROUP // 2))
+            scales = self.stored(f"{name}_scales", (count, outputs, groups))
+            return lambda index: mxfp4_weight(blocks[index], scales[index])
+        dense = self.take(name, (count, inputs, outputs))
+        return lambda index: DenseWeight(values=dense[index].T.contiguous())
+
+    def dense(self, name: str, shape: tuple[int, int], *, dtype: torch.dtype) -> Tensor:
+        """The weight of the linear layer `name` as a dense tensor, however it is stored."""
+        return self._layer(name, *shape).dequantize().to(dtype)
+
+    def head(self, name: str, shape: tuple[int, int]) -> WeightFormat:
+        """The weight of the layer `name` that makes logits."""
+        return self.quantized_head(self._layer(name, *shape))
+
+    def quantized_head(self, weight: WeightFormat) -> WeightFormat:
+        """A head as `engine.quantization.head` asks for."""
+        config = self.config
+        wanted = config.quantize != "off" and config.quantization.head == "int8"
+        return int8_weight(weight.values) if wanted and isinstance(weight, DenseWeight) else weight
+
+    def _layer(self, name: str, outputs: int, inputs: int) -> WeightFormat:
+        if self.scheme is not None:
+            weight = read_weight(self, name, outputs, inputs, self.scheme)
+            if weight is not None:
+                return weight
+        return DenseWeight(values=self.take(f"{name}.weight", (outputs, inputs)))
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor `name` in its stored type; of any shape when that is None. Raises CheckpointError."""
         header = self.headers.get(name)
         if header is None:
             near = difflib.get_close_matches(name, self._left, n=1)
             hint = f"; the checkpoint has {near[0]}" if near else ""
-            raise CheckpointError(f"{self.folder}: tensor {name} of shape {list(shape)} is missing{hint}")
-        if header.shape != shape:
+            of_shape = "" if shape is None else f" of shape {list(shape)}"
+            raise CheckpointError(f"{self.folder}: tensor {name}{of_shape} is missing{hint}")
+        if shape is not None and header.shape != shape:
             raise CheckpointError(
                 f"{self.folder}/{header.file}: tensor {name} has shape {list(header.shape)}, "
                 f"but config.json implies {list(shape)}"
@@ -69,9 +156,7 @@ class WeightReader:
             ) from error
         self._bytes_done += header.num_elements
         self.progress("load weights", self._bytes_done / self._bytes_total)
-        if not tensor.dtype.is_floating_point:
-            return tensor.to(self.device)
-        return tensor.to(self.device, dtype or self.dtype)
+        return tensor.to(self.device)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""

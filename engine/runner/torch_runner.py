@@ -266,6 +266,7 @@ def build(
         device=device,
         max_model_len=plan.max_model_len,
         progress=progress,
+        config=config,
     )
     progress("allocate KV cache", 0.0)
     storage_options: dict[str, Any] = {

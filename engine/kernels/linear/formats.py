@@ -139,9 +139,8 @@ def pack_levels(levels: Tensor) -> Tensor:
     return (levels[:, 0::2] | (levels[:, 1::2] << 4)).contiguous()
 
 
-def rows_of(weight: WeightFormat, start: int, stop: int) -> WeightFormat:
-    """Outputs [start, stop) of a weight, as views."""
-    part = slice(start, stop)
+def rows_of(weight: WeightFormat, part: slice | Tensor) -> WeightFormat:
+    """Some outputs of a weight: a slice (views), or those that a tensor of indices names."""
     if isinstance(weight, DenseWeight):
         return DenseWeight(values=weight.values[part])
     if isinstance(weight, Int8Weight):

@@ -44,7 +44,7 @@ class DequantizedProduct:
         num_outputs, num_inputs = self.weight.shape
         step = max(1, PIECE_ELEMENTS // num_inputs)
         for start in range(0, num_outputs, step):
-            piece = rows_of(self.weight, start, start + step)
+            piece = rows_of(self.weight, slice(start, start + step))
             assert isinstance(piece, Int8Weight | Int4Weight)
             yield piece.stored()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (
     deepseek,
@@ -20,6 +22,7 @@ from engine.model.families import (
     qwen3_moe,
 )
 from engine.model.spec import CheckpointError, ModelSpec
+from engine.quantization.scheme import read_scheme
 
 FAMILIES: dict[str, Callable[[ConfigReader], ModelSpec]] = {
     "DeepseekV2ForCausalLM": deepseek.read_v2,
@@ -45,7 +48,8 @@ def read_spec(folder: Path) -> ModelSpec:
     architectures = reader.values.get("architectures") or ["(none)"]
     for name in architectures:
         if name in FAMILIES:
-            return FAMILIES[name](reader)
+            scheme = read_scheme(reader.values, reader.source)
+            return msgspec.structs.replace(FAMILIES[name](reader), quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "
         f"{', '.join(sorted(FAMILIES))}"

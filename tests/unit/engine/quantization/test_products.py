@@ -119,4 +119,6 @@ def test_stacking_keeps_what_is_alike_and_dequantizes_the_rest() -> None:
             torch.testing.assert_close(both.dequantize(), expected, rtol=0, atol=1e-6)
             if upper is lower:
                 assert type(both) is type(upper)
-            torch.testing.assert_close(rows_of(both, 6, 12).dequantize(), expected[6:], rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                rows_of(both, slice(6, 12)).dequantize(), expected[6:], rtol=0, atol=1e-6
+            )

@@ -1,0 +1,114 @@
+"""Quantizes dense weights while a checkpoint is loaded.
+
+- "int8": one scale per output, inputs stay as they are (W8A16).
+- "w8a8": the same levels, inputs rounded to int8 per token. Channels of inputs with outliers are made smaller
+  and their weights larger beforehand (SmoothQuant, arXiv 2211.10438, strength 0.5), where their ranges are
+  known from calibration.
+- "int4": groups of neighbouring inputs. Each group tries clipped ranges and keeps the one of least squared
+  error, symmetric (levels around zero) or asymmetric (from the lowest to the highest weight), whichever is
+  nearer over the whole weight.
+
+Shape letters: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import INT4_MIDDLE, pack_levels
+
+SMOOTHING_STRENGTH = 0.5
+# Parts of a group's range that levels may span; weights beyond are clipped.
+CLIPPED_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
+GROUP_SIZES = (128, 64, 32)
+
+
+def quantize(weight: Tensor, config: EngineConfig, input_range: Tensor | None = None) -> WeightFormat:
+    """weight [N, K] in the format that `engine.quantize` asks for.
+
+    input_range [K]: largest magnitude of each input in calibration, or None when unknown. A weight whose
+    inputs do not fall into groups of even 32 stays dense.
+    """
+    if config.quantize == "int8":
+        return int8_weight(weight)
+    if config.quantize == "w8a8":
+        return rounding_weight(weight, input_range)
+    if config.quantize == "int4":
+        size = group_size_for(weight.shape[1], config.quantization.group_size)
+        return int4_weight(weight, size) if size else DenseWeight(values=weight)
+    return DenseWeight(values=weight)
+
+
+def group_size_for(inputs: int, wanted: int) -> int:
+    """The largest group size up to `wanted` into which `inputs` fall; 0 when none does."""
+    return next((size for size in GROUP_SIZES if size <= wanted and inputs % size == 0), 0)
+
+
+def int8_weight(weight: Tensor) -> Int8Weight:
+    """One scale per output: the largest magnitude maps to 127."""
+    wide = weight.float()
+    scale = (wide.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return Int8Weight(values=(wide / scale).round().clamp(-127, 127).to(torch.int8), scale=scale)
+
+
+def rounding_weight(weight: Tensor, input_range: Tensor | None) -> Int8Weight:
+    """int8 levels for inputs that are rounded as well, smoothed where the inputs' range is known."""
+    smoothing = None
+    wide = weight.float()
+    if input_range is not None:
+        smoothing = _smoothing(wide, input_range.float())
+        wide = wide / smoothing
+    made = int8_weight(wide)
+    return Int8Weight(values=made.values, scale=made.scale, smoothing=smoothing, activations="int8")
+
+
+def _smoothing(weight: Tensor, input_range: Tensor) -> Tensor:
+    """What inputs are multiplied by [K]: (range of weights / range of inputs) ^ 0.5, around 1."""
+    tiny = 1e-5
+    of_inputs, of_weights = input_range.clamp(min=tiny), weight.abs().amax(0).clamp(min=tiny)
+    factor = of_weights**SMOOTHING_STRENGTH / of_inputs ** (1 - SMOOTHING_STRENGTH)
+    return factor / factor.log().mean().exp()
+
+
+def int4_weight(weight: Tensor, group_size: int) -> Int4Weight:
+    """Levels of 4 bits by groups of `group_size` inputs."""
+    grouped = weight.float().view(weight.shape[0], -1, group_size)  # [N, G, size]
+    highest, lowest = grouped.amax(-1), grouped.amin(-1)
+    # The level of -8 takes the larger side, so that 7.5 on average covers both.
+    larger = torch.where(highest > -lowest, highest, lowest)
+    symmetric = _best_clip(grouped, [(-larger * part / 8, larger * part) for part in CLIPPED_RANGES])
+    spread = (highest - lowest).clamp(min=1e-10)
+    asymmetric = _best_clip(grouped, [(spread * part / 15, lowest * part) for part in CLIPPED_RANGES])
+    if float(symmetric[2].sum()) <= float(asymmetric[2].sum()):
+        scale, _, _ = symmetric
+        return Int4Weight(packed=_levels(grouped, scale, -INT4_MIDDLE * scale), scale=scale)
+    scale, minimum, _ = asymmetric
+    return Int4Weight(packed=_levels(grouped, scale, minimum), scale=scale, minimum=minimum)
+
+
+def _best_clip(grouped: Tensor, candidates: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale, minimum, squared error), each [N, G], of the candidate nearest to its group."""
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for scale, minimum in candidates:
+        levels = _rounded(grouped, scale, minimum)
+        error = (levels * scale[..., None] + minimum[..., None] - grouped).square().sum(-1)
+        if best is None:
+            best = scale, minimum, error
+        else:
+            nearer = error < best[2]
+            new = (scale, minimum, error)
+            best = tuple(torch.where(nearer, a, b) for a, b in zip(new, best, strict=True))  # type: ignore[assignment]
+    assert best is not None, "there is at least one candidate"
+    return best
+
+
+def _rounded(grouped: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return ((grouped - minimum[..., None]) / safe[..., None]).round().clamp(0, 15)
+
+
+def _levels(grouped: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    return pack_levels(_rounded(grouped, scale, minimum).flatten(1))

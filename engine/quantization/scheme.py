@@ -1,0 +1,154 @@
+"""What a checkpoint says about its quantization, checked before any tensor is read. No torch.
+
+The source is `quantization_config` of config.json, or the file of its own that older tools wrote beside it.
+Which layers are quantized is not taken from lists of exceptions but from the tensors that are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from services.errors import ConfigError
+
+Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
+
+# Files beside config.json in which older AutoGPTQ and AutoAWQ checkpoints keep their settings.
+OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How the linear layers of a checkpoint are stored."""
+
+    method: Method
+    # Bits of a level; 0 where the tensors say it.
+    bits: int = 0
+    # GPTQ's first version stores zero points lowered by one.
+    zero_point_offset: int = 0
+    # Whether inputs are to be rounded to int8, too.
+    int8_activations: bool = False
+    # Outputs and inputs that share a scale, where scales are by blocks.
+    block: tuple[int, int] = (128, 128)
+
+
+def read_scheme(config: Mapping[str, Any], source: str) -> Scheme | None:
+    """The scheme of a checkpoint whose config.json holds `config`; None when it is not quantized.
+
+    `source` is the path of config.json. Raises ConfigError naming the key whose value is not supported.
+    """
+    given = config.get("quantization_config") or _older_settings(Path(source).parent)
+    if not given:
+        return None
+    keys = _Keys(given, source)
+    method = keys.one_of("quant_method", tuple(_READERS))
+    return _READERS[method](keys)
+
+
+class _Keys:
+    """Keys of `quantization_config`, with errors that name them."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, path: str = "quantization_config") -> None:
+        self.values, self.source, self.path = values, source, path
+
+    def one_of(self, key: str, supported: tuple[Any, ...], default: Any = None) -> Any:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, str):
+            value = value.lower()
+        if value not in supported:
+            raise self.refusal(key, value, f"supported are {', '.join(map(str, supported))}")
+        return value
+
+    def inside(self, key: str) -> _Keys:
+        value = self.values.get(key)
+        if not isinstance(value, Mapping):
+            raise self.refusal(key, value, "a table is needed")
+        return _Keys(value, self.source, f"{self.path}.{key}")
+
+    def block(self, key: str) -> tuple[int, int]:
+        value = self.values.get(key)
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) != 2
+            or not all(isinstance(n, int) and n > 0 for n in value)
+        ):
+            raise self.refusal(key, value, "two numbers are needed: outputs and inputs of a block")
+        return value[0], value[1]
+
+    def refusal(self, key: str, value: object, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {self.path}.{key} = {value!r} is not supported; {remedy}")
+
+
+def _older_settings(folder: Path) -> dict[str, Any]:
+    for name, method in OLDER_FILES.items():
+        if (folder / name).is_file():
+            try:
+                values = json.loads((folder / name).read_text())
+                renamed = {"bits": values.get("w_bit"), "group_size": values.get("q_group_size")}
+                return {"quant_method": method, **{k: v for k, v in renamed.items() if v}, **values}
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(f"{folder / name} is not valid JSON of settings: {error}") from error
+    return {}
+
+
+def _awq(keys: _Keys) -> Scheme:
+    keys.one_of("version", ("gemm",), keys.values.get("format", "gemm"))
+    return Scheme(method="awq", bits=keys.one_of("bits", (4,)))
+
+
+def _gptq(keys: _Keys) -> Scheme:
+    layout = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), keys.values.get("format", "gptq"))
+    offset = 1 if layout == "gptq" else 0
+    return Scheme(method="gptq", bits=keys.one_of("bits", (4, 8)), zero_point_offset=offset)
+
+
+def _compressed(keys: _Keys) -> Scheme:
+    keys.one_of("format", COMPRESSED_FORMATS, "dense")
+    keys.one_of("quantization_status", ("compressed", "frozen"), "compressed")
+    groups = keys.inside("config_groups")
+    int8, blocks = [], (128, 128)
+    for name in groups.values:
+        group = groups.inside(name)
+        weights = group.inside("weights")
+        kind = weights.one_of("type", ("int", "float"), "int")
+        weights.one_of("num_bits", (4, 8) if kind == "int" else (8,))
+        weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
+        if weights.values.get("block_structure"):
+            blocks = weights.block("block_structure")
+        if group.values.get("input_activations"):
+            inputs = group.inside("input_activations")
+            inputs.one_of("num_bits", (8,))
+            # What is rounded to fp8 for a GPU's sake is computed in floating point here.
+            int8.append(inputs.one_of("type", ("int", "float"), "int") == "int")
+    return Scheme(method="compressed-tensors", int8_activations=bool(int8) and all(int8), block=blocks)
+
+
+def _fp8(keys: _Keys) -> Scheme:
+    keys.one_of("fmt", ("e4m3",), "e4m3")
+    block = keys.block("weight_block_size") if keys.values.get("weight_block_size") else (128, 128)
+    return Scheme(method="fp8", bits=8, block=block)
+
+
+def _mxfp4(keys: _Keys) -> Scheme:
+    return Scheme(method="mxfp4", bits=4)
+
+
+_READERS: dict[str, Callable[[_Keys], Scheme]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,282 @@
+"""Weights that checkpoints hold quantized, read into the formats of `kernels/linear`.
+
+Each reader takes the tensors of one linear layer by their stored names. What a method cannot express exactly
+in those formats (asymmetric 8-bit levels, fp8) becomes a dense weight in the serving type. Sources:
+AutoAWQ's WQLinear_GEMM, AutoGPTQ's and GPTQModel's QuantLinear, the compressors of compressed-tensors, and
+the fine-grained fp8 of DeepSeek-V3's release.
+
+Shape letters: N outputs, K inputs, G groups of inputs, W levels in an int32 word, X experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import pack_levels
+from engine.quantization.scheme import Scheme
+from services.errors import ConfigError
+
+# Column of each four-bit field of an AWQ word, lowest bits first.
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class TensorSource(Protocol):
+    """Where readers find tensors."""
+
+    dtype: torch.dtype
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor as stored. Raises CheckpointError when it is missing or of another shape."""
+
+
+def read_weight(
+    source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
+) -> WeightFormat | None:
+    """The weight of the linear layer `name`, or None when it is not quantized. Raises ConfigError."""
+    return _READERS[scheme.method](source, name, outputs, inputs, scheme)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 words [..., C] -> levels [..., C * 32/bits], from the lowest bits up."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    levels = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    return levels.flatten(-2)
+
+
+def _awq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
+    """qweight int32 [K, N/8], qzeros int32 [G, N/8], scales [G, N]; weight = (level - zero) * scale."""
+    if not source.has(f"{name}.qweight"):
+        return None
+    _whole_words(name, outputs, 8)
+    scales = source.stored(f"{name}.scales")
+    groups = _groups(name, scales.shape[0], inputs)
+    scales = _shaped(f"{name}.scales", scales, (groups, outputs))
+    words = source.stored(f"{name}.qweight", (inputs, outputs // 8))
+    zeros = source.stored(f"{name}.qzeros", (groups, outputs // 8))
+    place = torch.argsort(torch.tensor(AWQ_COLUMNS))
+
+    def columns(packed: Tensor) -> Tensor:
+        return unpack(packed, 4).view(packed.shape[0], -1, 8)[..., place].flatten(1)
+
+    return _four_bits(columns(words).T, scales.T, columns(zeros).T)
+
+
+def _gptq(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
+    """qweight int32 [K/W, N], qzeros int32 [G, N/W], scales [G, N], g_idx int32 [K] (group of each input);
+    weight = (level - zero) * scale.
+    """
+    if not source.has(f"{name}.qweight"):
+        return None
+    per_word = 32 // scheme.bits
+    _whole_words(name, inputs, per_word)
+    _whole_words(name, outputs, per_word)
+    scales = source.stored(f"{name}.scales")
+    groups = scales.shape[0]
+    scales = _shaped(f"{name}.scales", scales, (groups, outputs))
+    words = source.stored(f"{name}.qweight", (inputs // per_word, outputs))
+    levels = unpack(words.T.contiguous(), scheme.bits)  # [N, K]
+    zeros = unpack(source.stored(f"{name}.qzeros", (groups, outputs // per_word)), scheme.bits)
+    # The first version lowers zero points by one when it packs them; those of zero wrap around.
+    zeros = (zeros + scheme.zero_point_offset) & ((1 << scheme.bits) - 1)
+    group_of_input = None
+    if source.has(f"{name}.g_idx"):
+        group_of_input = source.stored(f"{name}.g_idx", (inputs,)).long()
+    return _by_groups(name, levels, scales.T, zeros.T, group_of_input, scheme.bits, source.dtype)
+
+
+def _compressed(
+    source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
+) -> WeightFormat | None:
+    """Packed levels (weight_packed), or levels or fp8 in `weight`; weight_scale says by what they are scaled.
+
+    Static ranges of activations are not used: rows are rounded by their own largest magnitude.
+    """
+    if source.has(f"{name}.weight_packed"):
+        return _pack_quantized(source, name, outputs, inputs)
+    if not source.has(f"{name}.weight_scale"):
+        return None
+    values = source.stored(f"{name}.weight", (outputs, inputs))
+    for unused in ("input_scale", "input_zero_point"):
+        if source.has(f"{name}.{unused}"):
+            source.stored(f"{name}.{unused}")
+    scale = source.stored(f"{name}.weight_scale").float()
+    if values.dtype != torch.int8:
+        return DenseWeight(values=_scaled(name, values.float(), scale, scheme.block).to(source.dtype))
+    scale = _per_output(name, scale, outputs)
+    if source.has(f"{name}.weight_zero_point"):
+        zeros = _per_output(name, source.stored(f"{name}.weight_zero_point").float(), outputs)
+        if zeros.any():
+            grouped = values.float().view(outputs, scale.shape[1], -1) - zeros[..., None]
+            return DenseWeight(values=(grouped * scale[..., None]).flatten(1).to(source.dtype))
+    rounds = scheme.int8_activations and scale.shape[1] == 1
+    return Int8Weight(values=values, scale=scale, activations="int8" if rounds else "float")
+
+
+def _pack_quantized(source: TensorSource, name: str, outputs: int, inputs: int) -> WeightFormat:
+    """weight_packed int32 [N, K/W] of levels raised by half their range, weight_scale [N, G],
+    weight_zero_point int32 [N/W, G] packed along the outputs, weight_g_idx [K], weight_shape [2].
+    """
+    words = source.stored(f"{name}.weight_packed")
+    bits = next((bits for bits in (4, 8) if words.shape == (outputs, -(-inputs * bits // 32))), 0)
+    if not bits:
+        raise ConfigError(
+            f"tensor {name}.weight_packed has shape {list(words.shape)}; for {outputs} x {inputs} weights of "
+            "4 or 8 bits it needs as many rows and an eighth or a quarter of the columns"
+        )
+    if source.has(f"{name}.weight_shape"):
+        shape = source.stored(f"{name}.weight_shape").tolist()
+        if shape != [outputs, inputs]:
+            raise ConfigError(
+                f"tensor {name}.weight_shape is {shape}, config.json implies {[outputs, inputs]}"
+            )
+    levels = unpack(words, bits)[:, :inputs]
+    scale = source.stored(f"{name}.weight_scale").float()
+    scale = _per_output(name, scale, outputs)
+    zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
+    if source.has(f"{name}.weight_zero_point"):
+        packed = source.stored(f"{name}.weight_zero_point", (-(-outputs * bits // 32), scale.shape[1]))
+        zeros = unpack(packed.T.contiguous(), bits)[:, :outputs].T
+    group_of_input = None
+    if source.has(f"{name}.weight_g_idx"):
+        group_of_input = source.stored(f"{name}.weight_g_idx", (inputs,)).long()
+    return _by_groups(name, levels, scale, zeros, group_of_input, bits, source.dtype)
+
+
+def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
+    """weight fp8 [N, K], weight_scale_inv: what each block is multiplied by."""
+    if not source.has(f"{name}.weight_scale_inv"):
+        return None
+    values = source.stored(f"{name}.weight", (outputs, inputs)).float()
+    scale = source.stored(f"{name}.weight_scale_inv").float()
+    if source.has(f"{name}.input_scale"):
+        source.stored(f"{name}.input_scale")
+    return DenseWeight(values=_scaled(name, values, scale, scheme.block).to(source.dtype))
+
+
+def _mxfp4(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
+    """Only the experts of gpt-oss are stored so; `mxfp4_values` reads them."""
+    return None
+
+
+# Twice the magnitudes of fp4 (e2m1): whole numbers, so that levels of int8 hold them exactly.
+_TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
+MXFP4_GROUP = 32
+
+
+def mxfp4_weight(blocks: Tensor, scales: Tensor) -> Int8Weight:
+    """One expert of gpt-oss: blocks uint8 [N, G, 16] (even inputs in the low four bits) and scales uint8
+    [N, G] (exponents with bias 127), exactly, in int8 by groups of 32 (OCP microscaling formats 1.0).
+    """
+    table = torch.tensor([*_TWICE_FP4, *(-value for value in _TWICE_FP4)], dtype=torch.int8)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).long()
+    scale = torch.exp2(scales.float() - 128)
+    return Int8Weight(values=table.to(blocks.device)[codes], scale=scale)
+
+
+def _by_groups(
+    name: str,
+    levels: Tensor,
+    scale: Tensor,
+    zeros: Tensor,
+    group_of_input: Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+) -> WeightFormat:
+    """levels [N, K], scale and zeros [N, G], group of each input [K] or neighbours."""
+    inputs, groups = levels.shape[1], scale.shape[1]
+    size = inputs // groups
+    order = None
+    if group_of_input is not None:
+        sizes = torch.bincount(group_of_input, minlength=groups)
+        if sizes.shape[0] != groups or int(sizes.sum()) != inputs:
+            raise ConfigError(f"tensor {name}.g_idx names groups beyond the {groups} of its scales")
+        order = torch.argsort(group_of_input, stable=True)
+        if bool((sizes != size).any()):
+            # Groups of unequal size (K is no multiple) have no common form.
+            picked_scale, picked_zeros = scale[:, group_of_input], zeros[:, group_of_input]
+            return DenseWeight(values=((levels - picked_zeros) * picked_scale.float()).to(dtype))
+        if torch.equal(order, torch.arange(inputs)):
+            order = None
+    _groups(name, groups, inputs)
+    arranged = levels if order is None else levels[:, order]
+    if bits == 4 and size % 2 == 0:
+        return _four_bits(arranged, scale, zeros, order)
+    middle = 1 << (bits - 1)
+    if bits == 8 and bool((zeros == middle).all()):
+        values = (arranged - middle).to(torch.int8)
+        return Int8Weight(values=values, scale=scale.float().contiguous(), order=order)
+    grouped = arranged.reshape(levels.shape[0], groups, size) - zeros[..., None]
+    dense = (grouped * scale.float()[..., None]).flatten(1)
+    if order is not None:
+        dense = torch.empty_like(dense).index_copy_(1, order, dense)
+    return DenseWeight(values=dense.to(dtype))
+
+
+def _four_bits(levels: Tensor, scale: Tensor, zeros: Tensor, order: Tensor | None = None) -> Int4Weight:
+    scale = scale.float().contiguous()
+    minimum = None if bool((zeros == 8).all()) else -zeros.float() * scale
+    return Int4Weight(packed=pack_levels(levels), scale=scale, minimum=minimum, order=order)
+
+
+def _groups(name: str, groups: int, inputs: int) -> int:
+    if not groups or inputs % groups:
+        raise ConfigError(
+            f"tensor {name}: {inputs} inputs do not fall into the {groups} groups of its scales"
+        )
+    return groups
+
+
+def _whole_words(name: str, count: int, per_word: int) -> None:
+    if count % per_word:
+        raise ConfigError(
+            f"tensor {name}.qweight: {count} is not a multiple of the {per_word} levels of a word"
+        )
+
+
+def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor.shape != shape:
+        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, but {list(shape)} is implied")
+    return tensor
+
+
+def _per_output(name: str, scale: Tensor, outputs: int) -> Tensor:
+    """[N, G] from one number, one per output, or [N, G]."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(outputs, 1).contiguous()
+    if scale.ndim == 1:
+        scale = scale[:, None]
+    if scale.shape[0] != outputs:
+        raise ConfigError(f"tensor {name}.weight_scale has shape {list(scale.shape)} for {outputs} outputs")
+    return scale.contiguous()
+
+
+def _scaled(name: str, values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """values [N, K] times a scale of one number, per output, or per block (the last block may be cut)."""
+    outputs, inputs = values.shape
+    if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
+        return values * _per_output(name, scale, outputs)
+    expected = tuple(-(-count // size) for count, size in zip(values.shape, block, strict=True))
+    if scale.shape != expected:
+        raise ConfigError(
+            f"tensor {name}: scales of shape {list(scale.shape)} do not cover {outputs} x {inputs} weights "
+            f"in blocks of {block[0]} x {block[1]}, which need {list(expected)}"
+        )
+    wide = scale.repeat_interleave(block[0], 0)[:outputs].repeat_interleave(block[1], 1)[:, :inputs]
+    return values * wide
+
+
+_READERS: dict[str, Callable[[TensorSource, str, int, int, Scheme], WeightFormat | None]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
