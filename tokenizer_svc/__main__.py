@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
@@ -62,6 +63,9 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         allow_unsigned=settings.allow_unsigned,
         prepare_limit_s=settings.limits.max_prepare_s,
     )
+    # What is loaded now stays: the garbage collector need not look at a vocabulary's tables again and again.
+    gc.collect()
+    gc.freeze()
     server = GrpcServer(settings.listen)
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer, SERVICE_NAME)
     await server.start()

@@ -48,8 +48,8 @@ class ControlTokens:
         self.markup = frozenset(markup)
         self._control_pattern = _alternatives(control)
         self._all_pattern = _alternatives(control | markup)
-        self._beginnings = _beginnings(control)
-        self._all_beginnings = _beginnings(control | markup)
+        self._beginnings = _Beginnings(control)
+        self._all_beginnings = _Beginnings(control | markup)
 
     def protect(self, text: str, *, allow_markup: bool) -> str:
         """`text` with the marker inside every spelling of a control token (and of markup, unless allowed)."""
@@ -58,11 +58,7 @@ class ControlTokens:
             return text
         text = pattern.sub(lambda match: match.group()[0] + self.mark + match.group()[1:], text)
         beginnings = self._beginnings if allow_markup else self._all_beginnings
-        longest = max(map(len, beginnings), default=0)
-        tail = text[-longest:]
-        if any(tail.endswith(tail[start:]) and tail[start:] in beginnings for start in range(len(tail))):
-            text += self.mark
-        return text
+        return text + self.mark if beginnings.end(text) else text
 
     def protect_value(self, value: Any, *, allow_markup: bool) -> Any:
         """The same for every text in a JSON value, keys included."""
@@ -144,5 +140,21 @@ def _alternatives(texts: Collection[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
-def _beginnings(texts: Collection[str]) -> frozenset[str]:
-    return frozenset(text[:end] for text in texts for end in range(1, len(text)))
+class _Beginnings:
+    """All that some spelling begins with, short of the whole."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self._texts = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self._longest = max(map(len, self._texts), default=0)
+        self._first = frozenset(text[0] for text in self._texts)
+
+    def end(self, text: str) -> bool:
+        """Whether `text` ends with one."""
+        tail = text[-self._longest :] if self._longest else ""
+        return any(
+            tail[start:] in self._texts
+            for character in self._first
+            if character in tail
+            for start in range(len(tail))
+            if tail[start] == character
+        )

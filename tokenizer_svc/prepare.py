@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+
+from opentelemetry.trace import Span
 
 from observability import names
 from observability.metrics import Metrics
@@ -278,19 +279,22 @@ def _kind(request: GrammarRequest) -> str:
 
 
 class _Stage:
-    """A span with the stage's time in the metrics."""
+    """A span with the stage's time in the metrics. It is not made current: nothing is below it."""
 
-    def __init__(self, telemetry: Telemetry, metrics: Metrics, span: SpanName, stage: str) -> None:
-        self._context = telemetry.span(span)
+    __slots__ = ("_metrics", "_name", "_span", "_stage", "_start_s", "_telemetry")
+
+    def __init__(self, telemetry: Telemetry, metrics: Metrics, name: SpanName, stage: str) -> None:
+        self._telemetry = telemetry
         self._metrics = metrics
+        self._name = name
         self._stage = stage
-        self._start = 0.0
 
-    def __enter__(self) -> Any:
-        self._start = time.perf_counter()
-        return self._context.__enter__()
+    def __enter__(self) -> Span:
+        self._start_s = time.perf_counter()
+        self._span = self._telemetry.start(self._name)
+        return self._span
 
-    def __exit__(self, *exception: Any) -> None:
-        elapsed = time.perf_counter() - self._start
-        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, elapsed, stage=self._stage)
-        self._context.__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        elapsed_s = time.perf_counter() - self._start_s
+        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, elapsed_s, stage=self._stage)
+        self._telemetry.end(self._span, error=kind.__name__ if kind is not None else "")

@@ -88,8 +88,24 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way for what templates do most: `message.content` of a dictionary."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # A dictionary's own attributes come first, as in jinja2; what is no attribute is an item or nothing.
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
