@@ -32,7 +32,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # Share of traces recorded where the caller has not decided already.
     sample_ratio: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     # Longest time a finished span waits before it is sent.
-    export_delay_ms: Annotated[int, msgspec.Meta(ge=10, le=60_000)] = 500
+    export_delay_ms: Annotated[int, msgspec.Meta(ge=10, le=60_000)] = 1_000
     # Spans held while the receiver is slow; more are dropped, the service is never held up.
     max_queued_spans: Annotated[int, msgspec.Meta(ge=100)] = 20_000
     # Prompts and completions on spans. Off: traces are read by more people than conversations should be.

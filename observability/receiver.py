@@ -22,7 +22,7 @@ SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 # Spans waiting to be written; beyond them the senders are told that theirs were refused.
 MAX_QUEUED_SPANS = 50_000
 # Messages that come within this time of each other are written together.
-_GATHER_S = 0.25
+_GATHER_S = 0.5
 # An ExportTraceServiceResponse that says nothing: all was taken.
 _TAKEN = b""
 

@@ -31,7 +31,7 @@ PROFILES: Mapping[Profile, Mapping[str, Any]] = {
 
 # Spans leave Envoy as soon as those of the services do (default 5 s): a trace is whole when it is asked for.
 # And not five at a time (the default), which costs a call each on both sides.
-_RUNTIME = {"tracing.opentelemetry.flush_interval_ms": 500, "tracing.opentelemetry.min_flush_spans": 512}
+_RUNTIME = {"tracing.opentelemetry.flush_interval_ms": 1000, "tracing.opentelemetry.min_flush_spans": 512}
 
 # Share of the heap limit from which memory is given back, and from which requests are refused.
 _SHRINK_AT = 0.92
@@ -56,6 +56,7 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
         listeners[0]["filter_chains"][0]["transport_socket"] = tls.transport_socket(config)
     upstreams = [
         clusters.gateway_edge(config.gateway_grpc or (gateway.grpc_listen,), config),
+        clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
         clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),
     ]
