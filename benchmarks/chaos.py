@@ -45,6 +45,8 @@ class Answer:
     text: str
     finish_reason: str | None
     completion_tokens: int
+    # Log-probability of every token. Another order of additions may change their last digits.
+    logprobs: tuple[float, ...] = field(default=(), compare=False)
     # How the stream failed; "" for a whole one.
     error: str = ""
 
@@ -57,6 +59,7 @@ class Observed:
     errors: Counter[str] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    largest_logprob_change: float = 0.0
 
     def note(self, answer: Answer, expected: Answer) -> None:
         """One more stream has ended."""
@@ -66,7 +69,10 @@ class Observed:
             self.outcomes["lost" if answer.text else "refused"] += 1
             self.errors[answer.error[:200]] += 1
         else:
-            self.outcomes["identical" if answer == expected else "different"] += 1
+            whole = len(answer.logprobs) == answer.completion_tokens
+            self.outcomes["identical" if whole and answer == expected else "different"] += 1
+            for mine, theirs in zip(answer.logprobs, expected.logprobs, strict=False):
+                self.largest_logprob_change = max(self.largest_logprob_change, abs(mine - theirs))
 
 
 class Clients:
@@ -95,16 +101,19 @@ class Clients:
             "seed": number,
             "max_tokens": self._num_tokens,
             "ignore_eos": True,
+            # A chunk for every token, also for those without text.
+            "logprobs": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         text, reason, tokens = "", None, 0
+        logprobs: list[float] = []
         last_s = 0.0
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 async for line in response.aiter_lines():
                     if response.status_code != 200:
-                        return Answer(text, reason, tokens, line)
+                        return Answer(text, reason, tokens, error=line)
                     if not line.startswith("data: {"):
                         continue
                     now_s = time.perf_counter()
@@ -113,14 +122,17 @@ class Clients:
                     last_s = now_s
                     event = msgspec.json.decode(line[6:])
                     if "error" in event:
-                        return Answer(text, reason, tokens, str(event["error"]))
+                        return Answer(text, reason, tokens, error=str(event["error"]))
                     for choice in event["choices"]:
+                        logprobs += [
+                            each["logprob"] for each in (choice["logprobs"] or {}).get("content", ())
+                        ]
                         text += choice["delta"].get("content") or ""
                         reason = choice["finish_reason"] or reason
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         except httpx.HTTPError as error:
-            return Answer(text, reason, tokens, repr(error))
-        return Answer(text, reason, tokens)
+            return Answer(text, reason, tokens, error=repr(error))
+        return Answer(text, reason, tokens, tuple(logprobs))
 
     async def ask_all(self) -> list[Answer]:
         """Every question once, all at a time."""
@@ -181,6 +193,7 @@ async def run(stack: RunningStack, num_streams: int, num_tokens: int, seconds: f
         **{name: observed.outcomes[name] for name in ("identical", "different", "lost", "refused")},
         "errors": dict(observed.errors),
         "tokens": observed.num_tokens,
+        "largest_logprob_change": observed.largest_logprob_change,
         "chunk_gap_p50_ms": round(gaps_s[len(gaps_s) // 2] * 1000, 1),
         "chunk_gap_p999_ms": round(gaps_s[int(len(gaps_s) * 0.999)] * 1000, 1),
         "longest_pause_ms": round(gaps_s[-1] * 1000, 1),
