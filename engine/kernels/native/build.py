@@ -28,7 +28,7 @@ CACHE_VARIABLE = "MILLRACE_NATIVE_CACHE"
 # No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
 # whether it fell into a loop's vector body or its tail.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mtune=haswell")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from engine.kernels.native.build import BuildError, library_path, machine_levels
 
@@ -84,15 +85,18 @@ class NativeLibrary:
         self._run.restype, self._run.argtypes = None, (c_void_p, c_void_p, c_int64)
         self._pools: dict[int, int] = {}
 
+    def num_threads(self, wanted: int = 0) -> int:
+        """Threads of the pool for a wish: 0 is one per CPU that the process may use."""
+        return wanted or len(os.sched_getaffinity(0))
+
     def pool(self, num_threads: int = 0) -> int:
-        """The pool of so many threads (0: one per CPU that the process may use), made when first asked for.
+        """The pool of so many threads, made when first asked for.
 
         With one thread per CPU they are bound to theirs; with fewer, other processes may need the choice.
         """
-        cpus = len(os.sched_getaffinity(0))
-        count = num_threads or cpus
+        count = self.num_threads(num_threads)
         if count not in self._pools:
-            self._pools[count] = self._create(count, int(count == cpus))
+            self._pools[count] = self._create(count, int(count == self.num_threads()))
         return self._pools[count]
 
     def wake(self, pool: int) -> None:
@@ -113,11 +117,9 @@ class NativeLibrary:
         assert expected == args_size, f"{name}: args have {args_size} bytes here and {expected} in C++"
         return ctypes.cast(getattr(self._handle, name), c_void_p).value or 0
 
-    def function(
-        self, name: str, restype: type = c_int64, argtypes: Sequence[type] = ()
-    ) -> ctypes._NamedFuncPointer:
+    def function(self, name: str, restype: type | None = c_int64, argtypes: Sequence[type] = ()) -> Any:
         """An exported function that is no op."""
-        found = getattr(self._handle, name)
+        found: Any = getattr(self._handle, name)
         found.restype, found.argtypes = restype, tuple(argtypes)
         return found
 

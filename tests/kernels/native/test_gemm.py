@@ -1,0 +1,146 @@
+"""Packed products against torch, over odd sizes, with rows that do not know of each other."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from engine.kernels.linear.native import NativePacker, NativeProduct, PackedWeight, gemm_args, make_workspace
+from engine.kernels.native import NativeLibrary, Op
+
+SHAPES = [(1, 1), (7, 5), (16, 64), (63, 130), (64, 4200), (65, 33), (200, 96), (257, 515), (1000, 64)]
+ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 13, 32, 97, 200)
+
+
+def run(
+    native: NativeLibrary,
+    weight: PackedWeight,
+    x: Tensor,
+    out: Tensor,
+    *,
+    threads: int,
+    accumulate: bool = False,
+) -> Tensor:
+    """One product, rows of x and out inside wider ones."""
+    count = c_int64(x.shape[0])
+    workspace = make_workspace(native, x.shape[0], weight.inputs, threads)
+    workspace.fill_(255)
+    args = gemm_args(
+        weight,
+        ctypes.addressof(count),
+        x.data_ptr(),
+        out.data_ptr(),
+        workspace.data_ptr(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        accumulate=accumulate,
+    )
+    native.run([Op(native, "gemm", args)], num_threads=threads)
+    return out
+
+
+def inside(rows: int, columns: int) -> Tensor:
+    """[rows, columns] within a wider tensor of NaN."""
+    return torch.full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+
+
+def weights_of(shape: tuple[int, int]) -> dict[str, WeightFormat]:
+    """A weight of every format that the shape allows."""
+    outputs, inputs = shape
+    dense = torch.randn(outputs, inputs)
+    found: dict[str, WeightFormat] = {
+        "float32": DenseWeight(values=dense),
+        "bfloat16": DenseWeight(values=dense.bfloat16()),
+    }
+    levels = torch.randint(-128, 128, shape, dtype=torch.int8)
+    scale = torch.rand(outputs, 1) / 64
+    found["int8"] = Int8Weight(values=levels, scale=scale)
+    found["w8a8"] = Int8Weight(
+        values=levels.clamp(-127), scale=scale, activations="int8", smoothing=torch.rand(inputs) + 0.5
+    )
+    for group in (8, 32, 256):
+        if inputs % group:
+            continue
+        groups = (outputs, inputs // group)
+        found[f"int8 by {group}"] = Int8Weight(values=levels, scale=torch.rand(groups) / 64)
+        packed = pack_levels(torch.randint(0, 16, shape))
+        order = torch.randperm(inputs)
+        found[f"int4 by {group}"] = Int4Weight(packed=packed, scale=torch.rand(groups) / 8, order=order)
+        found[f"int4 with minimum by {group}"] = Int4Weight(
+            packed=packed, scale=torch.rand(groups) / 8, minimum=torch.randn(groups) / 8
+        )
+    return found
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (48, 256), (130, 768)])
+def test_every_format_against_its_meaning(native: NativeLibrary, shape: tuple[int, int]) -> None:
+    torch.manual_seed(shape[0])
+    packer = NativePacker(native, num_threads=2)
+    bias = torch.randn(shape[0])
+    for name, weight in weights_of(shape).items():
+        packed = packer.pack(weight, bias)
+        exact = weight.dequantize().double()
+        for rows in (1, 3, 13, 97):
+            x = inside(rows, shape[1])
+            x.copy_(torch.randn(rows, shape[1]))
+            out = run(native, packed, x, inside(rows, shape[0]), threads=2)
+            expected = x.double() @ exact.T + bias
+            # What rounding the inputs may cost: 2^-9 for bfloat16, 1/254 of the largest for int8.
+            size = x.double().abs() @ exact.abs().T + 1
+            if name == "float32":
+                allowed = 1e-5 * size
+            elif name == "w8a8":
+                assert isinstance(weight, Int8Weight)
+                smoothed = x * weight.smoothing
+                allowed = smoothed.abs().amax(1, keepdim=True) / 250 * weight.stored().abs().sum(1) + 1e-4
+            else:
+                allowed = 2.0**-8 * size
+            assert ((out - expected).abs() <= allowed).all(), (name, rows)
+            again = run(native, packed, x, out.clone(), threads=2, accumulate=True)
+            assert torch.allclose(again, 2 * (out - bias) + 2 * bias, rtol=1e-5, atol=1e-4), name
+
+
+@pytest.mark.parametrize("shape", [(65, 33), (257, 515), (130, 768)])
+def test_rows_are_the_same_bits_alone_among_others_and_on_any_threads(
+    native: NativeLibrary, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(1)
+    packer = NativePacker(native, num_threads=1)
+    for name, weight in weights_of(shape).items():
+        packed = packer.pack(weight)
+        x = torch.randn(max(ROWS), shape[1])
+        whole = run(native, packed, x, inside(len(x), shape[0]), threads=1)
+        assert whole.isfinite().all()
+        for rows in ROWS:
+            for threads in (1, 3):
+                part = run(native, packed, x[-rows:], inside(rows, shape[0]), threads=threads)
+                assert torch.equal(part, whole[-rows:]), (name, rows, threads)
+
+
+def test_a_broken_row_is_its_own_fault(native: NativeLibrary) -> None:
+    packer = NativePacker(native, num_threads=1)
+    for name, weight in weights_of((80, 96)).items():
+        packed = packer.pack(weight)
+        x = torch.randn(9, 96)
+        sound = run(native, packed, x, inside(9, 80), threads=1).clone()
+        x[4, 7], x[6, 3] = float("nan"), float("inf")
+        out = run(native, packed, x, inside(9, 80), threads=1)
+        broken = torch.tensor([4, 6])
+        assert not out[broken].isfinite().any(), name
+        others = [row for row in range(9) if row not in (4, 6)]
+        assert torch.equal(out[others], sound[others]), name
+
+
+def test_a_product_in_torch(native: NativeLibrary) -> None:
+    weight = torch.randn(40, 72)
+    product = NativeProduct(
+        NativePacker(native, num_threads=1).pack(DenseWeight(values=weight)), num_threads=1
+    )
+    x = torch.randn(5, 72)
+    assert torch.allclose(product(x), x @ weight.T, atol=1e-4)
+    assert product(x.bfloat16()).dtype == torch.bfloat16
