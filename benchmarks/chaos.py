@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -160,7 +161,9 @@ async def kill_engines(stack: RunningStack, end_s: float) -> int:
         await asyncio.sleep(KILL_EVERY_S)
         name = f"engine-{num_kills % NUM_ENGINES}"
         pid = stack.pids()[name]
-        if killed.get(name) != pid:
+        if killed.get(name) == pid:
+            continue
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             killed[name] = pid
             num_kills += 1

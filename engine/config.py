@@ -6,10 +6,12 @@ ModelFacts, never here.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
+from services.config import load_section
 from services.errors import ConfigError
 
 
@@ -200,3 +202,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for key, value in not_negative.items():
             if value < 0:
                 raise ConfigError(f"engine.{key} = {value}: must not be negative")
+
+
+def load(tables: Mapping[str, Any]) -> EngineConfig:
+    """`[engine]`, checked; raises ConfigError naming the key at fault."""
+    config = load_section(tables, "engine", EngineConfig)
+    config.validate()
+    return config

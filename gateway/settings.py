@@ -20,7 +20,7 @@ from gateway.config import (
     TenantConfig,
     TierConfig,
 )
-from services.config import ModelConfig, SecurityConfig, load_section
+from services.config import ModelConfig, SecurityConfig, decode_table, load_section
 from services.errors import ConfigError
 
 # Names travel in headers, Redis keys and metric labels.
@@ -116,10 +116,7 @@ def _load_map(tables: Mapping[str, Any], name: str, kind: type[Item]) -> dict[st
         raise ConfigError(f"[{name}]: expected one table per name, as in [{name}.example]")
     for item_name, table in section.items():
         check_name(name, item_name)
-        try:
-            loaded[item_name] = msgspec.convert(table, kind)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"[{name}.{item_name}]: {error}") from error
+        loaded[item_name] = decode_table(f"{name}.{item_name}", table, kind)
     return loaded
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from services.config import load_section
 
 # Semantic conventions for generative AI: the ones frozen at 1.36, the current ones, or both at once.
 Semconv = Literal["v1.36", "latest", "both"]
@@ -50,3 +52,8 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             return self.semconv
         choices = {choice.strip() for choice in environ.get(_OPT_IN_VARIABLE, "").split(",")}
         return "latest" if _OPT_IN_LATEST in choices else "v1.36"
+
+
+def load(tables: Mapping[str, Any]) -> ObservabilityConfig:
+    """`[observability]`; raises ConfigError naming the key at fault."""
+    return load_section(tables, "observability", ObservabilityConfig)

@@ -8,6 +8,7 @@ declare the type of their own table and decode it with `load_section`; none sees
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ import msgspec
 from services.errors import ConfigError
 
 Section = TypeVar("Section", bound=msgspec.Struct)
+
+# msgspec names an unknown field, but its path ends at the table that holds it.
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 ENV_PREFIX = "MILLRACE_"
 
@@ -59,13 +63,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[security]`: the secret that signs request contexts between services."""
+    """`[security]`: what services trust each other by: a secret that signs contexts, and certificates."""
 
     # Shared by all services of one deployment; at least 16 characters. `context_secret_file` wins.
     context_secret: str = ""
     context_secret_file: str = ""
     # Contexts older than this are refused.
     max_context_age_s: float = 3600.0
+    # PEM files with which services prove themselves to each other; all three, or none for plain connections.
+    tls_certificate: str = ""
+    tls_key: str = ""
+    # Authority that signed every service's certificate, and nothing else.
+    tls_authority: str = ""
+    # Name in every service's certificate.
+    tls_name: str = "millrace.internal"
 
     def secret(self) -> bytes:
         """The signing secret; raises ConfigError when none, or too short a one, is configured."""
@@ -130,7 +141,16 @@ def _parse_value(text: str) -> Any:
 
 def load_section(tables: Mapping[str, Any], name: str, kind: type[Section]) -> Section:
     """Decodes the table `name`; raises ConfigError naming the key that is unknown or of the wrong type."""
+    return decode_table(name, tables.get(name, {}), kind)
+
+
+def decode_table(name: str, table: Any, kind: type[Section]) -> Section:
+    """Decodes the table called `name`, for example "tiers.batch"; errors as of `load_section`."""
     try:
-        return msgspec.convert(tables.get(name, {}), kind)
+        return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"[{name}]: {error}") from error
+        said = str(error)
+        problem, _, path = said.partition(" - at `$")
+        key = name + path.removesuffix("`")
+        unknown = _UNKNOWN_FIELD.search(problem)
+        raise ConfigError(f"{key}{f'.{unknown[1]}' if unknown else ''}: {problem}") from error

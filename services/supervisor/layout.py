@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.config import ModelConfig, load_section, read_tables
+from services import tls
+from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
 from services.supervisor.edge import envoy_binary
@@ -47,6 +48,8 @@ class Layout:
     engines: tuple[ProcessSpec, ...]
     gateways: tuple[ProcessSpec, ...]
     envoy: ProcessSpec
+    # What works and is probably not meant.
+    warnings: tuple[str, ...] = ()
     # Addresses by process name and purpose, for the state file.
     addresses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -66,6 +69,8 @@ def plan_layout(options: Options, state: Path, environ: Mapping[str, str] = os.e
     """Decides addresses and settings; raises ConfigError for whatever cannot work."""
     config = options.config or (DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None)
     tables = read_tables(config, environ)
+    # Its own questions about health are asked as the services ask one another.
+    tls.use(load_section(tables, "security", SecurityConfig))
     return _Planner(options, config, tables, state, environ).plan()
 
 
@@ -121,7 +126,18 @@ class _Planner:
             engines=engines,
             gateways=gateways,
             envoy=self._envoy_spec(envoy_config, admin),
+            warnings=self._warnings(),
             addresses=self._addresses,
+        )
+
+    def _warnings(self) -> tuple[str, ...]:
+        num = self._num_gateways
+        if num == 1 or self._configured("gateway.limits.store"):
+            return ()
+        return (
+            f"gateway.limits.store is not set: each of the {num} gateways counts alone, so that a tenant can "
+            f"get up to {num} times its limits; set it to the URL of a Redis that all of them share "
+            "(redis://host:port/0), or start one gateway",
         )
 
     # --- settings that all processes share ---

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from services.errors import ConfigError
+from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, state_directory
 from services.supervisor.layout import Layout, plan_layout
 from services.supervisor.report import StartReport, summary
 from services.supervisor.stack import Stack, StartFailed
 from services.supervisor.state import require_none_running
 
-_EXIT_FAILED = 1
 _EXIT_CONFIG = 2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -33,6 +33,7 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
         require_none_running(state)
         state.mkdir(parents=True, exist_ok=True)
         layout = plan_layout(options, state, environ)
+        check_tables(layout, environ)
     except ConfigError as error:
         console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return _EXIT_CONFIG
@@ -45,6 +46,8 @@ async def _run(layout: Layout, console: Console) -> int:
 
     stack = Stack(layout, announce)
     signals = _Signals()
+    for warning in layout.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     announce(f"Starting {layout.model_name} with {len(layout.processes)} processes ...")
     try:
         with StartReport(console, tuple(spec.name for spec in layout.processes)) as report:
@@ -58,7 +61,7 @@ async def _run(layout: Layout, console: Console) -> int:
             elapsed_s = report.elapsed_s
     except (ConfigError, StartFailed) as error:
         console.print(f"millrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return _EXIT_FAILED
+        return error.code if isinstance(error, StartFailed) else _EXIT_CONFIG
     finally:
         if not stack.healthy:
             stack.kill()

@@ -24,6 +24,7 @@ from services.supervisor.state import ProcessState, RunState, own_create_time, r
 
 # Exit status of a service whose configuration cannot be used.
 _CONFIG_EXIT = 2
+_FAILED_EXIT = 1
 # Bytes on their way to slow clients get this long after the last gateway has finished.
 _FLUSH_LIMIT_S = 2.0
 # Envoy asks its gateways for their health several times a second.
@@ -32,7 +33,14 @@ _LOADING_INTERVAL_S = 0.25
 
 
 class StartFailed(Exception):
-    """The stack did not become healthy; everything that ran was stopped."""
+    """The stack did not become healthy; everything that ran was stopped.
+
+    `code` is the exit status for it: 2 when a service could not use its configuration, 1 otherwise.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Stack:
@@ -77,7 +85,7 @@ class Stack:
                     group.create_task(self._start_one(child, report))
             await wait_forwarding(self.layout.address, _FORWARD_LIMIT_S)
         except* (ProcessEnded, TimeoutError, OSError) as failures:
-            raise StartFailed(self._explain(failures.exceptions[0])) from failures
+            raise self._failed(failures.exceptions[0]) from failures
         finally:
             watching.cancel()
         self._write_state()
@@ -100,16 +108,16 @@ class Stack:
             ) from error
         report.ready(child.spec.name)
 
-    def _explain(self, failure: BaseException) -> str:
+    def _failed(self, failure: BaseException) -> StartFailed:
         if isinstance(failure, BaseExceptionGroup):
-            return self._explain(failure.exceptions[0])
+            return self._failed(failure.exceptions[0])
         if not isinstance(failure, ProcessEnded):
-            return str(failure)
+            return StartFailed(str(failure), _FAILED_EXIT)
         child = self._children[failure.name]
         if failure.code == _CONFIG_EXIT:
             # The service's own line says it all.
-            return f"{failure.name}: {child.log_tail(1)}"
-        return f"{failure}; the end of {child.log_path}:\n{child.log_tail()}"
+            return StartFailed(f"{failure.name}: {child.log_tail(1)}", _CONFIG_EXIT)
+        return StartFailed(f"{failure}; the end of {child.log_path}:\n{child.log_tail()}", _FAILED_EXIT)
 
     # --- while it runs ---
 

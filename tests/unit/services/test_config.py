@@ -83,9 +83,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"nmae": 1}, r"\[gateway\]: .*nmae"),
-        ({"inner": {"sise": 1}}, r"\[gateway\]: .*sise.*inner"),
-        ({"inner": {"size": "big"}}, r"\[gateway\]: .*int.*inner\.size"),
+        ({"nmae": 1}, r"gateway\.nmae: .*nmae"),
+        ({"inner": {"sise": 1}}, r"gateway\.inner\.sise: .*sise"),
+        ({"inner": {"size": "big"}}, r"gateway\.inner\.size: .*int"),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_named(table: dict[str, object], said: str) -> None:

@@ -12,7 +12,8 @@ import pytest
 from services.config import read_tables
 from services.errors import ConfigError
 from services.supervisor import checkpoint
-from services.supervisor.config import Options
+from services.supervisor.checks import check_tables
+from services.supervisor.config import DEFAULT_CONFIG, Options
 from services.supervisor.layout import Layout, plan_layout
 from services.supervisor.ports import can_bind, free_ports
 from services.supervisor.report import usage_examples
@@ -142,3 +143,42 @@ def test_missing_model_says_what_was_tried() -> None:
 def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         checkpoint.resolve(str(tmp_path))
+
+
+def test_several_gateways_without_a_shared_store_are_warned_about(tmp_path: Path, model: Path) -> None:
+    assert not plan(tmp_path, model).warnings
+    (warning,) = plan(tmp_path, model, gateways=3).warnings
+    assert "gateway.limits.store" in warning
+    assert "3 times its limits" in warning
+    shared = '[gateway.limits]\nstore = "redis://127.0.0.1:6379/0"\n'
+    assert not plan(tmp_path, model, shared, gateways=3).warnings
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ("[engine]\nnum_thread = 1\n", "engine.num_thread"),
+        ("[engine.scheduler]\nmax_num_seqs = 0\n", "engine.scheduler.max_num_seqs"),
+        ("[engine.cache]\nblock_size = 'x'\n", "engine.cache.block_size"),
+        ("[tokenizer]\nlisen = 'x'\n", "tokenizer.lisen"),
+        ("[tokenizer.compile]\nworkers = 0\n", "tokenizer.compile.workers"),
+        ("[observability]\nsample_ratio = 2\n", "observability.sample_ratio"),
+        ("[gateway.limits]\nstore = 'http://x'\n", "gateway.limits.store"),
+        ("[tiers.batch]\nprioritty = 1\n", "tiers.batch.prioritty"),
+        ("[tenants.a]\ntier = 'gold'\n", "tenants.a.tier"),
+        ("[envoy]\nconcurrency = -1\n", "envoy.concurrency"),
+        ("[security]\ncontext_secret = 'short'\n", "security.context_secret"),
+    ],
+)
+def test_a_mistake_in_any_table_is_found_before_anything_starts(
+    tmp_path: Path, model: Path, config: str, key: str
+) -> None:
+    layout = plan(tmp_path, model, config)
+    with pytest.raises(ConfigError) as raised:
+        check_tables(layout, {})
+    assert str(raised.value).startswith(key)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_default_configuration_is_accepted(tmp_path: Path, model: Path) -> None:
+    check_tables(plan(tmp_path, model, DEFAULT_CONFIG.read_text(), simulated=True), {})

@@ -45,7 +45,7 @@ def test_development_tenant_appears_with_its_key() -> None:
         ({"gateway": {"limits": {"store": "memcached://x"}}}, "gateway.limits.store"),
         ({"gateway": {"limits": {"on_store_loss": "open"}}}, "on_store_loss"),
         ({"tiers": {"auto": {}}, "gateway": {"default_tier": "auto"}}, "[tiers.auto]"),
-        ({"tiers": {"standard": {"prio": 1}}}, "[tiers.standard]"),
+        ({"tiers": {"standard": {"prio": 1}}}, "tiers.standard.prio"),
         ({"tiers": {"standard": {"weight": 0}}}, "weight"),
         ({"tiers": 3}, "[tiers]"),
         ({"tenants": {"a b": {}}}, "tenants: 'a b'"),

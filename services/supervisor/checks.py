@@ -1,0 +1,33 @@
+"""Every table is checked by its owner before the first process starts: a mistake is one line, at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from services.config import ModelConfig, SecurityConfig, load_section, read_tables
+from services.supervisor.layout import Layout
+
+# Module that runs as a process to the function that decodes and checks its tables. As with the processes
+# themselves the supervisor knows names alone; these modules import nothing heavy.
+_CHECKS: Mapping[str, tuple[str, str]] = {
+    "observability": ("observability.config", "load"),
+    "tokenizer_svc": ("tokenizer_svc.config", "load"),
+    "engine": ("engine.config", "load"),
+    "gateway": ("gateway.settings", "load_settings"),
+}
+
+
+def check_tables(layout: Layout, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises the ConfigError with which the first process that cannot use its settings would end."""
+    shared = read_tables(layout.config, {**environ, **layout.environment})
+    load_section(shared, "model", ModelConfig)
+    load_section(shared, "security", SecurityConfig).secret()
+    for spec in layout.processes:
+        for module, (owner, function) in _CHECKS.items():
+            if module in spec.argv:
+                tables = read_tables(layout.config, {**environ, **layout.environment, **spec.environment})
+                check: Callable[[Mapping[str, Any]], object] = getattr(import_module(owner), function)
+                check(tables)
