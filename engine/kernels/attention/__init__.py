@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.native import NativeAttention
 from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
 from engine.kernels.attention.reference import ReferenceAttention
 from engine.kernels.attention.tiled import TiledAttention
@@ -27,9 +28,10 @@ class AttentionBackend(Protocol):
         """q [T, H, D] -> [T, H, E]; the step's own keys and values are in the cache already."""
 
 
-BACKENDS: dict[str, type[ReferenceAttention] | type[TiledAttention]] = {
+BACKENDS: dict[str, type[ReferenceAttention] | type[TiledAttention] | type[NativeAttention]] = {
     "reference": ReferenceAttention,
     "torch": TiledAttention,
+    "native": NativeAttention,
 }
 """Name in `engine.attention_backend` to back end. "auto" is "torch"."""
 
@@ -37,6 +39,7 @@ __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionOptions",
+    "NativeAttention",
     "RaggedBatch",
     "ReferenceAttention",
     "TiledAttention",

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-INT8_LIMIT = 127.0
+# Largest magnitude of each type that quantized keys and values are stored in.
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class LayerCache(Protocol):
@@ -60,23 +61,25 @@ class PlainCache:
 
 
 class QuantizedCache:
-    """Keys and values as int8, one float32 scale per token and head (the largest magnitude maps to 127)."""
+    """Keys and values as int8 or fp8 (e4m3), one float32 scale per token and head: the largest magnitude maps
+    to the type's own.
+    """
 
     def __init__(
         self, keys: Tensor, values: Tensor | None, scales: Tensor, shared_value_dim: int = 0
     ) -> None:
-        self.keys = keys  # [N, K, P, D] int8
-        self.values = values  # [N, K, P, E] int8
+        self.keys = keys  # [N, K, P, D] int8 or float8_e4m3fn
+        self.values = values  # [N, K, P, E] of the same type
         self.scales = scales  # [N, K, P, 2] float32: of the key, of the value
         self.shared_value_dim = shared_value_dim
         self.block_size = keys.shape[2]
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         block, place = slots // self.block_size, slots % self.block_size
-        self.keys[block, :, place], key_scale = _quantize(keys)
+        self.keys[block, :, place], key_scale = _quantize(keys, self.keys.dtype)
         value_scale = key_scale
         if self.values is not None and values is not None:
-            self.values[block, :, place], value_scale = _quantize(values)
+            self.values[block, :, place], value_scale = _quantize(values, self.values.dtype)
         self.scales[block, :, place] = torch.stack((key_scale, value_scale), dim=-1)
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,8 +90,9 @@ class QuantizedCache:
         return keys, _gather(self.values, blocks).float() * scales[..., 1:]
 
     def tensors(self) -> list[Tensor]:
-        parts = [self.keys, self.scales]
-        return parts if self.values is None else [*parts, self.values]
+        # As bytes: blocks of fp8 cannot be copied otherwise.
+        parts = [self.keys.view(torch.uint8), self.scales]
+        return parts if self.values is None else [*parts, self.values.view(torch.uint8)]
 
 
 def allocate_layer(
@@ -108,7 +112,7 @@ def allocate_layer(
     shape = (num_blocks + 1, num_heads, block_size)
     keys = torch.empty(*shape, key_dim, dtype=dtype, device=device)
     values = torch.empty(*shape, value_dim, dtype=dtype, device=device) if value_dim else None
-    if dtype == torch.int8:
+    if dtype in LIMITS:
         scales = torch.empty(*shape, 2, dtype=torch.float32, device=device)
         return QuantizedCache(keys, values, scales, shared_value_dim)
     return PlainCache(keys, values, shared_value_dim)
@@ -123,12 +127,13 @@ def _gather(store: Tensor, blocks: Tensor) -> Tensor:
     return gathered.view(blocks.shape[0], num_heads, blocks.shape[1] * block_size, dim)
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K, D] -> int8 [T, K, D] and scales [T, K]. A vector with NaN or infinity keeps a non-finite
+def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [T, K, D] -> [T, K, D] of dtype and scales [T, K]. A vector with NaN or infinity keeps a non-finite
     scale.
     """
+    limit = LIMITS[dtype]
     wide = x.float()
-    scale = wide.abs().amax(-1) / INT8_LIMIT
+    scale = wide.abs().amax(-1) / limit
     safe = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    levels = torch.nan_to_num(wide / safe[..., None]).round().clamp(-INT8_LIMIT, INT8_LIMIT)
-    return levels.to(torch.int8), scale
+    levels = torch.nan_to_num(wide / safe[..., None]).clamp(-limit, limit)
+    return (levels.round() if dtype == torch.int8 else levels).to(dtype), scale

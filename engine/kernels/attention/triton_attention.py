@@ -1,0 +1,360 @@
+"""Attention over the paged cache in Triton: prefill chunks, decode and verification of one ragged batch.
+
+Online softmax (FlashAttention, arXiv 2205.14135) over the pieces that triton_plan cuts; pieces of a split history
+merge as in FlashDecoding. The heads of a group sit in one tile with their tokens, so that keys and values are read
+once for all of them. A value that is the beginning of its key (MLA) is not read a second time.
+
+Shape letters: T tokens, H query heads, K kv heads, D key dim, E value dim, N blocks, P block size, G heads of a
+group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
+from engine.kernels.attention.triton_plan import AttentionPlan, Items, make_plan
+from engine.kernels.paged_cache import LayerCache
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Rows (tokens times heads of a group) of a tile.
+SPLIT_TILE, WHOLE_TILE = 16, 64
+
+
+@triton.jit
+def _head_parts(base, at, first: tl.constexpr, size: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers and mask of elements [first, first + size) of the vectors that begin at base + at [rows]."""
+    place = tl.arange(0, BLOCK)
+    return base + at[:, None] + (first + place)[None, :], (place < size)[None, :]
+
+
+@triton.jit
+def attention_kernel(
+    q,
+    out,
+    sums,
+    stats,
+    keys,
+    values,
+    scales,
+    sinks,
+    tables,
+    positions,
+    part_base,
+    rows,
+    fields,
+    num_items,
+    table_stride,
+    num_heads,
+    num_kv_heads,
+    block_size,
+    scale,
+    soft_cap,
+    window,
+    GROUP: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    """One program per item and kv head. FINAL writes results, else sums and stats (maximum, weight) of a part."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first = tl.load(fields + item)
+    count = tl.load(fields + num_items + item)
+    if count == 0:
+        return
+    sequence = tl.load(fields + 2 * num_items + item)
+    begin = tl.load(fields + 3 * num_items + item)
+    end = tl.load(fields + 4 * num_items + item)
+    part = tl.load(fields + 5 * num_items + item)
+    KEY_DIM: tl.constexpr = MAIN + TAIL
+    DTYPE: tl.constexpr = q.dtype.element_ty
+
+    tile = tl.arange(0, TILE)
+    present = tile // GROUP < count
+    head = kv_head * GROUP + tile % GROUP
+    token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
+    position = tl.load(positions + token, mask=present, other=0)
+    row = (token.to(tl.int64) * num_heads + head) * KEY_DIM
+    at, inside = _head_parts(q, row, 0, MAIN, MAIN_BLOCK)
+    q_main = tl.load(at, mask=present[:, None] & inside, other=0.0)
+    if TAIL > 0:
+        at, inside = _head_parts(q, row, MAIN, TAIL, TAIL_BLOCK)
+        q_tail = tl.load(at, mask=present[:, None] & inside, other=0.0)
+
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
+    for start in range(begin, end, STEP):
+        place = start + tl.arange(0, STEP)
+        there = place < end
+        block = tl.load(tables + sequence * table_stride + place // block_size, mask=there, other=0)
+        slot = (block.to(tl.int64) * num_kv_heads + kv_head) * block_size + place % block_size
+        at, inside = _head_parts(keys, slot * KEY_DIM, 0, MAIN, MAIN_BLOCK)
+        key = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+        score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
+        if TAIL > 0:
+            at, inside = _head_parts(keys, slot * KEY_DIM, MAIN, TAIL, TAIL_BLOCK)
+            tail = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+            score += tl.dot(q_tail, tl.trans(tail), input_precision="ieee")
+        if SCALED:
+            score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
+        score *= scale
+        if SOFT_CAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+            score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap)) + 1.0))
+        visible = there[None, :] & (place[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (place[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(largest, tl.max(score, axis=1))
+        # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2((score - anchor[:, None]) * LOG2_E)
+        shrink = tl.exp2((largest - anchor) * LOG2_E)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        if SHARED_VALUE:
+            value = key
+        else:
+            at, inside = _head_parts(values, slot * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK)
+            value = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+        if SCALED:
+            column: tl.constexpr = 0 if SHARED_VALUE else 1
+            share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
+        total = total * shrink[:, None] + tl.dot(share.to(DTYPE), value, input_precision="ieee")
+        largest = higher
+
+    place_out = tl.arange(0, VALUE_BLOCK)
+    wanted = present[:, None] & (place_out < VALUE_DIM)[None, :]
+    if FINAL:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=present, other=0.0)
+            higher = tl.maximum(largest, sink)
+            shrink = tl.exp2((largest - higher) * LOG2_E)
+            weight = weight * shrink + tl.exp2((sink - higher) * LOG2_E)
+            total = total * shrink[:, None]
+        result = total / weight[:, None]
+        row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
+        tl.store(out + row[:, None] + place_out[None, :], result.to(out.dtype.element_ty), mask=wanted)
+    else:
+        index = (tl.load(part_base + token, mask=present, other=0) + part).to(tl.int64) * num_heads + head
+        tl.store(sums + index[:, None] * VALUE_DIM + place_out[None, :], total, mask=wanted)
+        tl.store(stats + index * 2, largest, mask=present)
+        tl.store(stats + index * 2 + 1, weight, mask=present)
+
+
+@triton.jit
+def merge_kernel(
+    sums,
+    stats,
+    out,
+    sinks,
+    part_base,
+    part_count,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """One program per token and head: its parts, first to last."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    count = tl.load(part_count + token)
+    if count == 0:
+        return
+    base = tl.load(part_base + token).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < VALUE_DIM
+    largest = float("-inf")
+    weight = 0.0
+    if SINKS:
+        largest = tl.load(sinks + head).to(tl.float32)
+        weight = 1.0
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(count):
+        index = (base + part) * num_heads + head
+        here = tl.load(stats + index * 2)
+        higher = tl.maximum(largest, here)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2((largest - anchor) * LOG2_E)
+        grow = tl.exp2((here - anchor) * LOG2_E)
+        some = tl.load(sums + index * VALUE_DIM + place, mask=inside, other=0.0)
+        total = total * shrink + some * grow
+        weight = weight * shrink + tl.load(stats + index * 2 + 1) * grow
+        largest = higher
+    row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
+    tl.store(out + row + place, (total / weight).to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """A plan's arrays on the device."""
+
+    plan: AttentionPlan
+    positions: Tensor
+    part_base: Tensor
+    part_count: Tensor
+    tables: Tensor
+    split: tuple[Tensor, Tensor]
+    whole: tuple[Tensor, Tensor]
+
+
+class TritonAttention:
+    """The back end of GPUs."""
+
+    name = "triton"
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.group = num_heads // num_kv_heads
+
+    def plan(self, batch: RaggedBatch, device: torch.device) -> dict[int | None, DevicePlan]:
+        """Plans by window, made when a layer first needs them: layers with the same window share one."""
+        self._batch, self._device = batch, device
+        return {}
+
+    def run(
+        self,
+        plan: dict[int | None, DevicePlan],
+        q: Tensor,
+        cache: LayerCache,
+        options: AttentionOptions,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
+        if options.window not in plan:
+            plan[options.window] = self._device_plan(options.window)
+        return self._run(plan[options.window], q.contiguous(), cache, options, sinks)
+
+    def _device_plan(self, window: int | None) -> DevicePlan:
+        split_tile = max(SPLIT_TILE, triton.next_power_of_2(self.group))
+        whole_tile = max(WHOLE_TILE, split_tile)
+        made = make_plan(
+            self._batch,
+            split_rows=split_tile // self.group,
+            tile_rows=whole_tile // self.group,
+            window=window,
+        )
+
+        def there(array: object) -> Tensor:
+            tensor = torch.from_numpy(array)
+            if self._device.type == "cuda":
+                return tensor.pin_memory().to(self._device, non_blocking=True)
+            return tensor
+
+        def items(some: Items) -> tuple[Tensor, Tensor]:
+            return there(some.rows), there(some.fields)
+
+        return DevicePlan(
+            plan=made,
+            positions=there(made.positions),
+            part_base=there(made.part_base),
+            part_count=there(made.part_count),
+            tables=there(made.block_tables),
+            split=items(made.split),
+            whole=items(made.whole),
+        )
+
+    def _run(
+        self, plan: DevicePlan, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None
+    ) -> Tensor:
+        tensors = cache.tensors()
+        keys = tensors[0]
+        scaled = tensors[1].dtype == torch.float32 and keys.element_size() == 1 if len(tensors) > 1 else False
+        shared = len(tensors) == 1 + scaled
+        values = keys if shared else tensors[-1]
+        key_dim = keys.shape[-1]
+        value_dim = cache.shared_value_dim if shared else values.shape[-1]
+        out = torch.zeros(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
+        parts = max(1, plan.plan.num_parts)
+        sums = torch.empty(parts, self.num_heads, value_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(parts, self.num_heads, 2, dtype=torch.float32, device=q.device)
+        main = value_dim if shared else key_dim
+        tail = key_dim - main
+        for rows, fields in (plan.split, plan.whole):
+            num_items = fields.shape[1]
+            if not num_items:
+                continue
+            final = rows is plan.whole[0]
+            tile = max(WHOLE_TILE if final else SPLIT_TILE, triton.next_power_of_2(self.group))
+            attention_kernel[(num_items, self.num_kv_heads)](
+                q,
+                out,
+                sums,
+                stats,
+                keys,
+                values,
+                tensors[1] if scaled else stats,
+                sinks if sinks is not None else stats,
+                plan.tables,
+                plan.positions,
+                plan.part_base,
+                rows,
+                fields,
+                num_items,
+                plan.tables.stride(0),
+                self.num_heads,
+                self.num_kv_heads,
+                cache.block_size,
+                options.scale,
+                options.soft_cap or 1.0,
+                options.window or 0,
+                GROUP=self.group,
+                MAIN=main,
+                TAIL=tail,
+                VALUE_DIM=value_dim,
+                MAIN_BLOCK=_block(main),
+                TAIL_BLOCK=_block(tail),
+                VALUE_BLOCK=_block(value_dim),
+                TILE=tile,
+                STEP=step_size(key_dim),
+                SHARED_VALUE=shared,
+                SCALED=scaled,
+                SOFT_CAP=options.soft_cap is not None,
+                WINDOW=options.window is not None,
+                SINKS=sinks is not None,
+                FINAL=final,
+                num_warps=4,
+                num_stages=2,
+            )
+        if plan.split[1].shape[1]:
+            merge_kernel[(plan.part_count.shape[0], self.num_heads)](
+                sums,
+                stats,
+                out,
+                sinks if sinks is not None else stats,
+                plan.part_base,
+                plan.part_count,
+                self.num_heads,
+                VALUE_DIM=value_dim,
+                BLOCK=triton.next_power_of_2(value_dim),
+                SINKS=sinks is not None,
+            )
+        return out
+
+
+def step_size(key_dim: int) -> int:
+    """Positions of one pass through the inner loop: what fits into shared memory twice."""
+    return 32 if key_dim > 256 else 64
+
+
+def _block(size: int) -> int:
+    """A tile's width: a power of two, and at least what a matrix unit takes."""
+    return max(16, triton.next_power_of_2(size)) if size else 16

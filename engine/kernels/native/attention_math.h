@@ -1,0 +1,278 @@
+// Inner products of attention: arithmetic and packing of operands.
+//
+// Operands are arrays of 32-bit words. With Float32Math a word is a float and a step of a product is one
+// fused multiply-add; with Bfloat16Math a word is a pair of bfloat16 neighbours along the inner axis, and a step
+// is a dot product of pairs added to a float32. A result is one chain over the inner axis, first to last,
+// starting at zero or at what is there: so it does not matter in how many pieces, nor beside which other rows,
+// it was made, and inner positions whose factor is zero change nothing.
+#pragma once
+
+#include <algorithm>
+
+#include "kv_cache.h"
+#include "simd.h"
+
+namespace millrace {
+
+struct Float32Math {
+  static constexpr int64_t kPerWord = 1;
+  static Vec step(Vec total, Vec a, Vec b) { return fma(a, b, total); }
+  static void store_row(float* words, int64_t at, Mask m, Vec v) { store(words + at, m, v); }
+};
+
+#if defined(__AVX512BF16__)
+struct Bfloat16Math {
+  static constexpr int64_t kPerWord = 2;
+  static Vec step(Vec total, Vec a, Vec b) { return _mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b); }
+  static void store_row(float* words, int64_t at, Mask m, Vec v) {
+    store_bf16(reinterpret_cast<uint16_t*>(words) + at, m, v);
+  }
+};
+#endif
+
+constexpr int kRowsAtOnce = 6;
+#if defined(__AVX512F__)
+constexpr int kVectorsAtOnce = 4;
+#else
+constexpr int kVectorsAtOnce = 2;
+#endif
+
+// c[i, j] (+)= sum over k of a[i, k] b[k, j] for kRows rows and kVectors vectors of columns; k counts words.
+template <typename Math, int kRows, int kVectors>
+inline void product_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t steps,
+                         float* c, int64_t c_stride, bool fresh) {
+  Vec total[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVectors; ++j) total[i][j] = fresh ? zero() : load(c + i * c_stride + j * kLanes);
+  }
+  for (int64_t k = 0; k < steps; ++k, b += b_stride) {
+    Vec column[kVectors];
+    for (int j = 0; j < kVectors; ++j) column[j] = load(b + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec factor = set1(a[i * a_stride + k]);
+      for (int j = 0; j < kVectors; ++j) total[i][j] = Math::step(total[i][j], factor, column[j]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes, total[i][j]);
+  }
+}
+
+template <typename Math, int kVectors>
+inline void product_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                         int64_t steps, float* c, int64_t c_stride, bool fresh) {
+  for (; rows >= kRowsAtOnce; rows -= kRowsAtOnce) {
+    product_tile<Math, kRowsAtOnce, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    a += kRowsAtOnce * a_stride;
+    c += kRowsAtOnce * c_stride;
+  }
+  switch (rows) {
+    case 1: return product_tile<Math, 1, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 2: return product_tile<Math, 2, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 3: return product_tile<Math, 3, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 4: return product_tile<Math, 4, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 5: return product_tile<Math, 5, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+  }
+}
+
+// c [rows, vectors * kLanes] (+)= a [rows, steps] b [steps, vectors * kLanes].
+template <typename Math>
+inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, const float* b,
+                    int64_t b_stride, int64_t steps, float* c, int64_t c_stride, bool fresh) {
+  for (; vectors >= kVectorsAtOnce; vectors -= kVectorsAtOnce) {
+    product_rows<Math, kVectorsAtOnce>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    b += kVectorsAtOnce * kLanes;
+    c += kVectorsAtOnce * kLanes;
+  }
+  switch (vectors) {
+    case 1: return product_rows<Math, 1>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+#if defined(__AVX512F__)
+    case 2: return product_rows<Math, 2>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 3: return product_rows<Math, 3>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+#endif
+  }
+}
+
+// --- keys: [positions, D] to columns of positions, [words of D, positions] ---
+
+#if defined(__AVX512F__)
+
+// 16 rows of up to 16 words each to columns; absent words are zero.
+inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
+  const __mmask64 m = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
+  __m512 r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi8(m, rows[i] + offset));
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(t[i + j]), high = _mm512_castps_pd(t[i + j + 2]);
+      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    out[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    out[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    out[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    out[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+
+inline Vec low_half(Vec words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16)); }
+inline Vec high_half(Vec words) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(-65536)));
+}
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+}
+// Two vectors of floats that are exact in bfloat16 as pairs.
+inline Vec pair_up(Vec low, Vec high) {
+  const __m512i shifted = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+  const __m512i masked = _mm512_and_si512(_mm512_castps_si512(high), _mm512_set1_epi32(-65536));
+  return _mm512_castsi512_ps(_mm512_or_si512(shifted, masked));
+}
+
+#else
+
+inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) {
+    if (num_bytes >= 32) {
+      r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
+    } else {
+      alignas(32) char part[32] = {};
+      std::memcpy(part, rows[i] + offset, num_bytes);
+      r[i] = _mm256_load_ps(reinterpret_cast<const float*>(part));
+    }
+  }
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    out[j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x20);
+    out[4 + j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x31);
+  }
+}
+
+inline Vec low_half(Vec words) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16)); }
+inline Vec high_half(Vec words) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32(-65536)));
+}
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
+}
+
+#endif
+
+// Element types of a cache: how a transposed vector of words becomes words of an arithmetic.
+struct Float32Cache {
+  static constexpr int64_t kBytes = 4;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    out[0] = words;
+  }
+  static Vec values(const char* p, Mask m) { return load(reinterpret_cast<const float*>(p), m); }
+};
+
+struct Bfloat16Cache {
+  static constexpr int64_t kBytes = 2;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    if constexpr (Math::kPerWord == 2) {
+      out[0] = words;
+    } else {
+      out[0] = low_half(words);
+      out[1] = high_half(words);
+    }
+  }
+  static Vec values(const char* p, Mask m) { return load_bf16(reinterpret_cast<const uint16_t*>(p), m); }
+};
+
+struct Int8Cache {
+  static constexpr int64_t kBytes = 1;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    const Vec a = signed_byte<0>(words), b = signed_byte<1>(words);
+    const Vec c = signed_byte<2>(words), d = signed_byte<3>(words);
+#if defined(__AVX512F__)
+    if constexpr (Math::kPerWord == 2) {
+      out[0] = pair_up(a, b);
+      out[1] = pair_up(c, d);
+      return;
+    }
+#endif
+    out[0] = a;
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+  }
+  static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }
+};
+
+// Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride].
+template <typename Math, typename Cache>
+inline void pack_keys(const char* const* rows, int64_t dim, float* packed, int64_t stride) {
+  constexpr int64_t kElements = kLanes * 4 / Cache::kBytes;  // of one transposed piece
+  constexpr int64_t kOut = 4 / Cache::kBytes / Math::kPerWord;  // vectors that a vector of words becomes
+  const int64_t words = (dim + Math::kPerWord - 1) / Math::kPerWord;
+  for (int64_t at = 0; at < dim; at += kElements) {
+    Vec columns[kLanes];
+    transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
+    const int64_t begin = at / Math::kPerWord;
+    float* to = packed + begin * stride;
+    if (begin + kLanes * kOut <= words) {
+      for (int i = 0; i < kLanes; ++i) {
+        Vec out[kOut];
+        Cache::template expand<Math>(columns[i], out);
+        for (int j = 0; j < kOut; ++j) store(to + (i * kOut + j) * stride, out[j]);
+      }
+    } else {
+      for (int i = 0; i < kLanes; ++i) {
+        Vec out[kOut];
+        Cache::template expand<Math>(columns[i], out);
+        for (int j = 0; j < kOut; ++j) {
+          if (begin + i * kOut + j < words) store(to + (i * kOut + j) * stride, out[j]);
+        }
+      }
+    }
+  }
+}
+
+// Values of `count` positions to `packed` [words of positions, stride]; stride is a multiple of kLanes.
+template <typename Math, typename Cache>
+inline void pack_values(const char* const* rows, int64_t count, int64_t dim, float* packed, int64_t stride) {
+  for (int64_t row = 0; row < count; row += Math::kPerWord, packed += stride) {
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      const Mask m = first(dim - i);
+      Vec v = Cache::values(rows[row] + i * Cache::kBytes, m);
+#if defined(__AVX512BF16__)
+      if constexpr (Math::kPerWord == 2) {
+        v = pair_up(v, row + 1 < count ? Cache::values(rows[row + 1] + i * Cache::kBytes, m) : zero());
+      }
+#endif
+      store(packed + i, v);
+    }
+  }
+}
+
+}  // namespace millrace

@@ -1,0 +1,198 @@
+"""Native attention against the reference, over odd sizes and NaN-poisoned caches; and the bits of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, ReferenceAttention
+from engine.kernels.native import NativeLibrary
+from engine.kernels.paged_cache import LayerCache
+from tests.kernels.test_attention import CPU, filled_cache, step_of
+
+SHAPES = [
+    # (history of each sequence, new tokens of each)
+    ([1], [1]),
+    ([63], [63]),
+    ([1000], [1]),
+    ([257, 256, 255, 16, 17], [1, 1, 1, 1, 1]),
+    ([300, 5, 129, 700], [200, 5, 1, 65]),
+    ([40, 41, 600], [3, 9, 64]),
+]
+HEADS = [(4, 4, 16), (4, 2, 64), (6, 2, 20), (5, 1, 8), (32, 1, 8), (3, 3, 21), (16, 8, 128), (7, 1, 96)]
+# With keys and values in few bits, queries and weights are rounded to bfloat16 where the processor multiplies
+# those. The reference computes in float32 from the same cache.
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.int8: 2e-2}
+OPTIONS = ["plain", "window", "soft cap", "sinks"]
+
+
+def attend(
+    backend: NativeAttention | ReferenceAttention,
+    batch: RaggedBatch,
+    q: torch.Tensor,
+    cache: LayerCache,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return backend.run(backend.plan(batch, CPU), q, cache, options, sinks)
+
+
+@pytest.mark.parametrize(("lengths", "new"), SHAPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_equals_reference(
+    native: NativeLibrary,
+    lengths: list[int],
+    new: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> None:
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=dim, dtype=dtype
+    )
+    poison_scales(cache, lengths, tables)
+    q = torch.randn(-(-sum(new) // 16) * 16, num_heads, dim, generator=generator)
+    q[sum(new) :] = float("nan")
+    sinks = torch.randn(num_heads, generator=generator)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name in OPTIONS:
+        options = AttentionOptions(
+            scale=dim**-0.5,
+            window=50 if name == "window" else None,
+            soft_cap=2.0 if name == "soft cap" else None,
+        )
+        some = sinks if name == "sinks" else None
+        batch = step_of(lengths, new, tables)
+        backend = NativeAttention(**heads, library=native, num_threads=2)
+        expected = attend(ReferenceAttention(**heads), batch, q, cache, options, some)
+        found = attend(backend, batch, q, cache, options, some)
+        torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=1e-5, msg=name)
+
+
+def poison_scales(cache: LayerCache, lengths: list[int], tables: np.ndarray) -> None:
+    """filled_cache poisons floating-point tensors; levels of slots that nobody wrote may be anything, too."""
+    keys = cache.tensors()[0]
+    if keys.dtype != torch.int8:
+        return
+    written = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        places = torch.arange(length)
+        written[torch.from_numpy(tables[row])[places // 16], places % 16] = True
+    for tensor in cache.tensors():
+        if tensor.dtype == torch.int8:
+            tensor.transpose(1, 2)[~written] = 127
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 40])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_keys_that_hold_the_value(native: NativeLibrary, num_heads: int, dtype: torch.dtype) -> None:
+    """Latent attention: one kv head, the value is the first part of the key; small blocks."""
+    lengths, new = [77, 700, 300], [1, 130, 2]
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=1, key_dim=152, value_dim=0, dtype=dtype, block_size=4
+    )
+    q = torch.randn(144, num_heads, 152, generator=generator)
+    batch = step_of(lengths, new, tables, block_size=4)
+    backend = NativeAttention(num_heads=num_heads, num_kv_heads=1, library=native, num_threads=2)
+    reference = ReferenceAttention(num_heads=num_heads, num_kv_heads=1)
+    options = AttentionOptions(scale=0.08)
+    found, expected = (attend(which, batch, q, cache, options) for which in (backend, reference))
+    assert found.shape == (144, num_heads, 76)
+    torch.testing.assert_close(found[:133], expected[:133], atol=TOLERANCES[dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_heads", [2, 6, 16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rows_do_not_depend_on_batch_chunk_or_threads(
+    native: NativeLibrary, num_heads: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Bit for bit: any span, alone or among others, gives the rows of the whole prompt at once."""
+    lengths = [600, 333, 90, 511, 7]
+    cache, tables, generator = filled_cache(lengths, num_heads=2, key_dim=36, value_dim=36, dtype=dtype)
+    backends = [
+        NativeAttention(num_heads=num_heads, num_kv_heads=2, library=native, num_threads=count)
+        for count in (1, 2)
+    ]
+    options = AttentionOptions(scale=0.17, window=window)
+    queries = [torch.randn(length, num_heads, 36, generator=generator) for length in lengths]
+
+    def run(spans: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Attention of (sequence, start, end) spans in one step."""
+        q = torch.cat([queries[which][start:end] for which, start, end in spans])
+        new = [end - start for _, start, end in spans]
+        batch = step_of([end for *_, end in spans], new, tables[[which for which, *_ in spans]])
+        single, several = (attend(backend, batch, q, cache, options) for backend in backends)
+        assert torch.equal(single, several)
+        return list(single.split(new))
+
+    whole = [run([(which, 0, length)])[0] for which, length in enumerate(lengths)]
+    mixes = [
+        [(0, 599, 600)],
+        [(0, 0, 100), (1, 100, 333), (2, 89, 90)],
+        [(which, length - 1, length) for which, length in enumerate(lengths)],
+        [(0, 250, 262), (3, 256, 257), (4, 0, 7), (1, 0, 333)],
+        [(3, 13, 511), (0, 300, 305)],
+    ]
+    for mix in mixes:
+        for (which, start, end), rows in zip(mix, run(mix), strict=True):
+            assert torch.equal(rows, whole[which][start:end]), (mix, which)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_shared_blocks_change_no_bit(native: NativeLibrary, window: int | None, dtype: torch.dtype) -> None:
+    """Sequences with a common beginning, some with a longer one in common, some strangers, some short."""
+    shared = 1100
+    lengths = [1400, 1310, 1200, 1101, 1120, 90, 700, 1024, 3]
+    cache, tables, generator = filled_cache(lengths, num_heads=2, key_dim=32, value_dim=32, dtype=dtype)
+    blocks = shared // 16
+    for row in (1, 2, 3, 4, 7):
+        count = min(blocks, -(-lengths[row] // 16))
+        tables[row, :count] = tables[0, :count]
+    tables[2, : 1190 // 16] = tables[1, : 1190 // 16]
+    new = [1, 2, 1, 1, 1, 1, 1, 40, 1]
+    q = torch.randn(sum(new), 4, 32, generator=generator)
+    options = AttentionOptions(scale=0.2, window=window)
+    batch = step_of(lengths, new, tables)
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    shares, alone = (
+        NativeAttention(**heads, library=native, num_threads=2, share=share) for share in (True, False)
+    )
+    together = attend(shares, batch, q, cache, options)
+    assert torch.equal(together, attend(alone, batch, q, cache, options))
+    torch.testing.assert_close(
+        together,
+        attend(ReferenceAttention(**heads), batch, q, cache, options),
+        atol=TOLERANCES[dtype],
+        rtol=1e-5,
+    )
+    starts = np.cumsum([0, *new])
+    for row, length in enumerate(lengths):
+        part = q[starts[row] : starts[row + 1]]
+        single = attend(shares, step_of([length], [new[row]], tables[row : row + 1]), part, cache, options)
+        assert torch.equal(single, together[starts[row] : starts[row + 1]]), row
+
+
+def test_a_poisoned_sequence_keeps_its_poison(native: NativeLibrary) -> None:
+    """What is not finite shows in the sequence's own rows, and in no others."""
+    lengths = [300, 290]
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32
+    )
+    q = torch.randn(2, 2, 16, generator=generator)
+    backend = NativeAttention(num_heads=2, num_kv_heads=1, library=native)
+    options = AttentionOptions(scale=0.25)
+    clean = attend(backend, step_of(lengths, [1, 1], tables), q, cache, options)
+    spoiled = q.clone()
+    spoiled[0] = float("nan")
+    found = attend(backend, step_of(lengths, [1, 1], tables), spoiled, cache, options)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], clean[1])
+    cache.tensors()[1][int(tables[0, 2]), 0, 5] = float("inf")
+    found = attend(backend, step_of(lengths, [1, 1], tables), q, cache, options)
+    assert not found[0].isfinite().any()
+    assert torch.equal(found[1], clean[1])
