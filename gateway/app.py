@@ -58,12 +58,13 @@ class Gateway:
             build_app(
                 self._current_pipeline,
                 self._callers,
+                self._edge.authorizer,
                 metrics,
                 self.not_ready,
                 self._edge.health,
-                max_body_bytes=self._config.max_body_bytes,
             ),
             self._config.http_listen,
+            max_body_bytes=self._config.max_body_bytes,
         )
         self._add_servicers()
         self._tasks: list[asyncio.Task[None]] = []

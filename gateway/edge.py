@@ -1,16 +1,15 @@
-"""Puts the edge together: keys, tiers, limits, ledger and the two services that Envoy asks."""
+"""Puts the edge together: keys, tiers, limits, ledger and what Envoy asks."""
 
 from __future__ import annotations
 
 import asyncio
 
-from envoy_api.service.auth.v3 import external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 
+from gateway.auth.authorizer import Authorizer
 from gateway.auth.directory import KeyDirectory
 from gateway.auth.key_store import KeyStore
 from gateway.auth.key_watch import KeyWatch
-from gateway.auth.servicer import AuthorizationServicer
 from gateway.config import LedgerConfig, LimitsConfig
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.writer import LedgerWriter
@@ -42,18 +41,14 @@ class Edge:
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         self._store = limit_store(settings.gateway.limits, metrics)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
-        self._authorization = AuthorizationServicer(
+        # Asked over the HTTP face.
+        self.authorizer = Authorizer(
             self.directory, self.tiers, settings.security.secret(), telemetry, metrics
         )
         self._ratelimit = RateLimitServicer(RequestLimiter(self._store, self.directory), telemetry, metrics)
 
     def register(self, server: GrpcServer) -> None:
-        """Adds the services that Envoy asks."""
-        server.add(
-            external_auth_pb2_grpc.add_AuthorizationServicer_to_server,
-            self._authorization,
-            "envoy.service.auth.v3.Authorization",
-        )
+        """Adds the service that Envoy asks over gRPC."""
         server.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             self._ratelimit,

@@ -57,6 +57,7 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
     upstreams = [
         clusters.gateway_edge(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
+        clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
         clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),
     ]

@@ -14,6 +14,7 @@ GATEWAY_GRPC = "gateway_grpc"
 # The same processes: questions of the edge have connections and limits of their own, so that running streams
 # can neither delay nor crowd them out.
 GATEWAY_EDGE = "gateway_edge"
+GATEWAY_EDGE_HTTP = "gateway_edge_http"
 GATEWAY_HTTP = "gateway_http"
 TRACES = "traces"
 JWKS = "jwks"
@@ -40,8 +41,14 @@ def gateway_grpc(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any
 
 
 def gateway_edge(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """Authorization and rate limit services."""
+    """Rate limit service."""
     return _gateway(GATEWAY_EDGE, endpoints, config, {"grpc_health_check": {}}, http2=True)
+
+
+def gateway_edge_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
+    """Authorization."""
+    check = {"http_health_check": {"path": "/health"}}
+    return _gateway(GATEWAY_EDGE_HTTP, endpoints, config, check, http2=False)
 
 
 def gateway_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:

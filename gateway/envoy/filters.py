@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.auth.servicer import CLAIMS_HEADER, COUNTED_HEADER, KEY_HEADER, TENANT_HEADER
+from gateway.auth.authorizer import (
+    AUTHORIZE_PREFIX,
+    CLAIMS_HEADER,
+    CONTENT_TYPE_HEADER,
+    COUNTED_HEADER,
+    KEY_HEADER,
+    TENANT_HEADER,
+)
 from gateway.config import EnvoyConfig, JwtConfig
 from gateway.envoy import clusters
 from gateway.envoy.clusters import typed
@@ -16,7 +23,16 @@ _AUTHZ = "envoy.filters.http.ext_authz"
 _JWT = "envoy.filters.http.jwt_authn"
 _PROVIDER = "issuer"
 
-# Headers that only the edge may set.
+# Headers of a refusal that the client gets.
+_REFUSAL_HEADERS = (
+    "content-type",
+    "www-authenticate",
+    "retry-after",
+    "retry-after-ms",
+    "grpc-status-details-bin",
+)
+
+# Headers that only the edge may set; the last one is Envoy's own.
 IDENTITY_HEADERS = (CONTEXT_HEADER, TENANT_HEADER, KEY_HEADER, COUNTED_HEADER, CLAIMS_HEADER)
 
 # Rate limit descriptor. A request that lacks one of its headers has none, and nobody is asked about it: one
@@ -57,26 +73,37 @@ def _ext_authz(timeout: str) -> dict[str, Any]:
         "typed_config": typed(
             f"{_FILTERS}.ext_authz.v3.ExtAuthz",
             transport_api_version="V3",
-            grpc_service=_gateway_service(timeout),
+            http_service={
+                "server_uri": {
+                    "uri": f"http://{clusters.GATEWAY_EDGE_HTTP}",
+                    "cluster": clusters.GATEWAY_EDGE_HTTP,
+                    "timeout": timeout,
+                },
+                # The client's own path follows, with its slash.
+                "path_prefix": AUTHORIZE_PREFIX.rstrip("/"),
+                "authorization_response": {
+                    "allowed_upstream_headers": _exactly(*IDENTITY_HEADERS[:-1]),
+                    "allowed_client_headers": _exactly(*_REFUSAL_HEADERS),
+                },
+            },
             failure_mode_allow=False,
             status_on_error={"code": "ServiceUnavailable"},
             # The gateway sees the headers that it decides by, and no others.
-            allowed_headers={
-                "patterns": [
-                    {"exact": name}
-                    for name in (
-                        "authorization",
-                        CLAIMS_HEADER,
-                        "content-type",
-                        "x-request-id",
-                        "x-client-request-id",
-                        "traceparent",
-                        "tracestate",
-                    )
-                ]
-            },
+            allowed_headers=_exactly(
+                "authorization",
+                CLAIMS_HEADER,
+                CONTENT_TYPE_HEADER,
+                "x-request-id",
+                "x-client-request-id",
+                "traceparent",
+                "tracestate",
+            ),
         ),
     }
+
+
+def _exactly(*names: str) -> dict[str, Any]:
+    return {"patterns": [{"exact": name} for name in names]}
 
 
 def _ratelimit(timeout: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, CONTENT_TYPE_HEADER
 from gateway.config import EnvoyConfig, JwtConfig
 from gateway.envoy import clusters
 from gateway.envoy.clusters import address, typed
@@ -17,11 +18,13 @@ _CLIENT_REQUEST_ID = "x-client-request-id"
 
 # Pages and calls that need no key.
 _PUBLIC_PATHS = ("/health", "/openapi.json")
-# Pages of the gateway that are not for clients.
+# Pages of the gateway that are not for clients, and the questions of Envoy itself: whoever could ask those
+# would be handed a signed context.
 _HIDDEN_PATHS = ("/metrics",)
+_HIDDEN_PREFIXES = (AUTHORIZE_PREFIX,)
 _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/",)
-# gRPC services that clients may call, with a key. The gateway's port also serves the questions of Envoy
-# itself (ext_authz, rate limits): whoever could ask those would be given any tenant's identity.
+# gRPC services that clients may call, with a key. The gateway's port also serves the rate limits, which
+# whoever could ask would spend.
 _CLIENT_PREFIXES = (
     "/millrace.inference.v1.InferenceService/",
     "/grpc.reflection.v1.ServerReflection/",
@@ -133,18 +136,24 @@ def _manager(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _header_mutation() -> dict[str, Any]:
     """Runs before everything else: the client's request id moves aside, identity headers are dropped."""
-    client_id = {"header": {"key": _CLIENT_REQUEST_ID, "value": "%REQ(X-REQUEST-ID)%"}}
-    removed = [*IDENTITY_HEADERS, "x-request-id"]
+    client_id = {"key": _CLIENT_REQUEST_ID, "value": "%REQ(X-REQUEST-ID)%"}
+    content_type = {"key": CONTENT_TYPE_HEADER, "value": "%REQ(CONTENT-TYPE)%"}
+    removed = [*IDENTITY_HEADERS, CONTENT_TYPE_HEADER, "x-request-id"]
     return {
         "name": "envoy.http.early_header_mutation.header_mutation",
         "typed_config": typed(
             "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",
             mutations=[
-                {"append": {**client_id, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}},
+                _overwrite(client_id),
                 *({"remove": name} for name in removed),
+                _overwrite(content_type),
             ],
         ),
     }
+
+
+def _overwrite(header: dict[str, str]) -> dict[str, Any]:
+    return {"append": {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
 
 
 def _routes(max_body_bytes: int) -> dict[str, Any]:
@@ -156,6 +165,7 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
     }
     too_large = _direct({"prefix": "/", "headers": [content_length]}, 413)
     hidden = [_direct({"path": path}, 404) for path in _HIDDEN_PATHS]
+    hidden += [_direct({"prefix": prefix}, 404) for prefix in _HIDDEN_PREFIXES]
     for_clients = [
         _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC) for prefix in _CLIENT_PREFIXES
     ]

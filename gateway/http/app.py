@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
 from gateway.http import openapi
-from gateway.http.body import ClientGoneError, Receive, Scope, Send
+from gateway.http.connection import Handler
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange
 from gateway.http.generate import GenerateEndpoints
-from gateway.http.inspect import InspectEndpoints
-from gateway.openai_error import error_body
+from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.pipeline.caller import CallerVerifier
 from gateway.pipeline.pipeline import Pipeline
 from observability.metrics import Metrics
@@ -28,8 +23,6 @@ from services.context import CONTEXT_HEADER
 from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
-
-Handler = Callable[[Exchange], Awaitable[None]]
 
 # Paths of OpenAI's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
@@ -47,17 +40,18 @@ _NOT_SERVED: Mapping[str, str] = {
 
 _CONTEXT = CONTEXT_HEADER.encode()
 
+Answering: TypeAlias = "Coroutine[Any, Any, None] | None"
+
 
 class Endpoint:
-    """An ASGI application around one handler: verifies the caller and answers errors."""
+    """A handler behind the check of who calls; whatever it raises is answered."""
 
     def __init__(self, callers: CallerVerifier, handler: Handler) -> None:
         self._callers = callers
         self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        exchange = Exchange(scope, receive, send)
+    def __call__(self, exchange: Exchange) -> Answering:
+        """See Handler."""
         try:
             exchange.caller = self._callers.verify(
                 exchange.header(_CONTEXT) or None,
@@ -66,108 +60,114 @@ class Endpoint:
                 tracestate=exchange.header(b"tracestate"),
                 client_request_id=exchange.header(b"x-client-request-id"),
             )
-            await self._handler(exchange)
-        except MillraceError as error:
-            if not exchange.begun:
-                await exchange.respond_error(error)
-        except ClientGoneError:
-            return
+            answering = self._handler(exchange)
+        except Exception as error:
+            _tell(exchange, error)
+            return None
+        return None if answering is None else self._follow(exchange, answering)
+
+    async def _follow(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
+        try:
+            await answering
         except asyncio.CancelledError:
             # The client left while its request was being accepted: nobody reads an answer.
-            if exchange.client_gone:
-                return
-            raise
-        except Exception:
-            _log.exception("unexpected failure at %s, request %s", exchange.path, exchange.request_id)
-            if not exchange.begun:
-                await exchange.respond_error(unexpected())
+            if not exchange.client_gone:
+                raise
+        except Exception as error:
+            _tell(exchange, error)
+
+
+def _tell(exchange: Exchange, error: Exception) -> None:
+    if not isinstance(error, MillraceError):
+        _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
+        error = unexpected()
+    if not exchange.begun:
+        exchange.respond_error(error)
 
 
 class Application:
-    """Sends the generating endpoints straight to their handlers: Starlette's layers would wrap every write.
+    """Calls the handler of an exchange's method and path. HEAD is answered as GET, without the body."""
 
-    Starlette has the same routes as well and answers everything else, wrong methods included.
-    """
+    def __init__(
+        self, routes: Mapping[tuple[str, str], Handler], below: Mapping[str, tuple[str, Handler]]
+    ) -> None:
+        """`below` has a method ("" for any) and a handler for all paths that begin in one way."""
+        self._routes = routes
+        self._below = below
 
-    def __init__(self, direct: Mapping[tuple[str, str], Endpoint], rest: Starlette) -> None:
-        self._direct = direct
-        self._rest = rest
+    def __call__(self, exchange: Exchange) -> Answering:
+        """See Handler."""
+        handler = self._routes.get((exchange.method, exchange.path)) or self._other(exchange)
+        return handler(exchange)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        endpoint = self._direct.get((scope.get("method", ""), scope.get("path", "")))
-        await (endpoint or self._rest)(scope, receive, send)
+    def _other(self, exchange: Exchange) -> Handler:
+        path, method = exchange.path, "GET" if exchange.method == "HEAD" else exchange.method
+        for beginning, (served, handler) in self._below.items():
+            if path.startswith(beginning) and served in ("", method):
+                return handler
+        return self._routes.get((method, path), self._refuse)
+
+    def _refuse(self, exchange: Exchange) -> None:
+        path = exchange.path
+        methods = [method for method, served in self._routes if served == path]
+        methods += [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
+        allowed = ", ".join(methods)
+        if not allowed:
+            exchange.respond_error(not_found(path, _NOT_SERVED))
+            return
+        exchange.extra_headers.append((b"allow", allowed.encode()))
+        exchange.respond_error(
+            MillraceError(Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}")
+        )
 
 
 def build_app(
     pipeline: Callable[[], Pipeline],
     callers: CallerVerifier,
+    authorizer: Authorizer,
     metrics: Metrics,
     not_ready: Callable[[], str],
     details: Callable[[], dict[str, str]],
-    *,
-    max_body_bytes: int,
 ) -> Application:
     """The application of one gateway process.
 
     `pipeline` raises what to answer while there is none yet; `not_ready` says what is missing, "" for
     nothing; `details` is shown on the health page.
     """
-    generate = GenerateEndpoints(pipeline, max_body_bytes)
-    inspect = InspectEndpoints(pipeline, max_body_bytes)
+    generate = GenerateEndpoints(pipeline)
+    inspect = InspectEndpoints(pipeline)
 
-    async def health(request: Request) -> Response:
+    def health(exchange: Exchange) -> None:
         missing = not_ready()
         state = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
-        body = msgspec.json.encode({**state, **details()})
-        return Response(body, 503 if missing else 200, media_type="application/json")
+        exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
 
-    async def expose(request: Request) -> Response:
-        body, content_type = metrics.expose(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+    def expose(exchange: Exchange) -> None:
+        body, content_type = metrics.expose(exchange.header(b"accept"))
+        exchange.respond(200, body, [(b"content-type", content_type.encode())])
 
     schema = openapi.document()
 
-    async def describe(request: Request) -> Response:
-        return Response(schema, media_type="application/json")
+    def describe(exchange: Exchange) -> None:
+        exchange.respond(200, schema)
 
-    def route(path: str, method: str, handler: Handler) -> Route:
-        return Route(path, Endpoint(callers, handler), methods=[method])
+    def authorize(exchange: Exchange) -> None:
+        answer = authorizer.check(exchange.headers)
+        exchange.respond(answer.status, answer.body, answer.headers)
 
-    rest = Starlette(
-        routes=[
-            route("/v1/chat/completions", "POST", generate.chat),
-            route("/v1/completions", "POST", generate.complete),
-            route("/v1/models", "GET", inspect.models),
-            route("/v1/models/{model:path}", "GET", inspect.model),
-            route("/tokenize", "POST", inspect.tokenize),
-            route("/detokenize", "POST", inspect.detokenize),
-            Route("/health", health, methods=["GET"]),
-            Route("/metrics", expose, methods=["GET"]),
-            Route("/openapi.json", describe, methods=["GET"]),
-        ],
-        exception_handlers={HTTPException: _http_error},
-    )
     return Application(
         {
             ("POST", "/v1/chat/completions"): Endpoint(callers, generate.chat),
             ("POST", "/v1/completions"): Endpoint(callers, generate.complete),
+            ("GET", "/v1/models"): Endpoint(callers, inspect.models),
+            ("POST", "/tokenize"): Endpoint(callers, inspect.tokenize),
+            ("POST", "/detokenize"): Endpoint(callers, inspect.detokenize),
+            ("GET", "/health"): health,
+            ("GET", "/metrics"): expose,
+            ("GET", "/openapi.json"): describe,
         },
-        rest,
-    )
-
-
-async def _http_error(request: Request, failure: Any) -> Response:
-    path = request.url.path
-    if failure.status_code == 405:
-        error = MillraceError(
-            Reason.METHOD_NOT_ALLOWED,
-            f"{path} does not take {request.method}; use {failure.headers['Allow']}",
-        )
-    else:
-        error = not_found(path, _NOT_SERVED)
-    headers = dict(failure.headers or {})
-    headers["x-request-id"] = request.headers.get("x-request-id", "")
-    return Response(
-        error_body(error), error.mapping.http_status, headers=headers, media_type="application/json"
+        {
+            AUTHORIZE_PREFIX: ("", authorize),
+            MODELS_PREFIX: ("GET", Endpoint(callers, inspect.model)),
+        },
     )

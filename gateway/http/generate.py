@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -40,16 +40,15 @@ Events = ChatEvents | CompletionEvents
 class GenerateEndpoints:
     """Handlers of /v1/chat/completions and /v1/completions."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline], max_body_bytes: int) -> None:
+    def __init__(self, pipeline: Callable[[], Pipeline]) -> None:
         self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        body = decode(chat.DECODER, await exchange.body(self._max_body_bytes))
+        body = decode(chat.DECODER, exchange.body())
         self._warn(exchange, body)
         request = chat.chat_request(body, reasons=bool(self._pipeline().vocabulary.reasoning_format))
-        async with self._begin(exchange, [request]) as generations:
+        async with _Accepted(exchange, self._pipeline(), [request]) as generations:
             generation = generations[0]
             logprobs = request.sampling.logprobs is not None
             if body.stream:
@@ -70,14 +69,14 @@ class GenerateEndpoints:
                 logprobs=logprobs,
                 timing=bool(body.include_timing),
             )
-            await exchange.respond(200, _encode(answer))
+            exchange.respond(200, _encode(answer))
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        body = decode(completions.DECODER, await exchange.body(self._max_body_bytes))
+        body = decode(completions.DECODER, exchange.body())
         self._warn(exchange, body)
         requests = completions.completion_requests(body)
-        async with self._begin(exchange, requests) as generations:
+        async with _Accepted(exchange, self._pipeline(), requests) as generations:
             echoes = [self._echo(*pair) for pair in zip(requests, generations, strict=True)]
             if body.stream:
                 events = [
@@ -94,34 +93,11 @@ class GenerateEndpoints:
                 await self._stream(exchange, generations, events, body)
                 return
             answer = self._completion_body(generations, await _collect(generations), echoes, body)
-            await exchange.respond(200, _encode(answer))
+            exchange.respond(200, _encode(answer))
 
     def _warn(self, exchange: Exchange, body: CommonBody) -> None:
         for warning in check_unserved(body):
             exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
-
-    @asynccontextmanager
-    async def _begin(
-        self, exchange: Exchange, requests: Sequence[GenerationRequest]
-    ) -> AsyncIterator[list[Generation]]:
-        """All of them accepted, or none; a client that leaves cancels them."""
-        caller = exchange.caller
-        assert caller is not None, "the application verifies callers before it calls a handler"
-        task = asyncio.current_task()
-        assert task is not None
-        async with AsyncExitStack() as stack:
-            generations: list[Generation] = []
-            # Until they are accepted there is nothing to cancel but the work of accepting them.
-            gone = _Departure(task)
-            exchange.watch_client(gone.note)
-            stack.callback(exchange.unwatch)
-            for request in requests:
-                generation = await self._pipeline().begin(caller, request)
-                generations.append(await stack.enter_async_context(generation))
-            gone.cancel_instead(generations)
-            for name, value in self._pipeline().limiter.headers(caller.identity).items():
-                exchange.extra_headers.append((name.encode(), value.encode()))
-            yield generations
 
     async def _stream(
         self,
@@ -133,26 +109,25 @@ class GenerateEndpoints:
         # The status can still say what is wrong until the first delta is there.
         source = _merged(generations)
         index, deltas = await anext(source)
-        await exchange.begin_events()
-        await exchange.write(
-            b"".join(each.begin() for each in events) + b"".join(map(events[index].event, deltas))
-        )
-        generations[index].first_chunk_written()
+        exchange.begin_events()
+        first = b"".join([each.begin() for each in events])
         try:
+            await exchange.write(first + b"".join(map(events[index].event, deltas)))
+            generations[index].first_chunk_written()
             async for index, deltas in source:
                 generations[index].first_chunk_written()
                 await exchange.write(b"".join(map(events[index].event, deltas)))
         except MillraceError as error:
-            await exchange.write(error_event(error), last=True)
+            exchange.end_events(error_event(error))
             raise
         except Exception:
-            await exchange.write(error_event(unexpected()), last=True)
+            exchange.end_events(error_event(unexpected()))
             raise
         end = DONE
         if body.include_usage:
             usages = [generation.usage() for generation in generations]
             end = events[0].usage_event(usage_body(usages, timing=bool(body.include_timing))) + DONE
-        await exchange.write(end, last=True)
+        exchange.end_events(end)
 
     def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
         if not request.echo:
@@ -199,23 +174,46 @@ class GenerateEndpoints:
         return result
 
 
-class _Departure:
-    """What happens when the client leaves: the handler is cancelled, or, once there are some, the
-    generations.
-    """
+class _Accepted:
+    """All requests of one exchange as generations, or none; a client that leaves cancels them."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
-        self._generations: Sequence[Generation] | None = None
+    def __init__(self, exchange: Exchange, pipeline: Pipeline, requests: Sequence[GenerationRequest]) -> None:
+        self._exchange = exchange
+        self._pipeline = pipeline
+        self._requests = requests
+        self._generations: list[Generation] = []
+        # Until they are accepted there is nothing to cancel but the work of accepting them.
+        self._accepting: asyncio.Task[Any] | None = asyncio.current_task()
 
-    def cancel_instead(self, generations: Sequence[Generation]) -> None:
-        """From now on the generations are cancelled."""
-        self._generations = generations
+    async def __aenter__(self) -> list[Generation]:
+        exchange, pipeline = self._exchange, self._pipeline
+        caller = exchange.caller
+        assert caller is not None, "the application verifies callers before it calls a handler"
+        exchange.watch_client(self._client_left)
+        try:
+            for request in self._requests:
+                self._generations.append(await pipeline.begin(caller, request))
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        self._accepting = None
+        for name, value in pipeline.limiter.headers(caller.identity).items():
+            exchange.extra_headers.append((name.encode(), value.encode()))
+        return self._generations
 
-    def note(self) -> None:
-        """The client has left."""
-        if self._generations is None:
-            self._task.cancel()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._leave(error)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        self._exchange.unwatch()
+        for generation in reversed(self._generations):
+            await generation.close(error)
+
+    def _client_left(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
         else:
             for generation in self._generations:
                 generation.cancel()

@@ -17,7 +17,7 @@ from gateway.pipeline.request import Conversation, TextPrompt
 from gateway.text.detokenizer import decode as decode_ids
 
 _encode = msgspec.json.Encoder().encode
-_MODELS = "/v1/models/"
+MODELS_PREFIX = "/v1/models/"
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,22 +47,19 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 class InspectEndpoints:
     """Handlers that need no engine slot."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline], max_body_bytes: int) -> None:
+    def __init__(self, pipeline: Callable[[], Pipeline]) -> None:
         self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
 
-    async def models(self, exchange: Exchange) -> None:
+    def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         names = self._pipeline().served_names(_caller(exchange))
-        await exchange.respond(
-            200, _encode({"object": "list", "data": [self._model(name) for name in names]})
-        )
+        exchange.respond(200, _encode({"object": "list", "data": [self._model(name) for name in names]}))
 
-    async def model(self, exchange: Exchange) -> None:
+    def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
-        name = exchange.path.removeprefix(_MODELS)
+        name = exchange.path.removeprefix(MODELS_PREFIX)
         self._pipeline().check_model(_caller(exchange), name)
-        await exchange.respond(200, _encode(self._model(name)))
+        exchange.respond(200, _encode(self._model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {
@@ -75,7 +72,7 @@ class InspectEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = decode(_TOKENIZE, await exchange.body(self._max_body_bytes))
+        body = decode(_TOKENIZE, exchange.body())
         self._check_model(exchange, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -103,11 +100,11 @@ class InspectEndpoints:
         }
         if body.return_token_strs:
             answer["token_strs"] = [self._pipeline().vocabulary.token_text(id_) for id_ in ids]
-        await exchange.respond(200, _encode(answer))
+        exchange.respond(200, _encode(answer))
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = decode(_DETOKENIZE, await exchange.body(self._max_body_bytes))
+        body = decode(_DETOKENIZE, exchange.body())
         self._check_model(exchange, body.model)
         size = self._pipeline().vocabulary.size
         for index, token_id in enumerate(body.tokens):
@@ -115,7 +112,7 @@ class InspectEndpoints:
                 raise invalid(
                     f"tokens[{index}]", f"token id {token_id} is outside the vocabulary of {size} tokens"
                 )
-        await exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
+        exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
 
     def _check_model(self, exchange: Exchange, name: str | None) -> None:
         if name is not None:

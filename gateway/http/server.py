@@ -1,51 +1,32 @@
-"""uvicorn inside a process that has more to do: no signal handlers, a socket that is bound before."""
+"""The listening side of the HTTP face."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Generator
-from typing import Any
 
-import uvicorn
-
+from gateway.http.connection import Connection, Handler
 from services.errors import ConfigError
 
-# Envoy keeps its connections; closing an idle one under it would race with its next request.
-_KEEP_ALIVE_S = 3600
 _BACKLOG = 4096
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """The process handles signals itself."""
-        yield
+# What may still be said when the server stops.
+_FAREWELL_S = 1.0
+_POLL_S = 0.02
 
 
 class HttpServer:
-    """One listening HTTP server."""
+    """One listening HTTP/1.1 server; `handler` answers every request.
 
-    def __init__(self, app: Any, listen: str) -> None:
+    Idle connections are kept for as long as the peer wants: Envoy keeps its own, and closing one under it
+    would race with its next request. Peers that are dead without having said so are found by TCP itself.
+    """
+
+    def __init__(self, handler: Handler, listen: str, *, max_body_bytes: int) -> None:
+        self._handler = handler
         self._listen = listen
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                # Envoy is the only peer; client addresses are in its log.
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self._task: asyncio.Task[None] | None = None
+        self._max_body_bytes = max_body_bytes
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -62,11 +43,25 @@ class HttpServer:
             raise ConfigError(
                 f"cannot listen on {self._listen}: {error}; is another instance running?"
             ) from error
+        # Accepted sockets inherit it.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.port = bound.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[bound]), name="http")
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._handler, self._max_body_bytes, self._connections),
+            sock=bound,
+            backlog=_BACKLOG,
+            ssl=secure.server_context() if secure else None,
+        )
 
     async def stop(self) -> None:
         """Stops listening and closes what is idle; what is not has a second to end."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        end_s = asyncio.get_running_loop().time() + _FAREWELL_S
+        while self._connections and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(_POLL_S)
+        for connection in list(self._connections):
+            connection.abort()

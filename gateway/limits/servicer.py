@@ -8,7 +8,7 @@ import grpc
 from envoy_api.config.core.v3 import base_pb2
 from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 
-from gateway.auth.servicer import is_grpc, refusal_headers
+from gateway.auth.authorizer import is_grpc, refusal_headers
 from gateway.limits.requests import RequestLimiter
 from gateway.openai_error import error_body
 from observability import names

@@ -63,6 +63,10 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close(error)
+
+    async def close(self, error: BaseException | None) -> None:
+        """Settles, with `error` as what ended the request; once, however often it is called."""
         if isinstance(error, MillraceError):
             outcome = Outcome(error.reason.value, error)
         elif error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 import yaml
-from envoy_api.service.auth.v3 import external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
 from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
-from gateway.auth.servicer import AuthorizationServicer
 from gateway.envoy.bootstrap import build
+from gateway.http.exchange import Exchange
+from gateway.http.server import HttpServer
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
@@ -79,23 +74,26 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
         while (item := await self.items.get()) is not None:
             yield inference_pb2.ChatResponse(model=item)
 
-    async def echo(self, request: Request) -> Response:
-        """Tells what arrived at the HTTP face."""
-        body = await request.body()
-        return JSONResponse({"headers": dict(request.headers), "num_bytes": len(body)})
+    def http(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        """The HTTP face."""
+        if exchange.path == "/events":
+            return self._events(exchange)
+        if exchange.path == "/health":
+            context = exchange.headers.get(CONTEXT_HEADER.encode(), b"no context")
+            exchange.respond(200, context, [(b"content-type", b"text/plain")])
+            return None
+        # Tells what arrived.
+        headers = {name.decode(): value.decode() for name, value in exchange.headers.items()}
+        body = {"headers": headers, "num_bytes": len(exchange.body())}
+        exchange.respond(200, json.dumps(body).encode())
+        return None
 
-    async def events(self, request: Request) -> Response:
+    async def _events(self, exchange: Exchange) -> None:
         """Server-sent events, as they are put into the queue."""
-
-        async def stream() -> AsyncIterator[str]:
-            while (item := await self.items.get()) is not None:
-                yield f"data: {item}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
-    async def health(self, request: Request) -> Response:
-        """Envoy's health check, and a public page."""
-        return PlainTextResponse(request.headers.get(CONTEXT_HEADER, "no context"))
+        exchange.begin_events()
+        while (item := await self.items.get()) is not None:
+            await exchange.write(f"data: {item}\n\n".encode())
+        exchange.end_events(b"data: [DONE]\n\n")
 
 
 class Edge:
@@ -110,15 +108,17 @@ class Edge:
         self.grpc = GrpcServer("127.0.0.1:0")
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
-        app = Starlette(
-            routes=[
-                Route("/health", self.faces.health),
-                Route("/events", self.faces.events),
-                Route("/{path:path}", self.faces.echo, methods=["GET", "POST"]),
-            ]
-        )
-        self._http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-        self._http_task: asyncio.Task[None] | None = None
+        self._authorizer: Authorizer | None = None
+        # Nothing here may refuse a large body before Envoy does.
+        self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
+
+    def _answer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+        if not exchange.path.startswith(AUTHORIZE_PREFIX):
+            return self.faces.http(exchange)
+        assert self._authorizer is not None
+        answer = self._authorizer.check(exchange.headers)
+        exchange.respond(answer.status, answer.body, answer.headers)
+        return None
 
     async def start(self, otlp_endpoint: str = "") -> None:
         """Starts the gateway's servers and then Envoy; returns when a request gets through."""
@@ -129,15 +129,10 @@ class Edge:
         metrics = Metrics()
         directory = KeyDirectory(settings)
         store = MemoryLimitStore(lease_ttl_s=30, clock=unix_ms)
-        authorization = AuthorizationServicer(
+        self._authorizer = Authorizer(
             directory, Tiers(settings), settings.security.secret(), telemetry, metrics
         )
         ratelimit = RateLimitServicer(RequestLimiter(store, directory), telemetry, metrics)
-        self.grpc.add(
-            external_auth_pb2_grpc.add_AuthorizationServicer_to_server,
-            authorization,
-            "envoy.service.auth.v3.Authorization",
-        )
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,
@@ -150,13 +145,10 @@ class Edge:
         )
         await self.grpc.start()
         await self.grpc.set_serving(True)
-        self._http_task = asyncio.create_task(self._http.serve())
-        while not self._http.started:
-            await asyncio.sleep(0.01)
-        http_port = self._http.servers[0].sockets[0].getsockname()[1]
+        await self.http.start()
         tables = json.loads(json.dumps(self._tables))
         tables["envoy"]["gateway_grpc"] = [f"127.0.0.1:{self.grpc.port}"]
-        tables["envoy"]["gateway_http"] = [f"127.0.0.1:{http_port}"]
+        tables["envoy"]["gateway_http"] = [f"127.0.0.1:{self.http.port}"]
         await self._start_envoy(build(load_settings(tables), otlp_endpoint))
 
     async def _start_envoy(self, bootstrap: dict[str, Any]) -> None:
@@ -186,10 +178,7 @@ class Edge:
         if self._process is not None:
             self._process.terminate()
             await self._process.wait()
-        self._http.should_exit = True
-        if self._http_task is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._http_task
+        await self.http.stop()
         await self.grpc.stop(0)
 
 

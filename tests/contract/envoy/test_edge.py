@@ -10,12 +10,12 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
 from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from services.context import CONTEXT_HEADER
 from services.errors import Reason
 from services.status import from_status
 
@@ -142,7 +142,7 @@ async def test_server_sent_events_are_not_buffered(edge: Edge, client: httpx.Asy
             assert await anext(lines) == f"data: {item}"
             assert await anext(lines) == ""
         edge.faces.items.put_nowait(None)
-        assert [line async for line in lines] == []
+        assert [line async for line in lines] == ["data: [DONE]", ""]
 
 
 async def test_requests_per_minute(
@@ -200,26 +200,57 @@ async def test_grpc_health_needs_no_key(edge: Edge) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_questions_of_the_edge_cannot_be_asked_from_outside(edge: Edge) -> None:
-    """Whoever could call ext_authz would be handed a signed context, and could spend others' limits."""
-    metadata = tuple(BEARER.items())
+async def test_rate_limits_cannot_be_spent_from_outside(edge: Edge) -> None:
+    """Whoever could ask the rate limit service would spend others' limits."""
     async with grpc.aio.insecure_channel(edge.address) as channel:
-        authorization = external_auth_pb2_grpc.AuthorizationStub(channel)
-        limits = rls_pb2_grpc.RateLimitServiceStub(channel)
-        for call in (
-            authorization.Check(external_auth_pb2.CheckRequest(), metadata=metadata),
-            limits.ShouldRateLimit(rls_pb2.RateLimitRequest(domain="millrace"), metadata=metadata),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        call = rls_pb2_grpc.RateLimitServiceStub(channel).ShouldRateLimit(
+            rls_pb2.RateLimitRequest(domain="millrace"), metadata=tuple(BEARER.items())
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/edge/authorize/v1/models",
+        "/edge/authorize/edge/authorize/v1/models",
+        "//edge//authorize/v1/models",
+        "/v1/../edge/authorize/v1/models",
+        "/v1/%2e%2e/edge/authorize/v1/models",
+        "/%65dge/authorize/v1/models",
+        "/edge/authorize%2fv1/models",
+        "/edge/authorize/../authorize/",
+        "/edge/authorize",
+        "/EDGE/AUTHORIZE/v1/models",
+        "/edge/authorize/v1/models?x=1",
+        "http://elsewhere/edge/authorize/v1/models",
+    ],
+)
+@pytest.mark.parametrize("content_type", ["application/json", "application/grpc"])
+async def test_authorization_cannot_be_asked_from_outside(edge: Edge, path: str, content_type: str) -> None:
+    """Whoever could ask it would be handed a signed context, and could choose what is in it."""
+    host, _, port = edge.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nhost: edge\r\nauthorization: {BEARER['authorization']}\r\n"
+        f"content-type: {content_type}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+    )
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.lower().partition(b"\r\n\r\n")
+    assert CONTEXT_HEADER.encode() not in head
+    if b" 200 ok" in head.splitlines()[0] and b"grpc-status" not in head:
+        # It went to the face that serves clients, as a path that is nothing there.
+        assert b"num_bytes" in body
 
 
 async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> None:
     edge = Edge(tmp_path)
     await edge.start()
     try:
-        await edge.grpc.stop(0)
+        await edge.http.stop()
         async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
             response = await client.get("/v1/models", headers=BEARER)
         assert response.status_code == 503

@@ -51,7 +51,7 @@ def test_containers_listen_to_the_world_and_administrators_do_not() -> None:
 
 def test_configured_values_win_over_the_profile() -> None:
     config = yaml.safe_load(render({"envoy": {"gateway_http": ["edge-gateway:9"]}}, "compose"))
-    endpoint = config["static_resources"]["clusters"][2]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
+    endpoint = config["static_resources"]["clusters"][3]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]
     assert endpoint["endpoint"]["address"]["socket_address"] == {"address": "edge-gateway", "port_value": 9}
 
 

@@ -1,4 +1,8 @@
-"""Envoy's external authorization: credentials to a signed request context, before anything else is spent."""
+"""Envoy's external authorization: credentials to a signed request context, before anything else is spent.
+
+Envoy asks over HTTP (`ext_authz` with `http_service`): it sends the client's headers that matter to a path
+below AUTHORIZE_PREFIX, adds the headers of a 200 to the request and passes everything else to the client.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 import msgspec
-from envoy_api.config.core.v3 import base_pb2
-from envoy_api.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
-from envoy_api.type.v3 import http_status_pb2
-from google.rpc import code_pb2, status_pb2
 from millrace.common.v1 import context_pb2
-from opentelemetry.util.types import AttributeValue
 
 from gateway.auth.convert import write_tier
 from gateway.auth.directory import KeyDirectory, Principal
@@ -23,7 +21,7 @@ from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.tracing import Telemetry, context_from_traceparent
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.errors import MillraceError, Reason
 from services.status import to_status
@@ -34,14 +32,31 @@ KEY_HEADER = "x-millrace-key"
 COUNTED_HEADER = "x-millrace-counted"
 # Claims of a token that Envoy's jwt_authn filter has verified: JSON in base64url.
 CLAIMS_HEADER = "x-millrace-jwt-claims"
-_SCHEME = "bearer "
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_OK = status_pb2.Status(code=code_pb2.OK)
+# Copy of the client's content type, which tells the form of a refusal. The question itself must not have it:
+# Envoy answers its own "gRPC" question that fails with HTTP 200, which would let the request through.
+CONTENT_TYPE_HEADER = "x-millrace-content-type"
+# Where Envoy asks: the client's own path follows. Envoy lets no client's request there.
+AUTHORIZE_PREFIX = "/edge/authorize/"
+# Envoy drops the request headers that this header of an answer names.
+_REMOVED = (
+    b"x-envoy-auth-headers-to-remove",
+    f"authorization,{CLAIMS_HEADER},{CONTENT_TYPE_HEADER}".encode(),
+)
+_COUNTED = (COUNTED_HEADER.encode(), b"1")
+_SCHEME = b"bearer "
 _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
-    """Answers each Check with a signed context, or with the refusal as the client will read it.
+class Answer(msgspec.Struct, frozen=True):
+    """What Envoy is told: 200 with headers for the request, or the refusal as the client will read it."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes = b""
+
+
+class Authorizer:
+    """Answers each question with a signed context or with a refusal.
 
     HTTP clients get OpenAI's error body. gRPC clients get the status that Envoy derives from the HTTP one
     (401 UNAUTHENTICATED, 403 PERMISSION_DENIED) with the message, and the rich status in its trailer.
@@ -61,14 +76,18 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
         self._telemetry = telemetry
         self._metrics = metrics
 
-    async def Check(
-        self, request: external_auth_pb2.CheckRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> external_auth_pb2.CheckResponse:
-        """Authenticates one request by its headers."""
-        started_s = time.perf_counter()
-        headers = request.attributes.request.http.headers
-        attributes: dict[str, AttributeValue] = {names.REQUEST_ID: headers.get("x-request-id", "")}
-        span = self._telemetry.start(names.GATEWAY_AUTHORIZE, attributes=attributes)
+    def check(self, headers: Mapping[bytes, bytes]) -> Answer:
+        """Authenticates one request by its headers (names in lower case)."""
+        started_s = time.monotonic()
+        traceparent = _text(headers, b"traceparent")
+        tracestate = _text(headers, b"tracestate")
+        request_id = _text(headers, b"x-request-id")
+        span = self._telemetry.start(
+            names.GATEWAY_AUTHORIZE,
+            parent=context_from_traceparent(traceparent, tracestate),
+            attributes={names.REQUEST_ID: request_id},
+            start_s=started_s,
+        )
         try:
             principal = self._authenticate(headers)
         except MillraceError as error:
@@ -76,7 +95,7 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
                 span, attributes={names.OUTCOME: error.reason.value}, error=error.reason.value
             )
             self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
-            return refused(error, is_grpc=is_grpc(headers.get("content-type", "")))
+            return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
         else:
             self._telemetry.end(
                 span,
@@ -86,15 +105,18 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
                     names.TIER: principal.tier,
                 },
             )
-            return self._allowed(principal, headers)
+            context = self._context(principal, request_id, traceparent, tracestate)
+            return self._allowed(principal, context)
         finally:
-            self._metrics.observe(names.AUTHORIZE_SECONDS, time.perf_counter() - started_s)
+            self._metrics.observe(
+                names.AUTHORIZE_SECONDS, time.monotonic() - started_s, span=span.get_span_context()
+            )
 
-    def _authenticate(self, headers: Mapping[str, str]) -> Principal:
-        claims = headers.get(CLAIMS_HEADER, "")
+    def _authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
+        claims = headers.get(CLAIMS_HEADER.encode(), b"")
         if claims:
             return self._directory.principal_of_claims(_claims(claims))
-        credentials = headers.get("authorization", "")
+        credentials = headers.get(b"authorization", b"")
         if not credentials:
             raise MillraceError(
                 Reason.MISSING_CREDENTIALS,
@@ -105,24 +127,18 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
                 Reason.INVALID_CREDENTIALS,
                 "the authorization header has another scheme than Bearer; send `authorization: Bearer <key>`",
             )
-        return self._directory.authenticate(credentials[len(_SCHEME) :].strip())
+        return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, principal: Principal, headers: Mapping[str, str]) -> external_auth_pb2.CheckResponse:
-        signed = sign(self._context(principal, headers), self._secret)
+    def _allowed(self, principal: Principal, context: context_pb2.RequestContext) -> Answer:
         added = [
-            _header(CONTEXT_HEADER, to_header(signed)),
-            _header(TENANT_HEADER, principal.tenant),
-            _header(KEY_HEADER, principal.key_id),
+            (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
+            (TENANT_HEADER.encode(), principal.tenant.encode()),
+            (KEY_HEADER.encode(), principal.key_id.encode()),
+            _REMOVED,
         ]
         if self._is_counted(principal):
-            added.append(_header(COUNTED_HEADER, "1"))
-        return external_auth_pb2.CheckResponse(
-            status=_OK,
-            ok_response=external_auth_pb2.OkHttpResponse(
-                headers=added,
-                headers_to_remove=["authorization", CLAIMS_HEADER],
-            ),
-        )
+            added.append(_COUNTED)
+        return Answer(200, added)
 
     def _is_counted(self, principal: Principal) -> bool:
         limits = (
@@ -131,15 +147,17 @@ class AuthorizationServicer(external_auth_pb2_grpc.AuthorizationServicer):
         )
         return any(limit.requests_per_minute is not None for limit in limits)
 
-    def _context(self, principal: Principal, headers: Mapping[str, str]) -> context_pb2.RequestContext:
+    def _context(
+        self, principal: Principal, request_id: str, traceparent: str, tracestate: str
+    ) -> context_pb2.RequestContext:
         context = context_pb2.RequestContext(
-            request_id=headers.get("x-request-id", ""),
+            request_id=request_id,
             tenant=principal.tenant,
             key_id=principal.key_id,
             cache_salt=principal.cache_salt,
             allowed_models=principal.allowed_models,
-            traceparent=headers.get("traceparent", ""),
-            tracestate=headers.get("tracestate", ""),
+            traceparent=traceparent,
+            tracestate=tracestate,
             issued_unix_ms=time.time_ns() // 1_000_000,
         )
         write_tier(context, self._tiers.named(principal.tier), tenant_weight=principal.tenant_weight)
@@ -151,16 +169,12 @@ def is_grpc(content_type: str) -> bool:
     return content_type.startswith("application/grpc")
 
 
-def refused(error: MillraceError, *, is_grpc: bool) -> external_auth_pb2.CheckResponse:
+def refused(error: MillraceError, *, is_grpc: bool) -> Answer:
     """The refusal as Envoy passes it to the client."""
-    denied = external_auth_pb2.DeniedHttpResponse(
-        status=http_status_pb2.HttpStatus(code=error.mapping.http_status),
-        headers=[_header(key, value) for key, value in refusal_headers(error, is_grpc=is_grpc).items()],
-        body=error.message if is_grpc else error_body(error).decode(),
-    )
-    return external_auth_pb2.CheckResponse(
-        status=status_pb2.Status(code=error.mapping.grpc_code.value[0], message=error.message),
-        denied_response=denied,
+    return Answer(
+        error.mapping.http_status,
+        [(name.encode(), value.encode()) for name, value in refusal_headers(error, is_grpc=is_grpc).items()],
+        error.message.encode() if is_grpc else error_body(error),
     )
 
 
@@ -177,15 +191,13 @@ def refusal_headers(error: MillraceError, *, is_grpc: bool) -> dict[str, str]:
     return headers
 
 
-def _header(key: str, value: str) -> base_pb2.HeaderValueOption:
-    return base_pb2.HeaderValueOption(
-        header=base_pb2.HeaderValue(key=key, value=value), append_action=_OVERWRITE
-    )
+def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
 
 
-def _claims(text: str) -> dict[str, Any]:
+def _claims(text: bytes) -> dict[str, Any]:
     try:
-        return _decode_claims(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+        return _decode_claims(base64.urlsafe_b64decode(text + b"=" * (-len(text) % 4)))
     except (binascii.Error, ValueError, msgspec.DecodeError) as error:
         raise MillraceError(
             Reason.INVALID_CREDENTIALS, "the verified token's claims cannot be read as JSON"

@@ -1,0 +1,235 @@
+"""One connection of the HTTP face: HTTP/1.1 parsed by httptools, requests served one after the other.
+
+The generating endpoints answer a thousand requests a second beside everything else that a core does for them;
+what a general server does per request (a task that waits for the disconnection, messages for every piece)
+would cost as much as the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, cast
+from urllib.parse import unquote_to_bytes
+
+import httptools
+
+from gateway.http.exchange import Exchange
+from services.errors import MillraceError, Reason
+
+_log = logging.getLogger(__name__)
+
+# Answers an exchange at once, or returns what does.
+Handler: TypeAlias = Callable[[Exchange], "Coroutine[Any, Any, None] | None"]
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Connection(asyncio.Protocol):
+    """Parses requests and calls the handler for each when its body is complete, in order, one at a time."""
+
+    def __init__(self, handler: Handler, body_limit: int, connections: set[Connection]) -> None:
+        self._handler = handler
+        self._body_limit = body_limit
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        # Being read.
+        self._incoming: Exchange | None = None
+        self._url = b""
+        # Being answered, and read already meanwhile.
+        self._active: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Set while the client takes less than is written.
+        self._congested: asyncio.Future[None] | None = None
+        self._closing = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self._active is None and not self._tasks
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        # uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        self._connections.discard(self)
+        self.resume_writing()
+        self._waiting.clear()
+        active, self._active = self._active, None
+        if active is not None and not active.ended:
+            active.note_gone()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._closing:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # No other protocol is spoken here; the request itself is answered, what follows is not HTTP.
+            self._closing = True
+            self.close()
+        except httptools.HttpParserError as error:
+            self._refuse_malformed(error)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._congested = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        congested, self._congested = self._congested, None
+        if congested is not None and not congested.done():
+            congested.set_result(None)
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        self._incoming = Exchange(self, self._body_limit)
+        self._url = b""
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        assert self._incoming is not None, "the parser begins a message first"
+        self._incoming.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """The header is over; a client that waits to be told so is told to send its body."""
+        exchange = self._incoming
+        assert exchange is not None, "the parser begins a message first"
+        parser = self._parser
+        exchange.method = parser.get_method().decode("ascii")
+        exchange.path = _path(self._url)
+        exchange.is_http_1_0 = parser.get_http_version() == "1.0"
+        exchange.closes = not parser.should_keep_alive()
+        headers = exchange.headers
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > self._body_limit:
+            exchange.num_body_bytes = int(declared)
+            self._complete(exchange)
+        elif headers.get(b"expect", b"").lower() == b"100-continue":
+            self.write(_CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body. One that is too large is answered before all of it has come."""
+        exchange = self._incoming
+        if exchange is None:
+            return
+        exchange.add_body(body)
+        if exchange.too_large:
+            self._complete(exchange)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._incoming is not None:
+            self._complete(self._incoming)
+
+    def _complete(self, exchange: Exchange) -> None:
+        self._incoming = None
+        if exchange.too_large:
+            # The rest of the body is read and dropped, so that the client gets to read the answer.
+            exchange.closes = True
+        if self._active is None:
+            self._answer(exchange)
+            return
+        self._waiting.append(exchange)
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def _answer(self, exchange: Exchange) -> None:
+        self._active = exchange
+        answering = self._handler(exchange)
+        if answering is not None:
+            task = self._loop.create_task(self._run(exchange, answering))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
+        try:
+            await answering
+        finally:
+            if not exchange.ended and self._transport is not None:
+                # The answer broke off: only the connection's end can say so.
+                self._transport.close()
+
+    # What exchanges and the server call.
+
+    def write(self, data: bytes) -> None:
+        """See Wire."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def drained(self) -> None:
+        """See Wire."""
+        if self._congested is not None:
+            await self._congested
+
+    def response_ended(self, exchange: Exchange) -> None:
+        """See Wire. Goes on to the next request, or ends the connection."""
+        if exchange is not self._active or self._transport is None:
+            return
+        self._active = None
+        if exchange.closes:
+            self._closing = True
+            self._transport.close()
+        elif self._waiting:
+            # Not from here: a row of requests that are answered at once would nest.
+            self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        if self._active is None and self._waiting and self._transport is not None:
+            self._answer(self._waiting.popleft())
+            if not self._waiting:
+                self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Ends the connection after the response that is under way."""
+        if self._active is not None:
+            self._active.closes = True
+        elif self._transport is not None:
+            self._closing = True
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Ends the connection and the handlers now."""
+        for task in self._tasks:
+            task.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _refuse_malformed(self, error: httptools.HttpParserError) -> None:
+        self._closing = True
+        if self._active is not None:
+            # Answers come in order, and after this one nothing can be read.
+            self._active.closes = True
+            return
+        exchange = Exchange(self, self._body_limit)
+        exchange.closes = True
+        self._active = exchange
+        exchange.respond_error(
+            MillraceError(Reason.MALFORMED_BODY, f"the request is not valid HTTP/1.1: {error}")
+        )
+
+
+def _path(url: bytes) -> str:
+    path = url.partition(b"?")[0]
+    if b"%" in path:
+        path = unquote_to_bytes(path)
+    return path.decode("utf-8", "replace")
