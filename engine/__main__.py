@@ -11,12 +11,13 @@ from typing import Any
 
 from millrace.engine.v1 import engine_pb2_grpc
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, load
 from engine.service.engine_process import CoreDied, EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
 from observability import logging as json_logging
 from observability.config import ObservabilityConfig
 from observability.tracing import Telemetry, setup
+from services import tls
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal
@@ -33,10 +34,10 @@ _EXIT_LOST = 70
 
 async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
     """Runs one engine until SIGTERM, SIGINT or the loss of its core; returns the exit code."""
-    config = load_section(tables, "engine", EngineConfig)
-    config.validate()
+    config = load(tables)
     model = load_section(tables, "model", ModelConfig)
     security = load_section(tables, "security", SecurityConfig)
+    tls.use(security)
     engine = EngineProcess(config, model, telemetry)
     server = GrpcServer(config.listen)
     servicer = EngineServicer(engine, security.secret(), security.max_context_age_s)

@@ -16,12 +16,14 @@ from observability import logging as json_logging
 from observability import names, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
+from services import tls
 from services.config import load_section, read_tables
 from services.errors import ConfigError
 from services.server import wait_for_signal
 
 
 async def _serve(settings: Settings, config: ObservabilityConfig) -> None:
+    tls.use(settings.security)
     telemetry = tracing.setup(names.GATEWAY, config)
     metrics = Metrics(max_label_values=config.max_tenant_labels)
     listen = settings.gateway

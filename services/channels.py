@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 from opentelemetry import propagate
 
+from services import tls
+
 # Vocabularies and long prompts travel in one message.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
@@ -36,8 +38,12 @@ SERVER_OPTIONS = (
 
 
 def connect(target: str) -> grpc.aio.Channel:
-    """An insecure channel to `target` (host:port or unix:path)."""
-    return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+    """A channel to `target` (host:port or unix:path), with TLS where the process uses it (services.tls)."""
+    secure = tls.current()
+    if secure is None:
+        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+    options = (*CLIENT_OPTIONS, *secure.channel_options())
+    return grpc.aio.secure_channel(target, secure.channel_credentials(), options=options)
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:

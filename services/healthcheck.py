@@ -1,4 +1,7 @@
-"""`python -m services.healthcheck HOST:PORT [SERVICE]`: asks grpc.health.v1 once, for container health."""
+"""`python -m services.healthcheck HOST:PORT [SERVICE]`: asks grpc.health.v1 once, for container health.
+
+Where the environment names certificates (MILLRACE_SECURITY__TLS_...), it asks with them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services import tls
+from services.config import SecurityConfig, load_section, read_tables
+from services.errors import ConfigError
 
 _TIMEOUT_S = 3.0
 
@@ -16,7 +23,12 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     target, service = arguments[0], "".join(arguments[1:])
-    with grpc.insecure_channel(target) as channel:
+    try:
+        channel = _channel(target)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S
@@ -29,6 +41,13 @@ def main(arguments: list[str]) -> int:
         print(f"{target}: {status}", file=sys.stderr)
         return 1
     return 0
+
+
+def _channel(target: str) -> grpc.Channel:
+    secure = tls.load(load_section(read_tables(None), "security", SecurityConfig))
+    if secure is None:
+        return grpc.insecure_channel(target)
+    return grpc.secure_channel(target, secure.channel_credentials(), options=secure.channel_options())
 
 
 if __name__ == "__main__":

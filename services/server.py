@@ -12,6 +12,7 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services import tls
 from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
 from services.interceptors import CallInterceptor, ServerInterceptor
@@ -46,7 +47,11 @@ class GrpcServer:
         """Binds and listens; raises ConfigError when the address cannot be bound."""
         reflection.enable_server_reflection(self._names, self._server)
         try:
-            self.port = self._server.add_insecure_port(self.listen)
+            secure = tls.current()
+            if secure is None:
+                self.port = self._server.add_insecure_port(self.listen)
+            else:
+                self.port = self._server.add_secure_port(self.listen, secure.server_credentials())
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {self.listen}: {error}; is another instance running?"

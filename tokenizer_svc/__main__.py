@@ -14,6 +14,7 @@ from observability import logging as json_logging
 from observability import names, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics, MetricsServer
+from services import tls
 from services.config import load_section, read_tables
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal
@@ -29,6 +30,7 @@ from tokenizer_svc.servicer import SERVICE_NAME, TokenizerServicer
 async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> None:
     settings = config.tokenizer
     secret = b"" if settings.allow_unsigned else config.security.secret()
+    tls.use(config.security)
     telemetry = tracing.setup("tokenizer", observability)
     metrics = Metrics(max_label_values=observability.max_tenant_labels)
     checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated))

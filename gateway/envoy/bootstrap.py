@@ -57,10 +57,12 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
     upstreams = [
         clusters.gateway_edge(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
-        clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
         clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
         clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),
     ]
+    if settings.security.tls_certificate:
+        for cluster in upstreams:
+            cluster["transport_socket"] = tls.upstream_socket(cluster, settings.security)
     if otlp_endpoint:
         upstreams.append(clusters.traces(otlp_endpoint, config))
     if jwt.jwks_url:

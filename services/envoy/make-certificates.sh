@@ -1,17 +1,33 @@
 #!/bin/sh
-# Makes a certificate authority and a certificate for localhost that servers and clients may show, for trying
-# TLS on one machine.
+# Makes what TLS on one machine needs: an authority and a certificate for localhost, which the edge shows to
+# clients (tls.*) and clients may show to it; and a second authority with one certificate for our services
+# among themselves (internal.*), so that a client's certificate does not open the way inside.
 # usage: make-certificates.sh DIRECTORY
 set -eu
 folder=$1
 umask 077
 mkdir -p "$folder"
 cd "$folder"
-openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj "/CN=Millrace local authority" \
-    -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign \
-    -keyout ca.key -out ca.crt 2>/dev/null
-openssl req -newkey rsa:2048 -nodes -subj "/CN=localhost" -keyout tls.key -out tls.csr 2>/dev/null
-printf '%s\n' 'subjectAltName=DNS:localhost,DNS:envoy,IP:127.0.0.1' 'extendedKeyUsage=serverAuth,clientAuth' >tls.ext
-openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 365 -extfile tls.ext -out tls.crt 2>/dev/null
-rm -f tls.csr tls.ext ca.srl
-echo "$folder/tls.crt and tls.key, signed by $folder/ca.crt"
+
+# authority NAME TITLE
+authority() {
+    openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj "/CN=$2" \
+        -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign \
+        -keyout "$1.key" -out "$1.crt" 2>/dev/null
+}
+
+# certificate NAME AUTHORITY COMMON_NAME ALTERNATIVE_NAMES
+certificate() {
+    openssl req -newkey rsa:2048 -nodes -subj "/CN=$3" -keyout "$1.key" -out "$1.csr" 2>/dev/null
+    printf '%s\n' "subjectAltName=$4" 'extendedKeyUsage=serverAuth,clientAuth' >"$1.ext"
+    openssl x509 -req -in "$1.csr" -CA "$2.crt" -CAkey "$2.key" -CAcreateserial -days 365 \
+        -extfile "$1.ext" -out "$1.crt" 2>/dev/null
+    rm -f "$1.csr" "$1.ext" "$2.srl"
+}
+
+authority ca "Millrace local authority"
+certificate tls ca localhost "DNS:localhost,DNS:envoy,IP:127.0.0.1"
+authority internal-ca "Millrace local services"
+certificate internal internal-ca millrace.internal "DNS:millrace.internal"
+echo "$folder/tls.crt and tls.key, signed by ca.crt: the edge (compose.tls.yml)"
+echo "$folder/internal.crt and internal.key, signed by internal-ca.crt: services among themselves (compose.mtls.yml)"

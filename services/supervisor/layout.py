@@ -223,6 +223,8 @@ class _Planner:
             settings["engine.simulated"] = True
         if self._options.dtype:
             settings["engine.dtype"] = self._options.dtype
+        if self._options.quantize:
+            settings["engine.quantize"] = self._options.quantize
         return self._spec(name, "engine", settings, health=listen, num_threads=threads)
 
     def _plan_gateway(self, index: int, ports: Iterator[int]) -> ProcessSpec:
