@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 from gateway.http.connection import Connection, Handler
+from services import tls
 from services.errors import ConfigError
 
 _BACKLOG = 4096
@@ -46,6 +47,7 @@ class HttpServer:
         # Accepted sockets inherit it.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.port = bound.getsockname()[1]
+        secure = tls.current()
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Connection(self._handler, self._max_body_bytes, self._connections),
             sock=bound,
