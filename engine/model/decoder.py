@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.kernels.attention import AttentionBackend
 from engine.kernels.linear import DenseWeight, pack_linear
 from engine.kernels.paged_cache import LayerCache
+from engine.model.calibration import Calibration
 from engine.model.experts import SparseFeedForward
 from engine.model.forward_batch import ForwardBatch
 from engine.model.latent_attention import LatentAttention
@@ -77,7 +78,14 @@ class Decoder:
         self.embedding = weights.take(
             "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         )  # [V, E]
-        self.layers = [DecoderLayer(weights, layer, spec) for layer in range(spec.num_layers)]
+        calibration = None
+        if weights.calibrates:
+            calibration = Calibration(weights.folder, spec, self.embedding, weights.config, max_model_len)
+        self.layers = []
+        for layer in range(spec.num_layers):
+            self.layers.append(DecoderLayer(weights, layer, spec))
+            if calibration is not None:
+                calibration.finish(self.layers[-1])
         self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
         if spec.tied_embeddings:
             weights.discard("lm_head.weight")

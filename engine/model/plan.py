@@ -5,7 +5,8 @@ The same function serves start-up, admission and `millrace plan` (`python -m eng
 
     total = weights + workspace + headroom + KV cache (+ what is left unused)
 
-- weights: every tensor of the checkpoint in the serving type, and the tables of rotary angles.
+- weights: every tensor of the checkpoint in the serving type or as it is quantized (weight_memory.py), and
+  the tables of rotary angles.
 - workspace: the largest activations of a step of max_num_batched_tokens tokens, and the logits of
   max_num_seqs rows.
 - headroom: 5 % of the total, for the allocator and the process itself.
@@ -23,9 +24,10 @@ import msgspec
 import psutil
 
 from engine.config import EngineConfig
-from engine.model.checkpoint import TensorHeader, read_headers, resolve_checkpoint
+from engine.model.checkpoint import read_headers, resolve_checkpoint
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec
+from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
 from engine.types import MemoryPlan
 from services.config import ModelConfig
 from services.errors import ConfigError
@@ -46,7 +48,7 @@ class DraftInput(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     spec: ModelSpec
-    num_weights: int
+    weights: WeightCount
 
 
 class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,14 +59,19 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     # Free memory of the device, in bytes.
     available_bytes: int
-    num_weights: int
+    weights: WeightCount
     config: EngineConfig
     # The draft model of speculation, where there is one.
     draft: DraftInput | None = None
 
     @property
+    def num_weights(self) -> int:
+        """Elements of the model."""
+        return self.weights.num_weights
+
+    @property
     def dtype(self) -> str:
-        """Element type that the model is served in."""
+        """Element type that the model is served in; quantized weights have their own."""
         return choose_dtype(self.config, self.spec, self.device, self.num_weights)
 
     @property
@@ -97,16 +104,15 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights
     return "bfloat16"
 
 
-def num_weights(spec: ModelSpec, headers: dict[str, TensorHeader]) -> int:
-    """Elements that are loaded."""
-    skipped = {"lm_head.weight"} if spec.tied_embeddings else set()
-    return sum(header.num_elements for name, header in headers.items() if name not in skipped)
+def weights_bytes(count: WeightCount, dtype: str) -> int:
+    """Bytes of weights served in `dtype`."""
+    return count.num_plain * DTYPE_BYTES[dtype] + count.fixed_bytes
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes that one token's keys and values take, over all layers. int8 adds two float32 scales per head."""
+    """Bytes that one token's keys and values take, over all layers. int8 and fp8 add two scales per head."""
     elements = spec.cache_heads * (spec.cache_key_dim + spec.cache_value_dim)
-    scales = spec.cache_heads * 8 if kv_dtype == "int8" else 0
+    scales = spec.cache_heads * 8 if kv_dtype in ("int8", "fp8") else 0
     return spec.num_layers * (elements * DTYPE_BYTES[kv_dtype] + scales)
 
 
@@ -134,22 +140,21 @@ def workspace_bytes(given: PlanInput) -> int:
 def make_plan(given: PlanInput) -> MemoryPlan:
     """The plan. Raises ConfigError with the numbers when not even one sequence of max_model_len fits."""
     cache, spec = given.config.cache, given.spec
-    if cache.kv_dtype == "fp8":
-        raise ConfigError("engine.cache.kv_dtype = 'fp8' needs an accelerator back end; use int8 or auto")
     if LARGEST_BLOCK % cache.block_size:
         raise ConfigError(
             f"engine.cache.block_size = {cache.block_size}: must be a power of two up to {LARGEST_BLOCK}"
         )
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
-    weights = given.num_weights * DTYPE_BYTES[given.dtype] + rope_tables
-    if spec.tied_embeddings and given.device == "cpu" and given.dtype == "float32":
+    weights = weights_bytes(given.weights, given.dtype) + rope_tables
+    second_copy = spec.tied_embeddings and not quantizes_head(given.config)
+    if second_copy and given.device == "cpu" and given.dtype == "float32":
         # The head is a second copy of the embedding, in the layout of the matrix product.
         weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[given.dtype]
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
     if given.draft is not None:
-        weights += given.draft.num_weights * DTYPE_BYTES[given.dtype]
+        weights += weights_bytes(given.draft.weights, given.dtype)
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     per_block = per_token * cache.block_size
@@ -192,6 +197,11 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
     folder = resolve_checkpoint(model.path)
     spec = read_spec(folder)
+    if config.quantize != "off" and spec.quantization is not None:
+        raise ConfigError(
+            f"engine.quantize = {config.quantize!r}: {folder} is quantized already "
+            f"({spec.quantization.method}); set it to off, or give a dense checkpoint"
+        )
     draft = None
     if config.speculation.method == "draft_model":
         draft = _draft_input(config, spec)
@@ -200,7 +210,7 @@ def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, availab
         spec=spec,
         device=device,
         available_bytes=available_bytes,
-        num_weights=num_weights(spec, read_headers(folder)),
+        weights=count_weights(spec, read_headers(folder), config),
         config=config,
     )
 
@@ -216,7 +226,11 @@ def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
             f"engine.speculation.draft_model = {path!r} has {draft.vocab_size} tokens, but the model has "
             f"{spec.vocab_size}; take a draft of the same vocabulary"
         )
-    return DraftInput(folder=str(folder), spec=draft, num_weights=num_weights(draft, read_headers(folder)))
+    # A draft model is small, and is not quantized.
+    plain = msgspec.structs.replace(config, quantize="off")
+    return DraftInput(
+        folder=str(folder), spec=draft, weights=count_weights(draft, read_headers(folder), plain)
+    )
 
 
 def available_host_bytes() -> int:

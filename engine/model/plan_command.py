@@ -54,13 +54,23 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "num_weights": given.num_weights,
         "device": given.device,
         "dtype": given.dtype,
+        "quantization": quantization_of(given),
         "kv_dtype": given.kv_dtype,
     }
 
 
+def quantization_of(given: PlanInput) -> str:
+    """How weights are stored: the checkpoint's method, or what is made at load; empty when dense."""
+    stored = given.spec.quantization
+    if stored is not None:
+        return stored.method
+    return "" if given.config.quantize == "off" else given.config.quantize
+
+
 def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None:
+    types = " in ".join(filter(None, (quantization_of(given), given.dtype)))
     table = Table(
-        title=f"Memory plan of {model.served_name} ({given.spec.architecture}, {given.dtype}, {given.device})"
+        title=f"Memory plan of {model.served_name} ({given.spec.architecture}, {types}, {given.device})"
     )
     table.add_column("part")
     table.add_column("size", justify="right")

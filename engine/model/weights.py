@@ -91,8 +91,17 @@ class WeightReader:
         """
         parts = [self._layer(name, size, inputs) for name, size in zip(names, outputs, strict=True)]
         weight = stack(parts, self.dtype)
-        waits = calibrates and self.config.quantize == "w8a8" and self.config.quantization.smoothing != "off"
-        return weight if waits else self.quantized(weight)
+        return weight if calibrates and self.calibrates else self.quantized(weight)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether weights are quantized only when the ranges of their inputs are known."""
+        config = self.config
+        return (
+            self.scheme is None
+            and config.quantize == "w8a8"
+            and config.quantization.smoothing == "calibrated"
+        )
 
     def quantized(self, weight: WeightFormat) -> WeightFormat:
         """`weight` as `engine.quantize` asks for; that of a quantized checkpoint stays as it is."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat
 from engine.kernels.linear.formats import INT4_MIDDLE, pack_levels
+from engine.quantization.grouping import group_size_for
 
 SMOOTHING_STRENGTH = 0.5
 # Parts of a group's range that levels may span; weights beyond are clipped.
 CLIPPED_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
-GROUP_SIZES = (128, 64, 32)
 
 
 def quantize(weight: Tensor, config: EngineConfig, input_range: Tensor | None = None) -> WeightFormat:
@@ -40,11 +40,6 @@ def quantize(weight: Tensor, config: EngineConfig, input_range: Tensor | None = 
         size = group_size_for(weight.shape[1], config.quantization.group_size)
         return int4_weight(weight, size) if size else DenseWeight(values=weight)
     return DenseWeight(values=weight)
-
-
-def group_size_for(inputs: int, wanted: int) -> int:
-    """The largest group size up to `wanted` into which `inputs` fall; 0 when none does."""
-    return next((size for size in GROUP_SIZES if size <= wanted and inputs % size == 0), 0)
 
 
 def int8_weight(weight: Tensor) -> Int8Weight:

@@ -15,6 +15,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 

@@ -35,6 +35,7 @@ _notes = Console(stderr=True, highlight=False)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["off", "int8", "w8a8", "int4"]
 ModelOption = Annotated[str, typer.Option(help="Model to ask for; the served one when empty.")]
 UrlOption = Annotated[str, typer.Option(help="Server as host:port; the local stack when empty.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to generate.")]
@@ -53,6 +54,9 @@ Host = Annotated[str, typer.Option(help="IP address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 Simulated = Annotated[bool, typer.Option("--simulated", help="Engines without weights, for tests.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Element type of weights and activations.")]
+Quantize = Annotated[
+    Quantization | None, typer.Option(help="Quantize weights at load; w8a8 rounds activations to int8, too.")
+]
 
 
 @contextmanager
@@ -76,6 +80,7 @@ def _target(url: str) -> Target:
 def up(
     model: Annotated[str | None, typer.Option(help="Directory in Hugging Face format, or a hub id.")] = None,
     dtype: DtypeOption = "auto",
+    quantize: Quantize = None,
     engines: Engines = None,
     gateways: Gateways = None,
     host: Host = "127.0.0.1",
@@ -90,6 +95,7 @@ def up(
         config=config.resolve() if config else None,
         model=model,
         dtype=None if dtype == "auto" else dtype,
+        quantize=quantize,
         engines=engines,
         gateways=gateways,
         host="127.0.0.1" if host == "localhost" else host,
@@ -101,6 +107,7 @@ def up(
 
 @app.command()
 def serve(
+    quantize: Quantize = None,
     engines: Engines = None,
     gateways: Gateways = None,
     host: Host = "127.0.0.1",
@@ -108,7 +115,7 @@ def serve(
     config: Config = None,
 ) -> None:
     """Serve the bundled model."""
-    up(str(BUNDLED_MODEL), "auto", engines, gateways, host, port, config, False)
+    up(str(BUNDLED_MODEL), "auto", quantize, engines, gateways, host, port, config, False)
 
 
 # --- asking -----------------------------------------------------------------------------------------------
@@ -260,12 +267,13 @@ def plan(
         str, typer.Option(help="Directory or hub id; the served or bundled one when empty.")
     ] = "",
     dtype: DtypeOption = "auto",
+    quantize: Quantize = None,
     config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
     with _errors_told():
-        settings = owners.model_settings(model, None if dtype == "auto" else dtype)
+        settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
     raise typer.Exit(owners.run_module("engine.model.plan", arguments, settings=settings))
 

@@ -45,12 +45,18 @@ def stack_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**local, **environ}
 
 
-def model_settings(model: str, dtype: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def model_settings(
+    model: str,
+    dtype: str | None,
+    quantize: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
     """Overrides that choose a checkpoint: the named one, else the configured one, else the bundled one.
 
     Raises ConfigError when the named one cannot be found.
     """
-    settings = {"MILLRACE_ENGINE__DTYPE": dtype} if dtype else {}
+    chosen = {"MILLRACE_ENGINE__DTYPE": dtype, "MILLRACE_ENGINE__QUANTIZE": quantize}
+    settings = {key: value for key, value in chosen.items() if value}
     if model:
         path = checkpoint.resolve(model, weights=False)
     elif "MILLRACE_MODEL__PATH" in stack_environment(environ):

@@ -44,6 +44,7 @@ class Options:
     config: Path | None = None
     model: str | None = None
     dtype: str | None = None
+    quantize: str | None = None
     engines: int | None = None
     gateways: int | None = None
     host: str = "127.0.0.1"

@@ -48,7 +48,7 @@ def test_every_process_once_with_its_own_addresses(tmp_path: Path, model: Path) 
 
 
 def test_environment_is_configuration_that_services_accept(tmp_path: Path, model: Path) -> None:
-    layout = plan(tmp_path, model, dtype="bfloat16", simulated=True)
+    layout = plan(tmp_path, model, dtype="bfloat16", quantize="int8", simulated=True)
     for spec in layout.processes:
         tables = read_tables(layout.config, {**layout.environment, **spec.environment})
         assert tables["model"]["path"] == str(model)
@@ -56,6 +56,7 @@ def test_environment_is_configuration_that_services_accept(tmp_path: Path, model
     engine = read_tables(layout.config, {**layout.environment, **layout.engines[0].environment})["engine"]
     assert engine["simulated"] is True
     assert engine["dtype"] == "bfloat16"
+    assert engine["quantize"] == "int8"
     assert engine["listen"] == layout.addresses["engine-0"]["grpc"]
 
 

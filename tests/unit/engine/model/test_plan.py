@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
+from engine.kernels.linear import DenseWeight
+from engine.model.calibration import linears
 from engine.model.plan import CPU_CACHE_LIMIT_BYTES, PlanInput, choose_dtype, make_plan, plan_input
 from engine.runner.torch_runner import TorchRunner, build
 from services.config import ModelConfig
 from services.errors import ConfigError
+from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 
 BUNDLED = ModelConfig(path="models/millrace-nano")
 GIB = 1 << 30
@@ -44,7 +47,7 @@ def test_configured_size_is_taken() -> None:
     assert 0 <= (100 << 20) - plan.kv_cache_bytes < plan.block_size * plan.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
     runner, plan, facts = build(config, BUNDLED, lambda phase, part: None)
@@ -58,6 +61,36 @@ def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
         assert facts.num_layers == len(model.layers)
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize("quantize", ["off", "int8", "w8a8", "int4"])
+@pytest.mark.parametrize("head", ["int8", "dense"])
+def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
+    config = EngineConfig(
+        dtype="bfloat16", quantize=quantize, quantization=QuantizationConfig(head=head, group_size=32)
+    )
+    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, TorchRunner)
+    try:
+        model = runner.model
+        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in linears(layer))
+        loaded += model.embedding.nbytes
+        if not isinstance(model.head_weight, DenseWeight):
+            loaded += model.head_weight.num_bytes()
+        loaded += sum(part.nbytes for rope in model.ropes for part in rope)
+    finally:
+        runner.close()
+    assert isinstance(model.head_weight, DenseWeight) == (quantize == "off" or head == "dense")
+    assert loaded == pytest.approx(plan.weights_bytes, rel=0.01)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "version": "gemm"})
+    with pytest.raises(ConfigError, match=r"engine\.quantize = 'int8'.*already \(awq\); set it to off"):
+        plan_input(
+            EngineConfig(quantize="int8"), ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=GIB
+        )
 
 
 def test_impossible_plans_are_refused_with_the_numbers() -> None:

@@ -1,0 +1,156 @@
+"""Ranges of the inputs of linear layers, measured while a model is loaded, for products of int8 by int8.
+
+Each layer is run once, dense, over a short text as soon as it is built; then its weights are smoothed by the
+ranges that its inputs had, and quantized. So at most one layer is dense at a time. The text is the constant
+below, encoded by the checkpoint's tokenizer.json; where there is none, evenly drawn token ids stand in, as
+most of the channels that carry outliers do so for any token.
+
+Experts see too few tokens here to be judged, and are not smoothed.
+
+Shape letters: T tokens, E hidden size, K inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.kernels.attention import BACKENDS, RaggedBatch
+from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, Product
+from engine.kernels.paged_cache import allocate_layer
+from engine.model.experts import SparseFeedForward
+from engine.model.latent_attention import LatentAttention
+from engine.model.layers import Attention, FeedForward, Linear, StepContext
+from engine.model.rope import rope_table
+from engine.model.spec import ModelSpec
+from engine.quantization.at_load import quantize
+
+if TYPE_CHECKING:
+    from engine.model.decoder import DecoderLayer
+
+_log = logging.getLogger(__name__)
+
+NUM_TOKENS = 256
+BLOCK_SIZE = 64
+
+TEXT = """\
+The lighthouse keeper wrote down the weather every morning. On the third of March, 1911, the wind came from \
+the north-west and the sea was rough; two ships passed before noon. "Will it clear up?" asked the boy. "By \
+evening," she said, "or not at all."
+
+Question: A train leaves at 9:40 and arrives at 11:25. How long does it take?
+Answer: From 9:40 to 11:40 is two hours, 15 minutes less is 1 hour and 45 minutes.
+
+{"name": "Anna Berg", "age": 34, "city": "Oslo", "languages": ["Norwegian", "English"], "member": true}
+
+def mean(values: list[float]) -> float:
+    # An empty list has no mean.
+    if not values:
+        raise ValueError("no values")
+    return sum(values) / len(values)
+
+Water boils at 100 degrees Celsius at sea level, and at about 90 degrees on a mountain of 3,000 metres, \
+because the air presses less. La mer était calme. Der Hund schläft unter dem Tisch. Thank you very much!
+"""
+
+
+class Calibration:
+    """Quantizes layers one after another, each with the ranges that its inputs have."""
+
+    def __init__(
+        self, folder: Path, spec: ModelSpec, embedding: Tensor, config: EngineConfig, max_model_len: int
+    ) -> None:
+        self.spec, self.config = spec, config
+        token_ids = _token_ids(folder, spec, min(NUM_TOKENS, max_model_len // ROW_MULTIPLE * ROW_MULTIPLE))
+        count = token_ids.shape[0]
+        device = embedding.device
+        self.x = embedding.index_select(0, token_ids.to(device))  # [T, E]
+        if spec.embedding_scale != 1.0:
+            self.x = self.x * torch.tensor(spec.embedding_scale, dtype=self.x.dtype)
+        self.num_blocks = -(-count // BLOCK_SIZE)
+        attention = BACKENDS["torch"](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
+        ragged = RaggedBatch(
+            query_starts=np.array([0, count]),
+            context_lens=np.array([count]),
+            block_tables=np.arange(self.num_blocks)[None],
+            block_size=BLOCK_SIZE,
+        )
+        positions = torch.arange(count)
+        tables = [rope_table(rope, max_model_len) for rope in spec.ropes]
+        self.step = StepContext(
+            slots=positions.to(device),
+            rotations=[(cos[positions].to(device), sin[positions].to(device)) for cos, sin in tables],
+            attention=attention,
+            attention_plan=attention.plan(ragged, device),
+        )
+
+    @torch.inference_mode()
+    def finish(self, layer: DecoderLayer) -> None:
+        """Runs a dense layer and quantizes its linear layers."""
+        spec = self.spec
+        cache = allocate_layer(
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            num_heads=spec.cache_heads,
+            key_dim=spec.cache_key_dim,
+            value_dim=spec.cache_value_dim,
+            shared_value_dim=spec.value_dim,
+            dtype=torch.float32,
+            device=self.x.device,
+        )
+        watched = [(linear, _Watch(linear.product)) for linear in linears(layer)]
+        for linear, watch in watched:
+            linear.product = watch
+        self.x = layer(self.x, cache, self.step)
+        for linear, watch in watched:
+            assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
+            linear.use(quantize(linear.weight.values, self.config, watch.range))
+
+
+# What a layer is made of.
+PARTS = (Attention, LatentAttention, FeedForward, SparseFeedForward)
+
+
+class _Watch:
+    """A product that remembers the largest magnitude of each input."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.range: Tensor | None = None  # [K]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen = x.float().abs().amax(0)
+        self.range = seen if self.range is None else torch.maximum(self.range, seen)
+        return self.product(x, bias)
+
+
+def linears(part: object) -> Iterator[Linear]:
+    """Every Linear inside a layer."""
+    for value in vars(part).values():
+        if isinstance(value, Linear):
+            yield value
+        elif isinstance(value, PARTS):
+            yield from linears(value)
+
+
+def _token_ids(folder: Path, spec: ModelSpec, count: int) -> Tensor:
+    """Token ids [count] of TEXT, repeated where it is too short."""
+    path = folder / "tokenizer.json"
+    found: list[int] = []
+    if path.is_file():
+        ids = tokenizers.Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False).ids
+        found = [token for token in ids if token < spec.vocab_size]
+    if not found:
+        _log.warning(
+            "%s has no tokenizer.json: ranges of activations are calibrated on evenly drawn token ids", folder
+        )
+        return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+    return torch.tensor((found * (count // len(found) + 1))[:count])
