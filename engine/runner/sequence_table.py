@@ -9,6 +9,7 @@ Shape letters: N slots, L token columns, C block columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -53,8 +54,10 @@ class SequenceTable:
         self.num_blocks = np.zeros(0, np.int64)  # [N]
         self._free: list[int] = []
 
-    def add(self, new: NewSequence) -> None:
-        """Takes in a sequence. One that cannot run is kept with its `failure`."""
+    def add(self, new: NewSequence, *, forked: bool = False) -> None:
+        """Takes in a sequence. One that cannot run is kept with its `failure`. The grammar of a `forked` one
+        comes from its parent.
+        """
         ids = np.asarray(new.token_ids, np.int64)
         slot = self._take_slot(len(ids), len(new.block_ids))
         state = SequenceState(slot=slot, num_prompt=new.num_prompt_tokens, sampling=new.sampling)
@@ -67,7 +70,7 @@ class SequenceTable:
         params = SamplingParams(max_tokens=1) if state.failure else new.sampling
         prompt, output = np.split(ids, [new.num_prompt_tokens])
         self.sampling.put(slot, params, new.choice_index, prompt, output)
-        if new.grammar is not None and not state.failure:
+        if new.grammar is not None and not forked and not state.failure:
             try:
                 state.matcher = self.grammar.matcher(new.grammar, output.tolist())
             except GrammarError as error:
@@ -83,7 +86,8 @@ class SequenceTable:
     def fork(self, parent_id: int, child_id: int) -> None:
         """The child starts as a copy of the parent: tokens, grammar, counts and block table.
 
-        When the plan also brings the child as a new sequence, that one's own block table and options stay.
+        When the plan also brings the child as a new sequence, that one's own tokens, block table and options
+        stay: a beam differs from its parent in the last token.
         """
         parent, child = self.states[parent_id], self.states.get(child_id)
         if child is None:
@@ -102,8 +106,20 @@ class SequenceTable:
             )
             child = self.states[child_id]
             child.failure = child.failure or parent.failure
-        if parent.matcher is not None:
+        if parent.matcher is not None and not child.failure:
             child.matcher = parent.matcher.copy()
+            theirs, ours = self._output(parent), self._output(child)
+            pairs = zip(theirs, ours, strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            try:
+                child.matcher.rollback(len(theirs) - shared)
+                child.matcher.accept(ours[shared:])
+            except GrammarError as error:
+                child.failure = str(error)
+
+    def _output(self, state: SequenceState) -> list[int]:
+        ids = self.tokens[state.slot, state.num_prompt : int(self.num_tokens[state.slot])]
+        return [int(token) for token in ids]
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
         """Appends to a block table."""

@@ -151,8 +151,9 @@ class TorchRunner:
         """Everything that a plan says before its forward, in the order that base.py defines."""
         for sequence_id in plan.released:
             self.table.release(sequence_id)
+        forked = {child for _, child in plan.forks}
         for new in plan.new_sequences:
-            self.table.add(new)
+            self.table.add(new, forked=new.sequence_id in forked)
         for parent, child in plan.forks:
             self.table.fork(parent, child)
         for storage in (self.storage, *self.proposer.storages()):

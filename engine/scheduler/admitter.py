@@ -108,7 +108,9 @@ class Admitter:
 
     def _blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
         cache = self._state.cache
-        end = sequence.max_tokens_total - 1 if sequence.holds_reservation else sequence.num_known
+        if sequence.awaits_promise and sequence.is_beam:
+            return self._state.reserve_of_beams(sequence.group)
+        end = sequence.max_tokens_total - 1 if sequence.awaits_promise else sequence.num_known
         if prefix is None:
             # One copy of the block that holds the last prompt token.
             shared = cache.blocks_for(sequence.num_prompt_tokens)
@@ -117,14 +119,19 @@ class Admitter:
 
     def _has_blocks(self, sequence: Sequence, prefix: Prefix | None) -> bool:
         state = self._state
-        free = state.cache.num_available - state.num_reserved_blocks()
-        return self._blocks_needed(sequence, prefix) + self._watermark() <= free
+        free = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
+        return self._blocks_needed(sequence, prefix) + self._watermark(sequence) <= free
 
-    def _watermark(self) -> int:
-        if not self._state.running:
+    def _watermark(self, sequence: Sequence) -> int:
+        """Blocks left free for those who run. A beam's own siblings do not count: they wait for it."""
+        running = self._state.running
+        num_others = len(running)
+        if sequence.is_beam:
+            num_others -= sum(each.group is sequence.group for each in running)
+        if not num_others:
             return 0
         fraction = int(self._config.watermark * self._state.cache.num_blocks)
-        return max(fraction, len(self._state.running) + 1)
+        return max(fraction, len(running) + 1)
 
     # Displacement by a higher tier.
 
@@ -142,8 +149,8 @@ class Admitter:
             if victim.priority < sequence.priority and draft.may_displace(victim)
         ]
         state = self._state
-        needed = self._blocks_needed(sequence, prefix) + self._watermark()
-        available = state.cache.num_available - state.num_reserved_blocks()
+        needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
+        available = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
         if available + sum(len(victim.table) for victim in victims) < needed:
             return False
         for victim in victims:

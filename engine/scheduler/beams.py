@@ -10,6 +10,7 @@ finished hypotheses, or at the length limit; hypotheses are compared by mean log
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from engine.scheduler.sequence import Sequence
 from engine.types import FinishReason, Request, TokenLogprobs
@@ -66,26 +67,35 @@ class BeamSearch:
         )
         self._reported.clear()
         chosen: list[Candidate] = []
+        passed_over: list[Candidate] = []
         for place, candidate in enumerate(candidates):
             if len(chosen) == self.width:
                 break
-            if self._stops(candidate):
-                if place < self.width:
-                    self._finish(candidate, FinishReason.STOP)
-            else:
+            if not self._stops(candidate):
                 chosen.append(candidate)
+            elif place < self.width:
+                self._finish(candidate, FinishReason.STOP)
+            else:
+                passed_over.append(candidate)
         if len(self._finished) >= self.width:
             return []
-        if chosen and chosen[0].parent.num_known + 1 >= chosen[0].parent.max_tokens_total:
+        if not chosen:
+            # Every beam can only end, as a grammar may want it.
+            for candidate in passed_over:
+                self._finish(candidate, FinishReason.STOP)
+            return []
+        if chosen[0].parent.num_known + 1 >= chosen[0].parent.max_tokens_total:
             for candidate in chosen:
                 self._finish(candidate, FinishReason.LENGTH)
             return []
         return chosen
 
     def best(self) -> list[Hypothesis]:
-        """The answers to return, best first."""
+        """The `n` answers to return, best first. Where a grammar or a list of allowed tokens has fewer, they
+        come again from the best on.
+        """
         ranked = sorted(self._finished, key=lambda each: (-each.mean_logprob, each.token_ids))
-        return ranked[: self._sampling.n]
+        return list(islice(cycle(ranked), self._sampling.n))
 
     def _stops(self, candidate: Candidate) -> bool:
         length = candidate.parent.num_output_tokens + 1

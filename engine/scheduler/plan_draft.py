@@ -21,6 +21,8 @@ class PlanDraft:
         self.rows: dict[int, Row] = {}
         self.new: dict[int, NewSequence] = {}
         self.new_blocks: dict[int, tuple[int, ...]] = {}
+        # (parent, child): beams whose runner state starts as a copy.
+        self.forks: list[tuple[int, int]] = []
         # Their blocks are read by this plan's copies.
         self.fork_parents: set[int] = set()
         # Their further choices may start with the next plan: copies come before the forward.
@@ -108,6 +110,8 @@ class RowWriter:
         blocks = sequence.table.take_unsent()
         if not sequence.is_introduced:
             draft.new[sequence.sequence_id] = self._introduction(sequence, blocks)
+            if sequence.beam_parent_id in state.outlived:
+                draft.forks.append((sequence.beam_parent_id, sequence.sequence_id))
             sequence.is_introduced = True
         elif blocks:
             draft.new_blocks[sequence.sequence_id] = blocks

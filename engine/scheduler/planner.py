@@ -48,6 +48,7 @@ class Planner:
         state = self._state
         copies, offloads, restores = state.cache.take_transfers()
         state.totals.offloaded_blocks += len(offloads)
+        copied = {parent for parent, _ in draft.forks}
         plan = SchedulerOutput(
             step_id=draft.step_id,
             new_sequences=tuple(draft.new.values()),
@@ -62,15 +63,18 @@ class Planner:
                 )
                 for sequence_id, row in draft.rows.items()
             ),
-            released=tuple(state.released),
+            released=(*state.released, *(each for each in state.outlived if each not in copied)),
             block_copies=copies,
             offloads=offloads,
             restores=restores,
+            forks=tuple(draft.forks),
         )
         for sequence in draft.computed_prompts:
             state.release_held(sequence.group, draft.now)
         if plan.scheduled or plan.released:
-            state.released.clear()
+            # The runner drops states before it copies them, so copied ones go with the next plan.
+            state.released = [each for each in state.outlived if each in copied]
+            state.outlived.clear()
             state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows))
             self._next_step_id += 1
         return plan
@@ -129,7 +133,7 @@ class Planner:
                 break
             if not victim.boosted and victim.sequence_id not in draft.rows:
                 return victim
-        assert not sequence.holds_reservation, "a promised block is missing"
+        assert not self._state.is_promised(sequence), "a promised block is missing"
         return sequence
 
     # Prefill chunks and admissions.

@@ -183,7 +183,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan made now could contain anything."""
-        return bool(self._state.groups or self._state.released)
+        return bool(self._state.groups or self._state.released or self._state.outlived)
 
     def kv_use(self) -> tuple[int, int]:
         """(token slots in allocated blocks, tokens in them); blocks that several sequences share count for

@@ -67,7 +67,8 @@ class Sequence:
         self.drafts_in_flight = False
         # Keeps its place whatever comes: aged, or preempted as often as is allowed.
         self.boosted = False
-        self.holds_reservation = False
+        # Was preempted as often as is allowed: comes back only with all blocks that it can still need.
+        self.awaits_promise = False
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
         # Order of submission; the second number tells beams of one request apart.
@@ -75,6 +76,8 @@ class Sequence:
         # Whether the runner has state for it.
         self.is_introduced = False
         self.is_beam = False
+        # Beam that it continues with one more token.
+        self.beam_parent_id: int | None = None
         self.beam_logprobs: tuple[TokenLogprobs, ...] = ()
         self._start_statistics()
 
@@ -156,7 +159,8 @@ class Sequence:
         child.is_beam = True
         child.order = (self.order[0], sequence_id)
         child.prefill_end = 0
-        child.boosted = self.boosted
+        child.boosted, child.awaits_promise = self.boosted, self.awaits_promise
+        child.beam_parent_id = self.sequence_id
         child.sum_logprob = self.sum_logprob + logprob
         child.beam_logprobs = (*self.beam_logprobs, TokenLogprobs(token_id, logprob))
         child.num_steps, child.num_preemptions = self.num_steps, self.num_preemptions

@@ -65,6 +65,11 @@ class SchedulerState:
     # Sequences whose state the runner must drop with the next plan.
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
+    # Running sequences, and beam searches, whose blocks are promised to them.
+    _promised: dict[int, Sequence] = field(default_factory=dict)
+    _promised_beams: dict[int, RequestGroup] = field(default_factory=dict)
+    # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
+    outlived: list[int] = field(default_factory=list)
     # Places that come free per second, measured while somebody waits for one.
     turnover: EventRate = field(default_factory=lambda: EventRate(_TURNOVER_MEMORY_S, running=False))
     # Places asked for per second, by priority.
@@ -81,16 +86,22 @@ class SchedulerState:
         self.waiting = WaitingQueue(self.config, self.counters)
 
     def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
-        """Blocks promised to sequences that may not be preempted any more."""
-        return sum(
-            self.reserve_of(sequence)
-            for sequence in self.running
-            if sequence.holds_reservation and sequence is not besides
-        )
+        """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
+        own = None if besides is None else besides.group
+        alone = (each for each in self._promised.values() if each is not besides)
+        beams = (each for each in self._promised_beams.values() if each is not own)
+        return sum(map(self.reserve_of, alone)) + sum(map(self.reserve_of_beams, beams))
 
     def reserve_of(self, sequence: Sequence) -> int:
         """Blocks that the sequence may still come to need."""
         return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
+
+    def reserve_of_beams(self, group: RequestGroup) -> int:
+        """Blocks that a beam search may still come to need: at worst its beams end up sharing nothing."""
+        assert group.beams is not None
+        held = {block_id for beam in group.sequences for block_id in beam.table.block_ids}
+        most = self.cache.blocks_for(group.sequences[0].max_tokens_total - 1)
+        return max(0, group.beams.width * most - len(held))
 
     @property
     def is_restoring_cheaper(self) -> bool:
@@ -107,11 +118,32 @@ class SchedulerState:
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
         sequence.status = Status.RUNNING
+        if sequence.awaits_promise:
+            self._promise(sequence)
         insort(self.running, sequence, key=lambda each: each.rank)
+
+    def _promise(self, sequence: Sequence) -> None:
+        """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
+        group = sequence.group
+        if group.beams is None:
+            self._promised[sequence.sequence_id] = sequence
+            return
+        self._promised_beams[group.request.request_id] = group
+        for beam in group.sequences:
+            beam.awaits_promise = beam.boosted = True
+        self.running.sort(key=lambda each: each.rank)
+
+    def is_promised(self, sequence: Sequence) -> bool:
+        """Whether all blocks that the sequence can still need are kept free for it."""
+        return (
+            sequence.sequence_id in self._promised
+            or sequence.group.request.request_id in self._promised_beams
+        )
 
     def preempt(self, sequence: Sequence, cause: str, now: float, *, counts: bool = True) -> None:
         """Takes a running sequence's blocks away; it goes on later, from its tokens."""
         self.running.remove(sequence)
+        self._promised.pop(sequence.sequence_id, None)
         self._drop_runner_state(sequence)
         sequence.rewind()
         sequence.status = Status.WAITING
@@ -122,7 +154,7 @@ class SchedulerState:
             self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
             if sequence.num_preemptions >= self.config.max_preemptions:
                 sequence.boosted = True
-                sequence.holds_reservation = True
+                sequence.awaits_promise = True
         self.waiting.push(sequence)
 
     def finish(
@@ -184,6 +216,7 @@ class SchedulerState:
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            self._promised.pop(sequence.sequence_id, None)
             self._drop_runner_state(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
@@ -196,6 +229,11 @@ class SchedulerState:
         children = [self._beam(candidate) for candidate in candidates]
         for parent in group.sequences:
             self._remove(parent)
+        if group.request.grammar is not None:
+            # Children go on from where their parents stand in the grammar.
+            parents = {parent.sequence_id for parent in group.sequences}
+            self.outlived += [each for each in self.released if each in parents]
+            self.released = [each for each in self.released if each not in parents]
         group.sequences = children
         for child in children:
             if child.table.block_ids and len(self.running) < self.config.max_num_seqs:
@@ -236,6 +274,7 @@ class SchedulerState:
 
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]
+        self._promised_beams.pop(group.request.request_id, None)
         self.counters.leave(account_of(group.sequences[0]))
 
     def check_invariants(self) -> None:

@@ -62,7 +62,9 @@ def to_request(
     if output and (sampling.best_of > 1 or sampling.beam_width):
         raise _invalid("output_token_ids", "continues one choice; resubmit each choice with n = 1")
     if sampling.beam_width and submit.HasField("grammar"):
-        raise _unsupported("sampling.beam_width", "beam search cannot be guided by a grammar; leave one out")
+        # A grammar ends a choice whatever ignore_eos says, and a beam knows its end by the stop token.
+        stop_ids = dict.fromkeys((*sampling.stop_token_ids, *limits.facts.eos_token_ids))
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(stop_ids))
     return Request(
         request_id=request_id,
         external_id=context.request_id,

@@ -69,6 +69,7 @@ class CheckedRunner:
     states: dict[int, State] = field(default_factory=dict)
     num_computed_tokens: int = 0
     num_released: int = 0
+    num_forks: int = 0
     # A step failed and the other side has not heard of it.
     unanswered_failure: bool = False
 
@@ -85,6 +86,11 @@ class CheckedRunner:
         for new in plan.new_sequences:
             assert new.sequence_id not in self.states, f"{new.sequence_id} is new twice"
             self.states[new.sequence_id] = self._new_state(new)
+        for parent, child in plan.forks:
+            assert self.states[parent].tokens[:-1] == self.states[child].tokens[:-1], (
+                "not a beam of its parent"
+            )
+            self.num_forks += 1
         self._copy(plan)
         failure = self.fault(plan)
         if any(self.poison_token_id in self.states[row.sequence_id].tokens for row in plan.scheduled):

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from engine.types import FinishReason
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from engine.kv import PrefixHasher
+from engine.scheduler.beams import BeamSearch
+from engine.scheduler.group import RequestGroup
+from engine.scheduler.sequence import Sequence
+from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenLogprobs
 from tests.unit.engine.checked_runner import alternatives, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -73,16 +81,25 @@ def slow_beam_search(
     return sorted(finished, key=lambda each: -each[1])[:n]
 
 
+@pytest.mark.parametrize("grammar", [None, GrammarSpec(digest="", payload=b"", backend="")])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_blocks", [200, 26])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_beam_search_finds_what_its_definition_finds(width: int, num_blocks: int, overlap: bool) -> None:
+def test_beam_search_finds_what_its_definition_finds(
+    width: int, num_blocks: int, overlap: bool, grammar: GrammarSpec | None
+) -> None:
     # With 26 blocks beams lose theirs to the sequences beside them and come back.
     driver = Driver(memory=memory_plan(num_blocks, 4, 24), overlap=overlap, watermark=0.0)
     stop = 11
     searches = [
         driver.submit(
-            [*PROMPT, index], max_tokens=12, n=width, best_of=width, beam_width=width, stop_token_ids=(stop,)
+            [*PROMPT, index],
+            max_tokens=12,
+            n=width,
+            best_of=width,
+            beam_width=width,
+            stop_token_ids=(stop,),
+            grammar=grammar,
         )
         for index in range(3)
     ]
@@ -93,5 +110,77 @@ def test_beam_search_finds_what_its_definition_finds(width: int, num_blocks: int
         assert [driver.tokens(request, place) for place in range(width)] == [tokens for tokens, _ in expected]
     for request in beside:
         assert driver.tokens(request) == driver.expected(request)
+    # Where they stand in a grammar is copied, not found again.
+    assert bool(driver.runner.num_forks) == bool(grammar)
     assert driver.scheduler.num_unreferenced_blocks == driver.memory.num_blocks
     assert driver.runner.num_states() == 0
+
+
+@settings(max_examples=30, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(
+    seed=st.integers(0, 1 << 30),
+    max_preemptions=st.integers(1, 3),
+    num_blocks=st.sampled_from((24, 30, 44)),
+    overlap=st.booleans(),
+    guided=st.booleans(),
+)
+def test_beams_are_preempted_a_bounded_number_of_times_and_end(
+    seed: int, max_preemptions: int, num_blocks: int, overlap: bool, guided: bool
+) -> None:
+    rng = random.Random(seed)
+    driver = Driver(
+        memory=memory_plan(num_blocks, 4, 48),
+        overlap=overlap,
+        watermark=0.0,
+        max_preemptions=max_preemptions,
+        max_num_seqs=6,
+    )
+    grammar = GrammarSpec(digest="", payload=b"", backend="") if guided else None
+    requests = []
+    for _ in range(8):
+        width = rng.choice((0, 2, 3))
+        requests.append(
+            driver.submit(
+                [rng.randrange(99) for _ in range(rng.randrange(1, 14))],
+                max_tokens=24,
+                n=max(1, width),
+                beam_width=width,
+                grammar=grammar if width else None,
+                priority=rng.randrange(2),
+            )
+        )
+        for _ in range(rng.randrange(8)):
+            driver.step()
+    cancelled = rng.choice(requests)
+    driver.cancel(cancelled)
+    driver.run()
+    for request in requests:
+        statistics = [event.statistics for event in driver.events[request] if event.statistics]
+        refused = driver.failure(request) == "NEVER_FITS"
+        assert statistics or refused or request == cancelled
+        assert all(each.num_preemptions <= max_preemptions for each in statistics)
+    assert driver.scheduler.num_requests == 0
+    assert driver.scheduler.num_unreferenced_blocks == num_blocks
+    assert driver.runner.num_states() == 0
+
+
+def test_beams_that_can_only_end_give_as_many_answers_as_asked_for() -> None:
+    sampling = SamplingParams(n=3, best_of=3, beam_width=3, max_tokens=9, stop_token_ids=(2,))
+    request = Request(request_id=1, external_id="1", prompt_token_ids=(5,), sampling=sampling)
+    group, search = RequestGroup(request), BeamSearch(request)
+    beams = []
+    for index, logprob in enumerate((-1.0, -0.5)):
+        beam = Sequence(
+            sequence_id=index,
+            group=group,
+            choice_index=0,
+            sampling=sampling,
+            max_tokens_total=10,
+            hasher=PrefixHasher(model="m", adapter="", salt=b"", block_size=4),
+        )
+        beam.token_ids.append(7 + index)
+        beam.sum_logprob = logprob
+        search.report(beam, TokenLogprobs(2, -0.1, (2,), (-0.1,)))
+        beams.append(beam)
+    assert search.advance(beams) == []
+    assert [answer.token_ids for answer in search.best()] == [(8, 2), (7, 2), (8, 2)]
