@@ -58,7 +58,7 @@ class AttentionPlan:
         block_size: int,
         share: bool = True,
     ) -> None:
-        assert block_size & (block_size - 1) == 0 and block_size <= 256, f"block size {block_size}"
+        assert block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256), f"block size {block_size}"
         sizes = (num_heads, num_kv_heads, value_dim, block_size, int(share))
         create = library.function("attention_plan_create", c_void_p, (c_int64,) * 5)
         destroy = library.function("attention_plan_destroy", argtypes=(c_void_p,))

@@ -11,8 +11,10 @@ struct Silu {
 
 struct Gelu {
   static Vec apply(Vec gate, Vec up) {
-    const Vec inner = erf(mul(gate, set1(0.70710678118654752f)));
-    return mul(mul(mul(set1(0.5f), gate), add(set1(1.0f), inner)), up);
+    const Vec rest = erfc_of_size(mul(gate, set1(0.70710678118654752f)));
+    // 1 + erf, without cancellation on the negative side.
+    const Vec share = select(less(gate, zero()), rest, sub(set1(2.0f), rest));
+    return mul(mul(mul(set1(0.5f), gate), share), up);
   }
 };
 

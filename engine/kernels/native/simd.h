@@ -204,17 +204,21 @@ inline Vec tanh(Vec x) {
   return select(less(size, set1(0.625f)), near, sign_of(x, far));
 }
 
-// The error function within 2e-7 (Abramowitz and Stegun 7.1.26).
-inline Vec erf(Vec x) {
+// 1 - erf(|x|) within 1e-6 of itself (Numerical Recipes, third edition, section 6.2.2).
+inline Vec erfc_of_size(Vec x) {
   const Vec size = abs(x);
-  const Vec t = div(set1(1.0f), fma(set1(0.3275911f), size, set1(1.0f)));
-  Vec p = set1(1.061405429f);
-  p = fma(p, t, set1(-1.453152027f));
-  p = fma(p, t, set1(1.421413741f));
-  p = fma(p, t, set1(-0.284496736f));
-  p = fma(p, t, set1(0.254829592f));
-  const Vec rest = mul(mul(p, t), exp(sub(zero(), mul(size, size))));
-  return sign_of(x, sub(set1(1.0f), rest));
+  const Vec t = div(set1(1.0f), fma(set1(0.5f), size, set1(1.0f)));
+  Vec p = set1(0.17087277f);
+  p = fma(p, t, set1(-0.82215223f));
+  p = fma(p, t, set1(1.48851587f));
+  p = fma(p, t, set1(-1.13520398f));
+  p = fma(p, t, set1(0.27886807f));
+  p = fma(p, t, set1(-0.18628806f));
+  p = fma(p, t, set1(0.09678418f));
+  p = fma(p, t, set1(0.37409196f));
+  p = fma(p, t, set1(1.00002368f));
+  p = fma(p, t, set1(-1.26551223f));
+  return mul(t, exp(fnma(size, size, p)));
 }
 
 }  // namespace millrace

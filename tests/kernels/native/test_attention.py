@@ -1,4 +1,4 @@
-"""Native attention against the reference, over odd sizes and NaN-poisoned caches; and the bits of its rows."""
+"""Native attention against the reference, over odd sizes and NaN-poisoned caches; and its rows' bits."""
 
 from __future__ import annotations
 
