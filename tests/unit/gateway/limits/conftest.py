@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-
-class RedisServer:
-    """A redis-server on a socket file, that can be stopped and started again with nothing in it."""
-
-    def __init__(self, folder: Path) -> None:
-        binary = shutil.which("redis-server")
-        if binary is None:
-            pytest.skip("redis-server is not installed")
-        self._socket = folder / "socket"
-        self._command = [binary, "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"unix://{self._socket}"
-
-    def start(self) -> None:
-        """Returns when it listens."""
-        self._process = subprocess.Popen(
-            [*self._command, "--appendonly", "no"], stdout=subprocess.DEVNULL, cwd=self._socket.parent
-        )
-        while not self._socket.exists():
-            assert self._process.poll() is None, "redis-server ended"
-
-    def kill(self) -> None:
-        """Ends it as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            self._socket.unlink(missing_ok=True)
+from tests.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")

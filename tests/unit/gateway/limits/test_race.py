@@ -16,8 +16,7 @@ from gateway.limits.store import (
     WindowChange,
     WindowDemand,
 )
-
-from .conftest import RedisServer
+from tests.redis_server import RedisServer
 
 PROCESSES = 3
 TASKS = 8

@@ -25,8 +25,7 @@ from gateway.limits.store import (
     StoreLostError,
     WindowDemand,
 )
-
-from .conftest import RedisServer
+from tests.redis_server import RedisServer
 
 
 class Rig:
