@@ -190,7 +190,7 @@ class Pipeline:
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
-                metadata=_trace_headers(span),
+                traceparent=traceparent_of(span),
                 timeout_s=call.caller.remaining_s(),
             )
         self._metrics.observe(names.PREPARE_SECONDS, time.monotonic() - started_s)
@@ -329,9 +329,3 @@ class _Call:
         if not self.span.is_recording():
             return nullcontext(self.span)
         return self._telemetry.span(name, parent=self.trace, attributes=attributes)
-
-
-def _trace_headers(span: Span) -> tuple[tuple[str, str], ...]:
-    traceparent, tracestate = traceparent_of(span)
-    headers = (("traceparent", traceparent), ("tracestate", tracestate))
-    return tuple((name, value) for name, value in headers if value)

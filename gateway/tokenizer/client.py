@@ -1,4 +1,4 @@
-"""Calls to the tokenizer service. One unary call per request; the vocabulary is fetched once."""
+"""Calls to the tokenizer service. Prompts go over one stream; the vocabulary is fetched once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
+from gateway.tokenizer.stream import PrepareStream
 from gateway.tokenizer.types import Prepared
 from services.channels import connect
 from services.errors import MillraceError, Reason
@@ -24,8 +25,6 @@ _RETRY_S = 0.2
 # Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
 PREPARE_TIMEOUT_S = 30.0
 
-Metadata = tuple[tuple[str, str], ...]
-
 
 class TokenizerClient:
     """The tokenizer service of this deployment, serving one model."""
@@ -34,9 +33,11 @@ class TokenizerClient:
         self.target = target
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._prepare = PrepareStream(self._stub)
 
     async def close(self) -> None:
         """Closes the connection."""
+        await self._prepare.close()
         await self._channel.close(None)
 
     async def wait_for_vocabulary(self, model: str) -> Vocabulary:
@@ -60,23 +61,28 @@ class TokenizerClient:
         prompt: Prompt,
         response_format: ResponseFormat | None,
         context: Any,
-        metadata: Metadata = (),
+        traceparent: tuple[str, str] = ("", ""),
         timeout_s: float = PREPARE_TIMEOUT_S,
     ) -> Prepared:
-        """Renders, encodes and compiles. Raises what the service refused, or TOKENIZER_UNAVAILABLE."""
-        request = tokenizer_pb2.PrepareRequest(context=context, model=model)
+        """Renders, encodes and compiles, below the span (traceparent, tracestate).
+
+        Raises what the service refused, or TOKENIZER_UNAVAILABLE.
+        """
+        parts: dict[str, Any] = {"context": context, "model": model}
         match prompt:
             case Conversation():
-                request.conversation.CopyFrom(convert.conversation_message(prompt))
+                parts["conversation"] = convert.conversation_message(prompt)
             case TextPrompt(text=text):
-                request.text = text
+                parts["text"] = text
             case TokenPrompt(token_ids=ids):
-                request.encoded.ids.extend(ids)
+                parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
         if response_format is not None:
-            request.response_format.CopyFrom(convert.format_message(response_format))
-        answer = await self._call(
-            self._stub.Prepare(request, metadata=metadata, timeout=min(timeout_s, PREPARE_TIMEOUT_S))
-        )
+            parts["response_format"] = convert.format_message(response_format)
+        request = tokenizer_pb2.PrepareRequest(**parts)
+        try:
+            answer = await self._prepare.call(request, *traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
+        except MillraceError as error:
+            raise _unreachable(error) from error
         return convert.prepared(answer)
 
     async def tokenize(
@@ -95,11 +101,15 @@ class TokenizerClient:
         try:
             return await call
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)
-            if failure.reason is Reason.TOKENIZER_UNAVAILABLE:
-                raise MillraceError(
-                    Reason.TOKENIZER_UNAVAILABLE,
-                    f"the tokenizer service cannot be reached ({failure.message}); try again",
-                    retry_after_s=1.0,
-                ) from error
-            raise failure from error
+            raise _unreachable(from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)) from error
+
+
+def _unreachable(failure: MillraceError) -> MillraceError:
+    """The failure as it is, or, where nobody answered, with who that was."""
+    if failure.reason is not Reason.TOKENIZER_UNAVAILABLE:
+        return failure
+    return MillraceError(
+        Reason.TOKENIZER_UNAVAILABLE,
+        f"the tokenizer service cannot be reached ({failure.message}); try again",
+        retry_after_s=1.0,
+    )

@@ -7,6 +7,7 @@ from typing import Any
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from services.errors import MillraceError, Reason
+from services.status import to_detail
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
 
 
@@ -46,6 +47,18 @@ class ByteTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             response.grammar.digest = "d"
             response.grammar.payload = b"grammar"
         return response
+
+    async def PrepareStream(self, requests: Any, context: Any) -> Any:
+        async for message in requests:
+            answers = [await self._answer(call, context) for call in message.calls]
+            yield tokenizer_pb2.PrepareStreamResponse(answers=answers)
+
+    async def _answer(self, call: Any, context: Any) -> Any:
+        try:
+            response = await self.Prepare(call.request, context)
+        except MillraceError as error:
+            return tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(error))
+        return tokenizer_pb2.PrepareAnswer(id=call.id, response=response)
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
         return tokenizer_pb2.TokenizeResponse(token_ids=self._ids(request))
