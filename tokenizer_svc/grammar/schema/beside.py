@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.disjoint import Located, View
+from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.negative import (
     KEYWORDS,
     Complement,
@@ -71,10 +71,13 @@ def _properties_given(
         known = given.property(name)
         if any(_implies(context, each, (rule, inside)) for each in known):
             continue
-        inner = View()
-        for each in known:
-            inner.add(context, *each)
-        outside = beside(context, rule, inside, ALL_TYPES, inner)
+        if any(disjoint(context, each, (rule, inside)) for each in known):
+            outside: Schema = True
+        else:
+            inner = View()
+            for each in known:
+                inner.add(context, *each)
+            outside = beside(context, rule, inside, ALL_TYPES, inner)
         if outside is not False:
             options.append({"type": "object", "properties": {name: outside}, "required": [name]})
     return any_of(options)

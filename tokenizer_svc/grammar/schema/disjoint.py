@@ -93,9 +93,14 @@ class View:
 
 
 def disjoint(
-    context: Context, left: Located, right: Located, types: frozenset[str] = ALL_TYPES, depth: int = 0
+    context: Context,
+    left: Located,
+    right: Located,
+    types: frozenset[str] = ALL_TYPES,
+    depth: int = 0,
+    around: Located | None = None,
 ) -> bool:
-    """Whether it is proven that no value of `types` matches both."""
+    """Whether it is proven that no value of `types` matches both; values match `around` as well."""
     if left[0] is False or right[0] is False:
         return True
     if depth > _MAX_DEPTH:
@@ -103,34 +108,33 @@ def disjoint(
     common = types & context.types_of(*left) & context.types_of(*right)
     if not common:
         return True
-    if _unions_apart(context, left, right, common, depth) or _unions_apart(
-        context, right, left, common, depth
+    first, second = View(), View()
+    first.add(context, *left)
+    second.add(context, *right)
+    if _unions_apart(context, first, right, common, depth) or _unions_apart(
+        context, second, left, common, depth
     ):
         return True
     left_values, right_values = finite_values(context, *left), finite_values(context, *right)
     if left_values is not None and right_values is not None:
         return not {key_of(each) for each in left_values} & {key_of(each) for each in right_values}
-    first, second = View(), View()
-    first.add(context, *left)
-    second.add(context, *right)
+    if around is not None:
+        first.add(context, *around)
     return all(
         _apart(context, kind, first, second, left_values, right_values, depth) for kind in common - {FRACTION}
     ) and (FRACTION not in common or _ranges_apart(first, second))
 
 
-def _unions_apart(
-    context: Context, union: Located, other: Located, types: frozenset[str], depth: int
-) -> bool:
-    node, place = union
-    if not isinstance(node, dict):
-        return False
-    for keyword in ("anyOf", "oneOf"):
-        options = node.get(keyword)
-        if isinstance(options, list) and all(
-            disjoint(context, (each, place.at(keyword, index)), other, types, depth + 1)
-            for index, each in enumerate(options)
-        ):
-            return True
+def _unions_apart(context: Context, view: View, other: Located, types: frozenset[str], depth: int) -> bool:
+    """Whether one of the unions that `view` is a part of has no option that meets `other`."""
+    for node, place in zip(view.rules, view.places, strict=True):
+        for keyword in ("anyOf", "oneOf"):
+            options = node.get(keyword)
+            if isinstance(options, list) and all(
+                disjoint(context, (each, place.at(keyword, index)), other, types, depth + 1)
+                for index, each in enumerate(options)
+            ):
+                return True
     return False
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 from tokenizer_svc.grammar.schema.beside import beside
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.disjoint import View, disjoint
+from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
+
+# Keywords that are no plain constraints of the values around a union.
+_UNIONS = frozenset({"oneOf", "anyOf", "not", "if", "then", "else"})
 
 
 def one_of(
@@ -26,14 +29,17 @@ def one_of(
     places = [place.at("oneOf", index) for index in range(len(value))]
     branches = [context.positive(each, inside, types) for each, inside in zip(value, places, strict=True)]
     live = [index for index, branch in enumerate(branches) if branch is not False]
+    # What stands around the branches holds for each of them.
+    around = ({key: each for key, each in node.items() if key not in _UNIONS}, place)
     options = []
     for index in live:
         given = View()
         given.add(context, value[index], places[index])
+        given.add(context, *around)
         others = [
             beside(context, value[other], places[other], types, given)
             for other in live
-            if other != index and not _apart(context, value, places, types, index, other)
+            if other != index and not _apart(context, value, places, types, index, other, around)
         ]
         options.append(all_of([branches[index], _all_of_unions(others)]))
     union = any_of(options)
@@ -56,12 +62,19 @@ def _all_of_unions(unions: list[Schema]) -> Schema:
 
 
 def _apart(
-    context: Context, value: list[Any], places: list[Place], types: frozenset[str], one: int, other: int
+    context: Context,
+    value: list[Any],
+    places: list[Place],
+    types: frozenset[str],
+    one: int,
+    other: int,
+    around: Located,
 ) -> bool:
     first, second = min(one, other), max(one, other)
     key = (places[first].path, second)
     known = context.apart.get(key)
     if known is None:
-        known = disjoint(context, (value[first], places[first]), (value[second], places[second]), types)
+        left, right = (value[first], places[first]), (value[second], places[second])
+        known = disjoint(context, left, right, types, around=around)
         context.apart[key] = known
     return known

@@ -44,6 +44,13 @@ _REWRITTEN = frozenset(
 _BY_CASES = frozenset(
     {"if", "not", "oneOf", "allOf", "dependencies", "dependentRequired", "dependentSchemas"}
 )
+# A type, and what constrains nothing.
+_PLAIN = frozenset(
+    {
+        "type", "title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
+        "writeOnly",
+    }
+)  # fmt: skip
 # Values of a listing that are tried one by one.
 _MAX_FILTERED = 500
 # First drafts of keywords that older ones do not have; there they are annotations.
@@ -68,6 +75,8 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
         return node
     if not isinstance(node, dict):
         return context.give_up("schema", place, "a schema must be an object or a boolean")
+    if node.keys() <= _PLAIN:
+        return _plain(context, node, place, types)
     place = context.enter(node, place)
     types &= context.types_of(node, place)
     if not types:
@@ -77,6 +86,17 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
         return {"enum": values} if values else False
     closing = _closing_loop(context, node, place) if "$ref" in node else None
     return closing if closing is not None else _conjunction(context, node, place, types)
+
+
+def _plain(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    """What most of any schema is: a type with annotations."""
+    if "type" not in node:
+        return {}
+    context.met("type", place)
+    admitted = types_of_keyword(node["type"])
+    if not admitted:
+        return context.give_up("type", place, f"unknown type {node['type']!r}")
+    return {"type": node["type"]} if admitted & types else False
 
 
 def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
