@@ -28,6 +28,10 @@ class Admitter:
         if allowed is None:
             if len(skipped) > _MAX_SKIPPED:
                 return None
+            # Blocks are kept for it already, and its siblings hold theirs until it is back.
+            promised = self._state.waiting_beam_with_promise(skipped)
+            if promised is not None:
+                return promised
             return self._state.waiting.peek(draft.now, skipped, with_due=not draft.due_blocked)
         members = [
             sequence
@@ -45,7 +49,7 @@ class Admitter:
             return True
         if len(state.running) >= self._config.max_num_seqs and not self._displace_one(draft, sequence):
             self._block(draft, sequence, self._who_fills_the_batch(sequence))
-            if state.waiting.is_aged_turn(sequence, draft.now):
+            if state.is_promised(sequence) or state.waiting.is_aged_turn(sequence, draft.now):
                 # Waits for the next free slot without keeping higher tiers from displacing.
                 skipped.add(sequence.sequence_id)
                 return True
@@ -178,11 +182,13 @@ class Admitter:
             totals.prefix_hit_tokens += len(prefix.device_blocks) * state.cache.block_size
             totals.restored_tokens += len(prefix.host_hashes) * state.cache.block_size
             totals.restored_blocks += len(prefix.host_hashes)
+            if prefix.host_hashes:
+                sequence.restoring = (now, len(prefix.host_hashes) * state.cache.block_size)
         sequence.fork_parent = None
         state.cache.prepare_write(sequence.table, start, sequence.num_known)
         if not sequence.waiting_for:
             sequence.waiting_for = self._blocked_by
-        sequence.stops_waiting(now)
+        sequence.stops_waiting(now, num_computed=start)
         sequence.num_computed = sequence.num_confirmed = start
         sequence.prefill_end = sequence.num_known
         if group.first_scheduled_s is None:

@@ -42,6 +42,8 @@ class Planner:
         if draft.budget > 0 or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.turnover.run(now, running=draft.someone_blocked)
+        if state.running and not draft.rows and not state.in_flight and allowed is None:
+            state.retreat(now)
         return self._seal(draft)
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:

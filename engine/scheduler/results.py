@@ -66,6 +66,8 @@ class ResultHandler:
 
     def _apply_row(self, row: Row, outcome: SequenceResult, prefill_end: float, now: float) -> None:
         sequence = row.sequence
+        if row.epoch == sequence.epoch:
+            sequence.takes_result(now, is_sampled=row.samples)
         if sequence.group.beams is None:
             sequence.prompt_logprobs.extend(outcome.prompt_logprobs)
         else:

@@ -93,6 +93,11 @@ class Sequence:
         # When it was preempted; None while it is not away. Then the times it was away, with their ends.
         self.away_since_s: float | None = None
         self.absences_s: list[tuple[float, float]] = []
+        # What results will end: (start, tokens) of a return to the batch and of a restore from host memory.
+        self.coming_back: tuple[float, int] | None = None
+        self.restoring: tuple[float, int] | None = None
+        self.comebacks_s: list[tuple[float, float, int]] = []
+        self.restores_s: list[tuple[float, float, int]] = []
         # Cause and start of the present wait.
         self.waiting_for = ""
         self.waiting_since_s = self.group.request.arrival_s
@@ -168,6 +173,7 @@ class Sequence:
         child.first_token_s = self.first_token_s
         child.delayed_by_s = dict(self.delayed_by_s)
         child.absences_s = list(self.absences_s)
+        child.comebacks_s, child.restores_s = list(self.comebacks_s), list(self.restores_s)
         return child
 
     def blames(self, cause: str, seconds: float) -> None:
@@ -181,17 +187,28 @@ class Sequence:
             self.blames(self.waiting_for, now - self.waiting_since_s)
             self.waiting_for, self.waiting_since_s = cause, now
 
-    def stops_waiting(self, now: float) -> None:
-        """Books the wait that ends now."""
+    def stops_waiting(self, now: float, *, num_computed: int = 0) -> None:
+        """Books the wait that ends now; of the tokens, `num_computed` need not be computed again."""
         if self.away_since_s is not None:
             self.absences_s.append((self.away_since_s, now))
             self.away_since_s = None
+            self.coming_back = (now, self.num_known - num_computed)
         self.blames(self.waiting_for, now - self.waiting_since_s)
         self.waiting_since_s = now
+
+    def takes_result(self, now: float, *, is_sampled: bool) -> None:
+        """Books what a step's result ends: a restore with any, the return to the batch with a token."""
+        if self.restoring is not None:
+            self.restores_s.append((self.restoring[0], now, self.restoring[1]))
+            self.restoring = None
+        if is_sampled and self.coming_back is not None:
+            self.comebacks_s.append((self.coming_back[0], now, self.coming_back[1]))
+            self.coming_back = None
 
     def rewind(self) -> None:
         """Forgets all progress but the tokens: the blocks are gone."""
         self.epoch += 1
+        self.coming_back = self.restoring = None
         self.is_introduced = False
         self.num_computed = 0
         self.num_confirmed = 0
@@ -212,4 +229,6 @@ class Sequence:
             grammar_s=self.grammar_s,
             delayed_by_s=dict(self.delayed_by_s),
             absences_s=tuple(self.absences_s),
+            comebacks_s=tuple(self.comebacks_s),
+            restores_s=tuple(self.restores_s),
         )

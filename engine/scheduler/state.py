@@ -140,6 +140,24 @@ class SchedulerState:
             or sequence.group.request.request_id in self._promised_beams
         )
 
+    def waiting_beam_with_promise(self, skipped: set[int]) -> Sequence | None:
+        """A beam that lost its place while the blocks of its search are promised."""
+        for group in self._promised_beams.values():
+            for beam in group.sequences:
+                if beam.status is Status.WAITING and beam.sequence_id not in skipped:
+                    return beam
+        return None
+
+    def retreat(self, now: float) -> None:
+        """Nobody can go on: every running sequence is a beam that waits for a sibling which finds no room.
+        The search of the lowest rank gives up its places, so that another one comes to its end.
+        """
+        last = max(self.running, key=lambda each: (not self.is_promised(each), each.rank))
+        counts = not self.is_promised(last)
+        for beam in last.group.sequences:
+            if beam.status is Status.RUNNING:
+                self.preempt(beam, "kv_pressure", now, counts=counts)
+
     def preempt(self, sequence: Sequence, cause: str, now: float, *, counts: bool = True) -> None:
         """Takes a running sequence's blocks away; it goes on later, from its tokens."""
         self.running.remove(sequence)

@@ -155,6 +155,22 @@ def test_a_higher_tier_displaces_a_lower_one_when_all_places_are_taken() -> None
     ]
     assert sorted(preemptions) == [0, 1]
     assert all(driver.tokens(each) == driver.expected(each) for each in low)
+    _check_comeback(driver, low)
+
+
+def _check_comeback(driver: Driver, requests: list[int]) -> None:
+    """The one that was displaced comes back where its absence ends, and computes again what it lost."""
+    (away,) = [
+        event.statistics
+        for r in requests
+        for event in driver.events[r]
+        if event.statistics and event.statistics.num_preemptions
+    ]
+    ((start_s, end_s),) = away.absences_s
+    ((back_s, token_s, num_tokens),) = away.comebacks_s
+    assert start_s < end_s == back_s <= token_s
+    assert num_tokens >= 1
+    assert away.recomputed_tokens <= num_tokens
 
 
 def test_kv_pressure_preempts_the_lowest_rank_and_everybody_finishes() -> None:
@@ -352,10 +368,13 @@ def test_restores_from_host_memory_replace_recomputation() -> None:
     driver.submit(prompt(55, 2), max_tokens=1)
     driver.run()
     before = driver.runner.num_computed_tokens
-    driver.submit(first, max_tokens=1)
+    again = driver.submit(first, max_tokens=1)
     driver.run()
     assert driver.runner.num_computed_tokens - before == 4
     assert any(plan.restores for plan in driver.plans)
+    (statistics,) = [event.statistics for event in driver.events[again] if event.statistics]
+    ((start_s, end_s, num_tokens),) = statistics.restores_s
+    assert (start_s < end_s, num_tokens) == (True, 36)
     driver.check_everything()
 
 
