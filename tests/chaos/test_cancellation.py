@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import shutil
@@ -10,17 +11,28 @@ import time
 from collections.abc import Callable, Iterator
 
 import grpc
+import httpx
 import pytest
 from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from tests.e2e.stack import CONCURRENT_KEY, LIMIT_S, Stack, eventually, raw, running_stack
+from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, raw, running_stack
 
 pytestmark = pytest.mark.e2e
 
 # A step is so long that a release within it cannot be mistaken for one that comes later.
 STEP_S = 0.5
 NUM_REQUESTS = 6
+# Of a tenant that may have as many streams as a test opens, and not one more.
+KEY = "mr-counted"
+COUNTED = f"""
+[tenants.counted]
+max_concurrent_streams = {NUM_REQUESTS}
+[[keys.entries]]
+id = "counted-1"
+tenant = "counted"
+hash = "sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
+"""
 BODY = {
     "messages": [{"role": "user", "content": "Go on and on."}],
     "max_tokens": 1000,
@@ -32,7 +44,8 @@ BODY = {
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": f"{STEP_S * 1000:.0f}"}
-    with running_stack(tmp_path_factory.mktemp("slow"), "--simulated", environment=environment) as stack:
+    folder = tmp_path_factory.mktemp("slow")
+    with running_stack(folder, "--simulated", config=CONFIG + COUNTED, environment=environment) as stack:
         yield stack
 
 
@@ -40,7 +53,7 @@ def http_streams(stack: Stack) -> Callable[[], None]:
     connections = []
     for _ in range(NUM_REQUESTS):
         connection = http.client.HTTPConnection(stack.address, timeout=LIMIT_S)
-        headers = {"authorization": f"Bearer {stack.state.api_key}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
         connection.request(
             "POST", "/v1/chat/completions", json.dumps({"model": stack.model, **BODY}), headers
         )
@@ -61,7 +74,7 @@ def http2_streams(stack: Stack) -> Callable[[], None]:
         pytest.skip("HTTP/2 needs curl, which is not here")
     command = [
         *(curl, "--silent", "--no-buffer", "--http2-prior-knowledge", f"{stack.url}/v1/chat/completions"),
-        *("--header", f"authorization: Bearer {stack.state.api_key}"),
+        *("--header", f"authorization: Bearer {KEY}"),
         *("--header", "content-type: application/json"),
         *("--data", json.dumps({"model": stack.model, **BODY})),
     ]
@@ -92,7 +105,7 @@ def grpc_streams(stack: Stack, timeout_s: float | None = None) -> Callable[[], N
     channel = stack.channel()
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     calls = [
-        stub.Chat(chat_request(stack), metadata=stack.metadata(), timeout=timeout_s)
+        stub.Chat(chat_request(stack), metadata=stack.metadata(KEY), timeout=timeout_s)
         for _ in range(NUM_REQUESTS)
     ]
     for call in calls:
@@ -121,34 +134,51 @@ STREAMS: dict[str, Callable[[Stack], Callable[[], None]]] = {
 }
 
 
+def short(stack: Stack) -> int:
+    """Status of one more request of the tenant, which ends at once."""
+    body = {"model": stack.model, **BODY, "max_tokens": 1, "stream": False}
+    return raw(stack, "/v1/chat/completions", json.dumps(body).encode(), KEY).status_code
+
+
+def num_active(stack: Stack) -> float:
+    """Requests that the gateway holds."""
+    (address,) = stack.addresses("gateway", "metrics")
+    exposed = httpx.get(f"http://{address}/metrics", trust_env=False).text.splitlines()
+    lines = [line for line in exposed if line.startswith("millrace_active_requests{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 def test_everything_is_released(slow: Stack, kind: str) -> None:
     leave = STREAMS[kind](slow)
     assert eventually(lambda: slow.invariants()[0].num_requests == NUM_REQUESTS), slow.invariants()
+    held = slow.invariants()[0]
+    # What is counted below was really held: blocks, runner states, every slot of the limit.
+    assert held.num_total_blocks - held.num_unreferenced_blocks >= NUM_REQUESTS
+    assert held.num_runner_states >= NUM_REQUESTS
+    assert short(slow) == 429
+    assert num_active(slow) == NUM_REQUESTS
     leave()
     left_s = time.monotonic()
     assert eventually(lambda: slow.invariants()[0].num_requests == 0)
     steps = (time.monotonic() - left_s) / STEP_S
-    # Two steps are the most that one which had begun and one that was planned can take.
-    assert steps < 3, f"{kind}: released after {steps:.1f} steps"
+    # The step that runs is finished; the count itself is taken between two steps.
+    assert steps < 2, f"{kind}: released after {steps:.1f} steps"
+    slow.assert_nothing_leaked()
+    assert eventually(lambda: num_active(slow) == 0)
+    again = http_streams(slow)
+    assert short(slow) == 429, "not more slots came back than there were"
+    again()
     slow.assert_nothing_leaked()
 
 
 def test_stop_string_releases_too(slow: Stack) -> None:
     body = {"model": slow.model, **BODY, "stream": False, "stop": ["e", "a", "i", "o", "u"]}
-    response = raw(slow, "/v1/chat/completions", json.dumps(body).encode())
-    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    responses = [raw(slow, "/v1/chat/completions", json.dumps(body).encode(), KEY) for _ in range(2)]
+    assert {response.json()["choices"][0]["finish_reason"] for response in responses} == {"stop"}
     slow.assert_nothing_leaked()
-
-
-def test_stream_slot_comes_back(slow: Stack) -> None:
-    body = json.dumps({"model": slow.model, **BODY})
-    headers = {"authorization": f"Bearer {CONCURRENT_KEY}", "content-type": "application/json"}
-    connection = http.client.HTTPConnection(slow.address, timeout=LIMIT_S)
-    connection.request("POST", "/v1/chat/completions", body, headers)
-    assert connection.getresponse().readline()
-    short = json.dumps({"model": slow.model, **BODY, "max_tokens": 1, "stream": False}).encode()
-    assert raw(slow, "/v1/chat/completions", short, CONCURRENT_KEY).status_code == 429
-    connection.close()
-    assert eventually(lambda: raw(slow, "/v1/chat/completions", short, CONCURRENT_KEY).status_code == 200)
+    assert eventually(lambda: num_active(slow) == 0)
+    leave = http_streams(slow)
+    leave()
+    assert eventually(lambda: short(slow) == 200)
     slow.assert_nothing_leaked()
