@@ -101,6 +101,12 @@ ENGINE_FIRST_DECODE = SpanName(
 )
 ENGINE_DECODE = SpanName("engine.decode", ENGINE, "All decode steps as one summary.")
 ENGINE_PREEMPTED = SpanName("engine.preempted", ENGINE, "Out of the batch, its blocks given to others.")
+ENGINE_RESUMED = SpanName(
+    "engine.resumed", ENGINE, "Back in the batch, until its next token: what was lost is computed again."
+)
+ENGINE_OFFLOAD = SpanName(
+    "engine.offload", ENGINE, "The step in which blocks of it were brought back from host memory."
+)
 
 # --- Attributes --------------------------------------------------------------------------------------------
 REQUEST_ID = Attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
@@ -127,6 +133,9 @@ NUM_CHUNKS = Attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the pro
 NUM_STEPS = Attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
 NUM_PREEMPTIONS = Attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
 RECOMPUTED_TOKENS = Attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
+RESTORED_TOKENS = Attribute("millrace.restored_tokens", "{token}", "Tokens brought back from host memory.")
+LINK_CAUSE = Attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
+LINK_OVERLAP_MS = Attribute("millrace.link.overlap_ms", "ms", "On links: its work during the time lost.")
 DRAFTED_TOKENS = Attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
 ACCEPTED_TOKENS = Attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
 GRAMMAR_DIGEST = Attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")

@@ -15,6 +15,7 @@ from engine.service.held_blocks import HeldBlocks
 from engine.service.spans import RequestTrace
 from engine.service.streams import GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
+from observability.neighbours import RecentWork
 from observability.tracing import Telemetry
 
 # A gateway without news hears of load and cache changes this often, in seconds.
@@ -43,6 +44,7 @@ class Dispatcher:
         self._send = send
         self._telemetry = telemetry
         self._engine_id = engine_id
+        self._recent = RecentWork()
         self.streams: set[GatewayStream] = set()
         self.requests: dict[int, OpenRequest] = {}
         self.draining = False
@@ -83,7 +85,7 @@ class Dispatcher:
 
     def submit(self, stream: GatewayStream, handle: int, request: Request) -> None:
         """Hands a validated request to the core."""
-        trace = RequestTrace(self._telemetry, request, self._engine_id)
+        trace = RequestTrace(self._telemetry, request, self._engine_id, self._recent)
         self.requests[request.request_id] = OpenRequest(request, stream, handle, request.sampling.n, trace)
         stream.requests[handle] = request.request_id
         self.idle.clear()

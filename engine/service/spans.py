@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from opentelemetry.trace import Link
+
 from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, Request, TokenEvent
 from observability import names
+from observability.names import SpanName
+from observability.neighbours import RecentWork, Work
 from observability.tracing import RequestIdentity, Telemetry, context_from_traceparent, with_identity
 
 _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
 
 
 class RequestTrace:
-    """Collects a request's moments. engine.request > queue, prefill chunks, first_decode, decode."""
+    """Collects a request's moments. engine.request > queue, prefill chunks, first_decode, decode.
 
-    def __init__(self, telemetry: Telemetry, request: Request, engine_id: str) -> None:
+    `recent` is the engine's, shared by all its requests.
+    """
+
+    def __init__(self, telemetry: Telemetry, request: Request, engine_id: str, recent: RecentWork) -> None:
         self._telemetry = telemetry
         self._request = request
         identity = RequestIdentity(
@@ -32,6 +39,9 @@ class RequestTrace:
             },
         )
         self._context = telemetry.under(self._span, self._context)
+        self._recent = recent
+        # Its own place in the batch, once it had one.
+        self._place: Work | None = None
         self._first: FirstTokenTimings | None = None
         self.num_output_tokens = 0
 
@@ -46,6 +56,8 @@ class RequestTrace:
 
     def end(self, event: TokenEvent, now: float) -> None:
         """Ends engine.request with its outcome."""
+        if self._place is not None:
+            self._place.end_s = now
         failure = event.failure
         reason = event.finish_reason or FinishReason.ERROR
         outcome = failure.reason if failure else reason.name.lower()
@@ -62,6 +74,10 @@ class RequestTrace:
 
     def _record_first_token(self, first: FirstTokenTimings) -> None:
         record, parent = self._telemetry.record, self._context
+        if self._span.is_recording():
+            self._place = self._recent.prefilled(
+                self._span.get_span_context(), first.first_scheduled_s, first.prefill_end_s
+            )
         record(names.ENGINE_QUEUE, start_s=first.arrival_s, end_s=first.first_scheduled_s, parent=parent)
         for start_s, end_s, num_tokens in first.prefill_chunks:
             record(
@@ -91,18 +107,46 @@ class RequestTrace:
             key = _DELAY_KEYS.get(cause)
             if key is not None:
                 attributes[key] = seconds * 1000
-        for start_s, end_s in statistics.absences_s:
-            self._telemetry.record(
-                names.ENGINE_PREEMPTED,
-                start_s=start_s,
-                end_s=end_s,
-                parent=self._context,
-                attributes={names.CHOICE_INDEX: choice_index},
-            )
+        self._record_losses(choice_index, statistics)
         self._telemetry.record(
             names.ENGINE_DECODE,
             start_s=now - statistics.decode_s,
             end_s=now,
             parent=self._context,
             attributes=attributes,
+            links=self._links(statistics, now),
+        )
+
+    def _record_losses(self, choice_index: int, statistics: ChoiceStatistics) -> None:
+        """Times out of the batch, the returns, and blocks brought back from host memory."""
+        lost: list[tuple[SpanName, float, float, dict[str, int]]] = [
+            (names.ENGINE_PREEMPTED, start_s, end_s, {}) for start_s, end_s in statistics.absences_s
+        ]
+        lost += [
+            (names.ENGINE_RESUMED, start_s, end_s, {names.RECOMPUTED_TOKENS: tokens})
+            for start_s, end_s, tokens in statistics.comebacks_s
+        ]
+        lost += [
+            (names.ENGINE_OFFLOAD, start_s, end_s, {names.RESTORED_TOKENS: tokens})
+            for start_s, end_s, tokens in statistics.restores_s
+        ]
+        for name, start_s, end_s, attributes in lost:
+            self._telemetry.record(
+                name,
+                start_s=start_s,
+                end_s=end_s,
+                parent=self._context,
+                attributes={names.CHOICE_INDEX: choice_index, **attributes},
+            )
+
+    def _links(self, statistics: ChoiceStatistics, now: float) -> list[Link]:
+        """The requests whose work took the time that this one lost."""
+        first = self._first
+        if first is None or not statistics.delayed_by_s or not self._span.is_recording():
+            return []
+        return self._recent.links(
+            self._span.get_span_context(),
+            statistics.delayed_by_s,
+            whole=(first.arrival_s, now),
+            waits=((first.arrival_s, first.first_scheduled_s), *statistics.absences_s),
         )

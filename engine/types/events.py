@@ -55,6 +55,10 @@ class ChoiceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     delayed_by_s: dict[str, float] = {}
     # (start, end) of every time out of the batch, for spans.
     absences_s: tuple[tuple[float, float], ...] = ()
+    # (start, end, tokens computed again) of every return to the batch, up to the next token.
+    comebacks_s: tuple[tuple[float, float, int], ...] = ()
+    # (start, end, tokens) of every step that brought blocks back from host memory.
+    restores_s: tuple[tuple[float, float, int], ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):

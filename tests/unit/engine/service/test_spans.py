@@ -17,7 +17,8 @@ from engine.types import (
     TokenEvent,
 )
 from observability.config import ObservabilityConfig
-from observability.tracing import Telemetry
+from observability.neighbours import RecentWork
+from observability.tracing import Telemetry, span_context_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -33,11 +34,12 @@ REQUEST = Request(
 )
 
 
-def spans_of(*events: TokenEvent) -> dict[str, list]:  # type: ignore[type-arg]
+def spans_of(*events: TokenEvent, recent: RecentWork | None = None) -> dict[str, list]:  # type: ignore[type-arg]
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace = RequestTrace(Telemetry("engine", ObservabilityConfig(), provider), REQUEST, "engine-1")
+    telemetry = Telemetry("engine", ObservabilityConfig(), provider)
+    trace = RequestTrace(telemetry, REQUEST, "engine-1", recent or RecentWork())
     for event in events:
         trace.observe(event, 103.0)
     trace.end(events[-1], 103.0)
@@ -61,7 +63,12 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
         prefill_chunks=((100.5, 101.0, 2), (101.0, 101.25, 1)),
     )
     statistics = ChoiceStatistics(
-        decode_s=1.5, num_preemptions=1, absences_s=((102.0, 102.5),), delayed_by_s={"preemption": 0.5}
+        decode_s=1.5,
+        num_preemptions=1,
+        absences_s=((102.0, 102.5),),
+        comebacks_s=((102.5, 102.75, 12),),
+        restores_s=((102.5, 102.625, 16),),
+        delayed_by_s={"preemption": 0.5},
     )
     spans = spans_of(
         TokenEvent(request_id=1, token_ids=(7,), first_token=first),
@@ -74,10 +81,55 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
     assert request.attributes["millrace.output_tokens"] == 2
     expected = {"engine.queue": [0.5], "engine.prefill": [0.5, 0.25], "engine.first_decode": [0.25]}
     expected |= {"engine.decode": [1.5], "engine.preempted": [0.5]}
+    expected |= {"engine.resumed": [0.25], "engine.offload": [0.125]}
     for name, durations in expected.items():
         assert [round(seconds(span), 3) for span in spans[name]] == durations
         assert all(span.parent.span_id == request.context.span_id for span in spans[name])
     assert list(spans["engine.decode"][0].attributes["millrace.delayed_by"]) == ["preemption"]
+    assert spans["engine.resumed"][0].attributes["millrace.recomputed_tokens"] == 12
+    assert spans["engine.offload"][0].attributes["millrace.restored_tokens"] == 16
+
+
+def test_lost_time_links_to_those_whose_work_took_it() -> None:
+    """A prefill during the decode is linked for the one cause, a place during the wait for the other."""
+    recent = RecentWork()
+    traces = {name: f"{number:032x}" for number, name in enumerate(("holder", "long", "past"), start=1)}
+    contexts = {name: span_context_of(f"00-{trace}-{PARENT}-01") for name, trace in traces.items()}
+    recent.prefilled(contexts["past"], 90.0, 91.0).end_s = 95.0
+    recent.prefilled(contexts["holder"], 99.0, 99.9).end_s = 100.5
+    recent.prefilled(contexts["long"], 101.5, 102.75)
+    first = FirstTokenTimings(
+        arrival_s=100.0,
+        first_scheduled_s=100.5,
+        prefill_end_s=101.0,
+        first_token_s=101.0,
+        cached_prompt_tokens=0,
+        prefill_chunks=((100.5, 101.0, 3),),
+    )
+
+    def linked(delayed_by_s: dict[str, float]) -> dict[str, tuple[str, float]]:
+        statistics = ChoiceStatistics(decode_s=2.0, delayed_by_s=delayed_by_s)
+        spans = spans_of(
+            TokenEvent(request_id=1, token_ids=(7,), first_token=first),
+            TokenEvent(request_id=1, finish_reason=FinishReason.STOP, statistics=statistics),
+            recent=recent,
+        )
+        (decode,) = spans["engine.decode"]
+        return {
+            f"{link.context.trace_id:032x}": (
+                link.attributes["millrace.link.cause"],
+                link.attributes["millrace.link.overlap_ms"],
+            )
+            for link in decode.links
+        }
+
+    assert linked({}) == {}
+    assert linked({"long_prefill": 0.001, "batch_full": 0.001}) == {}
+    assert linked({"long_prefill": 1.25}) == {traces["long"]: ("long_prefill", 1250.0)}
+    both = linked({"batch_full": 0.5, "long_prefill": 1.25})
+    assert both[traces["holder"]] == ("batch_full", 500.0)
+    assert both[traces["long"]] == ("long_prefill", 1250.0)
+    assert traces["past"] not in both
 
 
 def test_a_failure_marks_the_request() -> None:

@@ -1,0 +1,91 @@
+"""Whose work was in the way: what an engine did for other requests lately, for links between their spans.
+
+Linking every request to all that shared a step with it would cost more than the requests. So only a request
+that lost time asks, and gets the few that overlapped most with the time it lost; what is kept is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from opentelemetry.trace import Link, SpanContext
+
+from observability import names
+from observability.names import Cause
+
+# Less is not worth a link, in seconds.
+_MIN_DELAY_S = 0.005
+_MAX_LINKS = 3
+_MAX_PREFILLS = 256
+_MAX_PLACES = 128
+
+# Causes for which others' places in the batch, or their blocks, are to blame.
+_HELD_BY_OTHERS = (Cause.KV_PRESSURE, Cause.PREEMPTION, Cause.BATCH_FULL, Cause.HIGHER_TIER)
+
+Interval = tuple[float, float]
+
+
+class Work:
+    """An interval of work for one request, in monotonic seconds; open until `end_s` is set."""
+
+    __slots__ = ("end_s", "span", "start_s")
+
+    def __init__(self, span: SpanContext, start_s: float, end_s: float = math.inf) -> None:
+        self.span = span
+        self.start_s = start_s
+        self.end_s = end_s
+
+    def overlap_s(self, times: Iterable[Interval]) -> float:
+        """How much of `times` it covers."""
+        return sum(max(0.0, min(self.end_s, end) - max(self.start_s, start)) for start, end in times)
+
+
+class RecentWork:
+    """The newest prompts that one engine computed, and the newest places in its batch."""
+
+    def __init__(self) -> None:
+        self._prefills: deque[Work] = deque(maxlen=_MAX_PREFILLS)
+        self._places: deque[Work] = deque(maxlen=_MAX_PLACES)
+
+    def prefilled(self, span: SpanContext, start_s: float, end_s: float) -> Work:
+        """A prompt was computed, and its request has a place; the caller ends the returned one."""
+        self._prefills.append(Work(span, start_s, end_s))
+        place = Work(span, start_s)
+        self._places.append(place)
+        return place
+
+    def links(
+        self,
+        own: SpanContext,
+        delayed_by_s: Mapping[str, float],
+        *,
+        whole: Interval,
+        waits: Sequence[Interval],
+    ) -> list[Link]:
+        """Links to the requests whose work overlapped most with the time that `own` lost, by cause.
+
+        `whole` is its time in the engine, `waits` are the parts of it without a place in the batch.
+        """
+        found: list[Link] = []
+        if delayed_by_s.get(Cause.LONG_PREFILL, 0.0) >= _MIN_DELAY_S:
+            found += _links(self._prefills, own, (whole,), Cause.LONG_PREFILL)
+        held = max(_HELD_BY_OTHERS, key=lambda cause: delayed_by_s.get(cause, 0.0))
+        if delayed_by_s.get(held, 0.0) >= _MIN_DELAY_S:
+            found += _links(self._places, own, waits, held)
+        return found
+
+
+def _links(work: Iterable[Work], own: SpanContext, times: Sequence[Interval], cause: Cause) -> list[Link]:
+    overlaps = [
+        (each.overlap_s(times), number, each.span)
+        for number, each in enumerate(work)
+        if each.span.trace_id != own.trace_id
+    ]
+    longest = sorted(overlaps, reverse=True)[:_MAX_LINKS]
+    return [
+        Link(span, {names.LINK_CAUSE: cause.value, names.LINK_OVERLAP_MS: overlap_s * 1000})
+        for overlap_s, _, span in longest
+        if overlap_s > 0
+    ]
