@@ -109,7 +109,7 @@ def test_every_kind_of_layer_is_quantized(model_type: str, method: str, tmp_path
     prompt = prompt_of(21, 199)
     jobs = []
     for setting in ("off", method):
-        runner = open_runner(tmp_path, quantize=setting)
+        runner = open_runner(tmp_path, native="off", quantize=setting)
         try:
             quantized = runner.model.layers[-1].attention.output.weight
             assert isinstance(quantized, DenseWeight) == (setting == "off")
