@@ -125,6 +125,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Checkpoints that are quantized already are served as they are.
     quantize: Literal["off", "int8", "w8a8", "int4"] = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Kernels in C++ on a CPU. "auto" uses them where they can be built and know the model, "required" refuses
+    # to serve otherwise, "off" leaves all to torch.
+    native: Literal["auto", "off", "required"] = "auto"
     # Name of an attention back end; "auto" takes the fastest that the machine supports.
     attention_backend: str = "auto"
     # Longest prompt plus completion, in tokens; 0 is the model's own limit.

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.kernels.attention import AttentionBackend
-from engine.kernels.linear import DenseWeight, pack_linear
+from engine.kernels.linear import ROW_MULTIPLE, DenseWeight
 from engine.kernels.paged_cache import LayerCache
-from engine.model.calibration import Calibration
+from engine.model.calibration import Calibration, linears
 from engine.model.experts import SparseFeedForward
 from engine.model.forward_batch import ForwardBatch
 from engine.model.latent_attention import LatentAttention
-from engine.model.layers import Attention, FeedForward, Norm, StepContext
+from engine.model.layers import Attention, FeedForward, Linear, Norm, StepContext
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
@@ -69,10 +72,27 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
 }
 
 
+class Packing(Protocol):
+    """Turns weights into products while a model is loaded, so that no more than a layer is held twice."""
+
+    def pack(self, linear: Linear) -> None:
+        """Makes the product of one linear layer."""
+
+
+class TorchPacking:
+    """Products of torch. Which one serves a shape is found out while loading, not in the first step."""
+
+    def pack(self, linear: Linear) -> None:
+        _ = linear.product
+
+
 class Decoder:
     """A loaded model. Not thread-safe; nothing in it changes after loading."""
 
-    def __init__(self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int) -> None:
+    def __init__(
+        self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None = None
+    ) -> None:
+        packing = packing or TorchPacking()
         self.spec = spec
         self.max_model_len = max_model_len
         self.embedding = weights.take(
@@ -86,17 +106,25 @@ class Decoder:
             self.layers.append(DecoderLayer(weights, layer, spec))
             if calibration is not None:
                 calibration.finish(self.layers[-1])
+            for linear in linears(self.layers[-1]):
+                packing.pack(linear)
         self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
         if spec.tied_embeddings:
             weights.discard("lm_head.weight")
-            self.head_weight = weights.quantized_head(DenseWeight(values=self.embedding))
+            head = weights.quantized_head(DenseWeight(values=self.embedding))
         else:
-            self.head_weight = weights.head("lm_head", (spec.vocab_size, spec.hidden_size))
-        self.head = pack_linear(self.head_weight)  # [V, E]
+            head = weights.head("lm_head", (spec.vocab_size, spec.hidden_size))
+        self.head = Linear.of(head)  # [V, E]
+        packing.pack(self.head)
         device = weights.device
         self.ropes = [
             tuple(part.to(device) for part in rope_table(rope, max_model_len)) for rope in spec.ropes
         ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.embedding.device
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
@@ -124,6 +152,13 @@ class Decoder:
         cap = self.spec.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    @torch.inference_mode()
+    def logits_of(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """Logits [R, V] of the given rows of hidden [T, E]; any number of them."""
+        padded = np.pad(rows, (0, -rows.size % ROW_MULTIPLE))
+        chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
+        return self.logits(chosen)[: rows.size]
+
 
 def load_decoder(
     folder: Path,
@@ -134,6 +169,7 @@ def load_decoder(
     max_model_len: int,
     progress: Callable[[str, float], None],
     config: EngineConfig | None = None,
+    packing: Packing | None = None,
 ) -> Decoder:
     """Reads a checkpoint; `config` says whether its weights are quantized.
 
@@ -142,6 +178,6 @@ def load_decoder(
     with WeightReader(
         folder, dtype=dtype, device=device, progress=progress, scheme=spec.quantization, config=config
     ) as weights:
-        model = Decoder(weights, spec, max_model_len=max_model_len)
+        model = Decoder(weights, spec, max_model_len=max_model_len, packing=packing)
         weights.finish()
     return model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.activation import gate
 from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import WeightFormat, pack_linear
+from engine.kernels.linear import Product, WeightFormat, pack_linear
 from engine.kernels.norm import rms_norm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
@@ -49,10 +49,34 @@ class Linear:
             ]
             self.bias = torch.cat(biases)
 
+    @classmethod
+    def of(cls, weight: WeightFormat) -> Linear:
+        """A layer without bias from a weight that was read already."""
+        linear = cls.__new__(cls)
+        linear.use(weight)
+        linear.bias = None
+        return linear
+
     def use(self, weight: WeightFormat) -> None:
         """Computes with `weight` from now on."""
-        self.weight = weight
-        self.product = pack_linear(weight)
+        self.weight: WeightFormat | None = weight
+        self._product: Product | None = None
+
+    def use_packed(self, product: Product) -> None:
+        """Computes with a product that holds the bias, too; the weight itself is let go."""
+        self._product, self.weight, self.bias = product, None, None
+
+    @property
+    def product(self) -> Product:
+        """The packed weight; torch's, unless another was set, is made when it is first asked for."""
+        if self._product is None:
+            assert self.weight is not None, "a weight or a product"
+            self._product = pack_linear(self.weight)
+        return self._product
+
+    @product.setter
+    def product(self, product: Product) -> None:
+        self._product = product
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, sum of outputs]."""

@@ -36,7 +36,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 HEADROOM_FRACTION = 0.05
 # On a CPU, models up to this size are served in float32: no slower there, and equal to the float32 oracle.
+# The native kernels read bfloat16 at full speed, so there only what fits a cache is no slower.
 FLOAT32_LIMIT_BYTES = 1 << 30
+NATIVE_FLOAT32_LIMIT_BYTES = 64 << 20
 # History that one attention step looks at, in tokens; bounds the size of its scores.
 ATTENTION_CHUNK_TOKENS = 256
 # Attention walks over histories in pieces that begin at multiples of this.
@@ -99,7 +101,8 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights
         return config.dtype
     if device != "cpu":
         return spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
-    if spec.dtype == "float32" or num_weights * DTYPE_BYTES["float32"] <= FLOAT32_LIMIT_BYTES:
+    limit = FLOAT32_LIMIT_BYTES if config.native == "off" else NATIVE_FLOAT32_LIMIT_BYTES
+    if spec.dtype == "float32" or num_weights * DTYPE_BYTES["float32"] <= limit:
         return "float32"
     return "bfloat16"
 
@@ -147,7 +150,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
     weights = weights_bytes(given.weights, given.dtype) + rope_tables
     second_copy = spec.tied_embeddings and not quantizes_head(given.config)
-    if second_copy and given.device == "cpu" and given.dtype == "float32":
+    packed = given.dtype == "float32" or given.config.native != "off"
+    if second_copy and given.device == "cpu" and packed:
         # The head is a second copy of the embedding, in the layout of the matrix product.
         weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[given.dtype]
     workspace = workspace_bytes(given)

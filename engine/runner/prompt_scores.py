@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from engine.kernels.linear import ROW_MULTIPLE
-from engine.model.decoder import Decoder
+from engine.model.loading import Model
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
 from engine.sampling.logprobs import token_logprobs
@@ -17,7 +16,7 @@ ROWS_AT_ONCE = 128
 
 
 def prompt_logprobs(
-    inputs: StepInputs, hidden: Tensor, model: Decoder, table: SequenceTable
+    inputs: StepInputs, hidden: Tensor, model: Model, table: SequenceTable
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """Index of a sequence in the step to the log-probabilities of the prompt tokens after each that was
     computed.
@@ -36,9 +35,7 @@ def prompt_logprobs(
         parts: list[TokenLogprobs] = []
         for start in range(0, len(targets), ROWS_AT_ONCE):
             piece = targets[start : start + ROWS_AT_ONCE]
-            rows = hidden[first + start : first + start + len(piece)]
-            padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(piece) % ROW_MULTIPLE))
-            logits = model.logits(padded)[: len(piece)]
+            logits = model.logits_of(hidden, np.arange(first + start, first + start + len(piece)))
             parts.extend(token_logprobs(logits, piece, [wanted] * len(piece)))
         found[index] = tuple(parts)
     return found

@@ -13,16 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.kernels.attention import BACKENDS, AttentionBackend
-from engine.kernels.linear import ROW_MULTIPLE
 from engine.model.checkpoint import resolve_checkpoint
-from engine.model.decoder import Decoder, load_decoder
 from engine.model.device import choose_device
+from engine.model.loading import Model, load_model, native_library
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import Runner
 from engine.runner.host_memory import keep_freed_memory
@@ -67,7 +67,7 @@ class TorchRunner:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: Model,
         attention: AttentionBackend,
         storage: KvStorage,
         grammar: GrammarEngine,
@@ -77,7 +77,7 @@ class TorchRunner:
         self.model = model
         self.attention = attention
         self.storage = storage
-        self.device = model.embedding.device
+        self.device = model.device
         self.grammar = grammar
         self.proposer = proposer
         self._forward_s = 0.0
@@ -187,7 +187,7 @@ class TorchRunner:
         ]
         if not rows.members:
             return results
-        logits = self._logits(hidden, rows.tokens)
+        logits = self.model.logits_of(hidden, rows.tokens)
         drawn = sample(logits, self.table.sampling, sampling_rows(inputs, rows, masks))
         step = SampledStep(inputs=inputs, rows=rows, logits=logits, drawn=drawn, masks=masks)
         outcomes = conclude(step)
@@ -219,12 +219,6 @@ class TorchRunner:
             return {}
         found = self.proposer.propose([state for _, state in alive], self.table, self._forward_s)
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
-
-    def _logits(self, hidden: Tensor, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """Logits [R, V] of the rows `tokens`."""
-        padded = np.pad(tokens, (0, -tokens.size % ROW_MULTIPLE))
-        chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
-        return self.model.logits(chosen)[: tokens.size]
 
     def _append(self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]) -> None:
         """Makes the new tokens part of their sequences."""
@@ -260,7 +254,8 @@ def build(
     _set_threads(config.num_threads)
     device = torch.device(device_name)
     folder = resolve_checkpoint(model.path)
-    decoder = load_decoder(
+    library = native_library(config, spec, device_name)
+    decoder = load_model(
         folder,
         spec,
         dtype=TORCH_DTYPES[given.dtype],
@@ -268,6 +263,7 @@ def build(
         max_model_len=plan.max_model_len,
         progress=progress,
         config=config,
+        library=library,
     )
     progress("allocate KV cache", 0.0)
     storage_options: dict[str, Any] = {
@@ -292,7 +288,7 @@ def build(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=given.dtype,
-        attention_backend=attention_name,
+        attention_backend=attention_name if library is None else "native",
         device=str(device),
         num_layers=spec.num_layers,
     )
@@ -310,13 +306,16 @@ def _draft_model(
     if given.draft is None:
         return None
     spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
-    decoder = load_decoder(
+    device = storage_options["device"]
+    decoder = load_model(
         Path(given.draft.folder),
         spec,
         dtype=TORCH_DTYPES[given.dtype],
-        device=storage_options["device"],
+        device=device,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
         progress=lambda phase, part: progress("load draft model", part),
+        config=msgspec.structs.replace(given.config, quantize="off"),
+        library=native_library(given.config, spec, device.type),
     )
     return DraftModel(
         decoder,

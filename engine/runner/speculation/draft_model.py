@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from engine.kernels.attention import AttentionBackend, RaggedBatch
 from engine.kernels.linear import ROW_MULTIPLE
-from engine.model.decoder import Decoder
 from engine.model.forward_batch import ForwardBatch
+from engine.model.loading import Model
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarError
@@ -29,7 +29,7 @@ class DraftModel:
     """The draft and its cache, whose last blocks are scratch."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, storage: KvStorage, *, num_scratch_blocks: int
+        self, model: Model, attention: AttentionBackend, storage: KvStorage, *, num_scratch_blocks: int
     ) -> None:
         self.model = model
         self.attention = attention
@@ -84,7 +84,7 @@ class DraftModel:
         table: SequenceTable,
     ) -> NDArray[np.int64]:
         """One decode of the live sequences; the drawn tokens [S] by sequence (others keep their latest)."""
-        device = self.model.embedding.device
+        device = self.model.device
         batch = rows.batch(live, latest, step, spare_slot=self.storage.spare_slot, device=device)
         hidden = self.model.forward(batch, self.storage.layers, self.attention)
         logits = self.model.logits(hidden)[: live.size]

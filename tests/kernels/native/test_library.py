@@ -6,25 +6,14 @@ import ctypes
 import os
 import subprocess
 import sys
-from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.embedding import EmbeddingArgs
 from engine.kernels.native.library import StepStruct
-
-
-class EmbeddingArgs(ctypes.Structure):
-    _fields_ = (
-        ("step", c_void_p),
-        ("table", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int64),
-        ("bfloat16", c_int64),
-        ("scale", c_float),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

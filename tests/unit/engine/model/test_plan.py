@@ -12,6 +12,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
 from engine.kernels.linear import DenseWeight
 from engine.model.calibration import linears
+from engine.model.lowering import NativeDecoder
 from engine.model.plan import CPU_CACHE_LIMIT_BYTES, PlanInput, choose_dtype, make_plan, plan_input
 from engine.runner.torch_runner import TorchRunner, build
 from services.config import ModelConfig
@@ -56,9 +57,8 @@ def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
         tensors = [tensor for layer in runner.storage.layers for tensor in layer.tensors()]
         allocated = sum(tensor[:-1].nbytes for tensor in tensors)
         assert allocated == plan.kv_cache_bytes
-        model = runner.model
-        assert facts.vocab_size == model.embedding.shape[0]
-        assert facts.num_layers == len(model.layers)
+        assert facts.vocab_size == runner.model.spec.vocab_size
+        assert facts.num_layers == len(runner.storage.layers)
     finally:
         runner.close()
 
@@ -67,7 +67,10 @@ def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
 @pytest.mark.parametrize("head", ["int8", "dense"])
 def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
     config = EngineConfig(
-        dtype="bfloat16", quantize=quantize, quantization=QuantizationConfig(head=head, group_size=32)
+        dtype="bfloat16",
+        native="off",
+        quantize=quantize,
+        quantization=QuantizationConfig(head=head, group_size=32),
     )
     runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
     assert isinstance(runner, TorchRunner)
@@ -75,13 +78,27 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
         model = runner.model
         loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in linears(layer))
         loaded += model.embedding.nbytes
-        if not isinstance(model.head_weight, DenseWeight):
-            loaded += model.head_weight.num_bytes()
+        if not isinstance(model.head.weight, DenseWeight):
+            loaded += model.head.weight.num_bytes()
         loaded += sum(part.nbytes for rope in model.ropes for part in rope)
     finally:
         runner.close()
-    assert isinstance(model.head_weight, DenseWeight) == (quantize == "off" or head == "dense")
+    assert isinstance(model.head.weight, DenseWeight) == (quantize == "off" or head == "dense")
     assert loaded == pytest.approx(plan.weights_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("quantize", ["off", "int8", "w8a8", "int4"])
+def test_packed_weights_take_what_was_planned(quantize: str) -> None:
+    config = EngineConfig(
+        dtype="bfloat16", quantize=quantize, quantization=QuantizationConfig(head="int8", group_size=32)
+    )
+    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, TorchRunner)
+    runner.close()
+    if not isinstance(runner.model, NativeDecoder):
+        pytest.skip("no native kernels here")
+    # Sizes that are no multiple of a panel are padded with zeros.
+    assert runner.model.weight_bytes() == pytest.approx(plan.weights_bytes, rel=0.03)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

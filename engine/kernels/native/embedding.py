@@ -1,0 +1,19 @@
+"""Args of the native look-up of embeddings (embedding.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+
+class EmbeddingArgs(ctypes.Structure):
+    """Mirror of embedding.h."""
+
+    _fields_ = (
+        ("step", c_void_p),
+        ("table", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("bfloat16", c_int64),
+        ("scale", c_float),
+    )

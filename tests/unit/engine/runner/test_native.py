@@ -1,0 +1,128 @@
+"""The native back end against the torch one: the same tokens in float32, near logits in bfloat16."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import SchedulerConfig
+from engine.kernels.native import NativeUnavailableError, load_native
+from engine.model.lowering import NativeDecoder
+from engine.runner.torch_runner import TorchRunner
+from engine.types import SamplingParams
+from services.errors import ConfigError
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
+
+BUNDLED = Path("models/millrace-nano")
+GREEDY = SamplingParams(temperature=0.0, logprobs=5)
+# Largest difference of a log-probability that rounding to bfloat16 may make in these shallow models.
+BFLOAT16_TOLERANCE = 0.08
+
+try:
+    load_native()
+except NativeUnavailableError as reason:
+    pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
+
+
+def generate(runner: TorchRunner, vocab_size: int, *, num_tokens: int = 24) -> list[Job]:
+    """Greedy outputs of prompts of many lengths, together and in chunks."""
+    jobs = [
+        Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
+        for length in (1, 5, 40, 100, 3)
+    ]
+    try:
+        return Driver(runner).run(jobs)
+    finally:
+        runner.close()
+
+
+# Names of tests/unit/engine/checkpoints.
+LOWERED = ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2"]
+
+
+@pytest.mark.parametrize("family", LOWERED)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_family_gives_the_tokens_of_torch(family: str, num_threads: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    native = open_runner(tmp_path, native="required", num_threads=num_threads)
+    assert isinstance(native.model, NativeDecoder)
+    ours = generate(native, 199)
+    theirs = generate(open_runner(tmp_path, native="off"), 199)
+    assert [job.output for job in ours] == [job.output for job in theirs]
+    for job, other in zip(ours, theirs, strict=True):
+        assert_near(job, other, 1e-4)
+
+
+@pytest.mark.parametrize("family", LOWERED)
+def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    ours = generate(open_runner(tmp_path, native="required", dtype="bfloat16"), 199, num_tokens=1)
+    theirs = generate(open_runner(tmp_path, native="off"), 199, num_tokens=1)
+    for job, other in zip(ours, theirs, strict=True):
+        assert_near(job, other, BFLOAT16_TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_bundled_model(kv_dtype: str) -> None:
+    """Token for token over long outputs; with an int8 cache the rounding differs in the last bit only."""
+    cache = {"kv_dtype": kv_dtype}
+    ours = generate(open_runner(BUNDLED, native="required", cache=cache), 4096, num_tokens=64)
+    theirs = generate(open_runner(BUNDLED, native="off", cache=cache), 4096, num_tokens=64)
+    assert [job.output for job in ours] == [job.output for job in theirs]
+
+
+def assert_near(ours: Job, theirs: Job, tolerance: float) -> None:
+    """The log-probabilities of tokens that both report."""
+    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
+
+
+def test_prompts_longer_than_the_program_was_made_for(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    small = open_runner(tmp_path, native="required", scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    assert isinstance(small.model, NativeDecoder)
+    job, other = (
+        Driver(runner).run([Job(prompt_of(200, 199), num_tokens=3, sampling=GREEDY)])[0]
+        for runner in (small, open_runner(tmp_path, native="off"))
+    )
+    assert job.output == other.output
+    small.close()
+
+
+def test_required_and_impossible(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"engine\.native = 'required', but engine\.attention_backend"):
+        open_runner(tmp_path, native="required", attention_backend="reference")
+
+
+def test_what_cannot_be_lowered_is_served_by_torch_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("no C++ compiler (g++ or clang++) is installed")
+
+    monkeypatch.setattr("engine.model.loading.load_native", unavailable)
+    with caplog.at_level(logging.WARNING):
+        runner = open_runner(tmp_path)
+    assert not isinstance(runner.model, NativeDecoder)
+    assert "torch serves LlamaForCausalLM: no C++ compiler" in caplog.text
+    runner.close()
+
+
+def test_hidden_states_of_padding_are_not_computed(tmp_path: Path) -> None:
+    """The runner pads steps to 16 rows; the program sees the real ones alone."""
+    make_checkpoint(tmp_path, "llama")
+    runner = open_runner(tmp_path, native="required")
+    assert isinstance(runner.model, NativeDecoder)
+    Driver(runner).run([Job(prompt_of(5, 199), num_tokens=1)])
+    spare = runner.storage.num_blocks
+    for layer in runner.storage.layers:
+        for tensor in layer.tensors():
+            assert torch.isnan(tensor[spare]).all()
+    runner.close()
