@@ -1,4 +1,4 @@
-"""Several gateways behind one Envoy: limits hold over all of them, and one that is lost takes nobody along."""
+"""Several gateways behind one Envoy: limits hold over all of them; a lost one takes nobody along."""
 
 from __future__ import annotations
 

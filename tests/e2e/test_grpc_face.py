@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from services.errors import Reason
+from services.errors import ERROR_DOMAIN, Reason
 from services.status import from_rpc_error
-from tests.e2e.stack import LIMIT_S, Stack
+from tests.e2e.stack import CONCURRENT_KEY, LIMIT_S, LIMITED_KEY, Stack
 
 Stub = inference_pb2_grpc.InferenceServiceStub
 
@@ -136,3 +140,76 @@ def test_deadline_of_the_caller_ends_the_request(stack: Stack, stub: Stub) -> No
         outcome = error.code()
     # A machine that generates 3000 tokens in a second is right, too.
     assert outcome in {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def details_of(error: grpc.RpcError) -> dict[str, object]:
+    """The messages in a rich status, by their names."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    known = (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo, error_details_pb2.BadRequest)
+    found: dict[str, object] = {}
+    for packed in status.details:
+        for kind in known:
+            message = kind()
+            if packed.Unpack(message):
+                found[kind.__name__] = message
+    return found
+
+
+def test_limits_say_when_to_come_back(stack: Stack, stub: Stub) -> None:
+    # Envoy refuses for requests a minute, the gateway for streams: both in the same form.
+    for _ in range(3):
+        call = stub.Chat(chat_request(stack), metadata=stack.metadata(LIMITED_KEY), timeout=LIMIT_S)
+        try:
+            list(call)
+        except grpc.RpcError as error:
+            refused = error
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    details = details_of(refused)
+    assert details["ErrorInfo"].reason == Reason.REQUEST_RATE_EXCEEDED
+    assert 0 < details["RetryInfo"].retry_delay.ToSeconds() <= 60
+    long = chat_request(stack, "Tell me a long story.")
+    long.sampling.max_tokens = 3000
+    long.sampling.ignore_eos = True
+    first = stub.Chat(long, metadata=stack.metadata(CONCURRENT_KEY), timeout=LIMIT_S)
+    next(first)
+    with pytest.raises(grpc.RpcError) as raised:
+        list(stub.Chat(chat_request(stack), metadata=stack.metadata(CONCURRENT_KEY), timeout=LIMIT_S))
+    first.cancel()
+    details = details_of(raised.value)
+    assert details["ErrorInfo"].reason == Reason.CONCURRENCY_EXCEEDED
+    assert details["ErrorInfo"].domain == ERROR_DOMAIN
+    assert details["RetryInfo"].retry_delay.ToNanoseconds() > 0
+
+
+def test_unknown_method_is_unimplemented(stack: Stack) -> None:
+    with stack.channel() as channel:
+        call = channel.unary_unary("/millrace.engine.v1.EngineService/Drain")
+        with pytest.raises(grpc.RpcError) as raised:
+            call(b"", metadata=stack.metadata(), timeout=LIMIT_S)
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_reflection_describes_what_clients_may_call(stack: Stack) -> None:
+    with stack.channel() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+        def ask(**request: str) -> reflection_pb2.ServerReflectionResponse:
+            asked = iter([reflection_pb2.ServerReflectionRequest(**request)])
+            return next(stub.ServerReflectionInfo(asked, metadata=stack.metadata(), timeout=LIMIT_S))
+
+        names = {service.name for service in ask(list_services="").list_services_response.service}
+        assert {"millrace.inference.v1.InferenceService", "grpc.health.v1.Health"} <= names
+        described = ask(file_containing_symbol="millrace.inference.v1.InferenceService.Chat")
+        assert described.file_descriptor_response.file_descriptor_proto
+
+
+def test_health_through_the_edge(stack: Stack) -> None:
+    with stack.channel() as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "millrace.inference.v1.InferenceService"):
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=LIMIT_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Check(health_pb2.HealthCheckRequest(service="no.such.Service"), timeout=LIMIT_S)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
