@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from millrace.engine.v1 import engine_pb2_grpc
 
 from engine.config import EngineConfig, load
@@ -110,7 +111,7 @@ def main() -> int:
         json_logging.configure("engine", observing.log_level)
         telemetry = setup("engine", observing)
         try:
-            return asyncio.run(serve(tables, telemetry))
+            return uvloop.run(serve(tables, telemetry))
         finally:
             telemetry.shutdown()
     except ConfigError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import sys
 from pathlib import Path
 
+import uvloop
 from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
 from observability import logging as json_logging
@@ -108,7 +108,7 @@ def main() -> int:
         config = load(tables)
         observability = load_section(tables, "observability", ObservabilityConfig)
         json_logging.configure("tokenizer", observability.log_level)
-        asyncio.run(_serve(config, observability))
+        uvloop.run(_serve(config, observability))
     except ConfigError as error:
         print(f"python -m tokenizer_svc: {error}", file=sys.stderr)
         return 2

@@ -77,21 +77,28 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Takes submissions and cancellations until the gateway ends its side."""
         try:
             async for message in requests:
-                kind = message.WhichOneof("message")
-                if kind == "submit":
-                    self._submit(stream, message.submit)
-                elif kind == "cancel":
-                    reason = _FINISH_OF_CANCEL.get(message.cancel.reason, FinishReason.CANCELLED)
-                    self._engine.dispatcher.cancel(stream, message.cancel.handle, reason)
+                if message.HasField("several"):
+                    for each in message.several.requests:
+                        self._take(stream, each)
                 else:
-                    raise MillraceError(
-                        Reason.INVALID_ARGUMENT, "after hello, only submit and cancel may follow"
-                    )
+                    self._take(stream, message)
             stream.end()
         except MillraceError as error:
             stream.end(error)
         except grpc.aio.AioRpcError:
             stream.end()
+
+    def _take(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(stream, message.submit)
+        elif kind == "cancel":
+            reason = _FINISH_OF_CANCEL.get(message.cancel.reason, FinishReason.CANCELLED)
+            self._engine.dispatcher.cancel(stream, message.cancel.handle, reason)
+        else:
+            raise MillraceError(
+                Reason.INVALID_ARGUMENT, "after hello, only submit, cancel and several of them may follow"
+            )
 
     def _submit(self, stream: GatewayStream, submit: engine_pb2.Submit) -> None:
         dispatcher = self._engine.dispatcher

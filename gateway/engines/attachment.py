@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 # grpc's stubs do not know it.
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
+# Submissions in one message; prompts may be long.
+_MAX_TOGETHER = 64
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -251,11 +253,14 @@ class Attachment:
         self._set_state(EngineState.READY)
 
     async def _write_outbox(self, call: Any) -> None:
+        outbox = self._outbox
         while True:
-            while self._outbox:
-                await call.write(self._outbox.popleft())
+            while outbox:
+                # What came while the last message was on its way goes together.
+                messages = [outbox.popleft() for _ in range(min(len(outbox), _MAX_TOGETHER))]
+                await call.write(messages[0] if len(messages) == 1 else convert.several(messages))
             self._outbox_filled.clear()
-            if not self._outbox:
+            if not outbox:
                 await self._outbox_filled.wait()
 
     async def _read_outputs(self, call: Any) -> None:

@@ -60,6 +60,11 @@ def cancel(handle: int, reason: CancelReason) -> engine_pb2.AttachRequest:
     )
 
 
+def several(messages: Iterable[engine_pb2.AttachRequest]) -> engine_pb2.AttachRequest:
+    """Submissions and cancellations in one message."""
+    return engine_pb2.AttachRequest(several=engine_pb2.Several(requests=messages))
+
+
 def sampling_options(sampling: Sampling) -> sampling_pb2.SamplingOptions:
     """Every option is set, so that no default of the engine's matters."""
     return sampling_pb2.SamplingOptions(

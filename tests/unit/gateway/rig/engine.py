@@ -80,16 +80,20 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def _read(self, requests: Any, outputs: Any, tasks: dict[int, asyncio.Task[None]]) -> None:
         async for message in requests:
-            if message.HasField("submit"):
-                submit = message.submit
-                self.submissions.append(submit)
-                tasks[submit.handle] = asyncio.create_task(self._serve(submit, outputs))
-            else:
-                self.cancels.append(message.cancel)
-                task = tasks.pop(message.cancel.handle, None)
-                if task is not None:
-                    task.cancel()
-                self.changed.set()
+            for each in message.several.requests if message.HasField("several") else [message]:
+                self._take(each, outputs, tasks)
+
+    def _take(self, message: Any, outputs: Any, tasks: dict[int, asyncio.Task[None]]) -> None:
+        if message.HasField("submit"):
+            submit = message.submit
+            self.submissions.append(submit)
+            tasks[submit.handle] = asyncio.create_task(self._serve(submit, outputs))
+            return
+        self.cancels.append(message.cancel)
+        task = tasks.pop(message.cancel.handle, None)
+        if task is not None:
+            task.cancel()
+        self.changed.set()
 
     async def _serve(self, submit: engine_pb2.Submit, outputs: Any) -> None:
         if self.refusal is not None:
