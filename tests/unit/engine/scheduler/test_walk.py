@@ -185,3 +185,42 @@ def test_ten_thousand_operations_with_failures(overlap: bool) -> None:
         walk.operate("step" if busy else walk.random.choice(OPERATIONS))
     walk.finish()
     assert len(walk.driver.requests) > 1000
+
+
+@settings(max_examples=40, deadline=None, phases=FAST)
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_operations=st.integers(5, 60),
+    overlap=st.booleans(),
+    num_blocks=st.sampled_from((34, 48, 200)),
+    num_host_blocks=st.sampled_from((0, 16)),
+    by_deadline=st.booleans(),
+)
+def test_ending_requests_frees_everything_within_one_step(
+    seed: int, num_operations: int, overlap: bool, num_blocks: int, num_host_blocks: int, by_deadline: bool
+) -> None:
+    """At any point of any walk: blocks at once, the runner's states (grammars with them) with the next plan,
+    host blocks that were being read with it as well.
+    """
+    walk = Walk(
+        seed, faults=False, memory=memory_plan(num_blocks), overlap=overlap, num_host_blocks=num_host_blocks
+    )
+    driver = walk.driver
+    for _ in range(num_operations):
+        walk.operate(walk.random.choice(OPERATIONS))
+    last = driver.submit([1] * 9, max_tokens=9, deadline_s=driver.now + 1.0 if by_deadline else None)
+    if by_deadline:
+        others = [each for each in driver.scheduler.request_ids() if each != last]
+        for request_id in others:
+            driver.cancel(request_id)
+        driver.wait(1.5)
+    else:
+        for request_id in driver.scheduler.request_ids():
+            driver.cancel(request_id)
+        assert driver.scheduler.num_unreferenced_blocks == num_blocks
+    driver.step()
+    assert driver.scheduler.num_unreferenced_blocks == num_blocks
+    assert driver.scheduler.num_requests == 0
+    assert driver.runner.num_states() == 0
+    driver.run()
+    assert driver.scheduler._state.cache.num_host_reading == 0
