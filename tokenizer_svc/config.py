@@ -41,7 +41,7 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`[tokenizer.compile]`: processes that compile grammars, and their budgets."""
 
     workers: int = 3
-    # A compilation that takes longer is killed and refused.
+    # A compilation that takes more processor time is killed and refused.
     time_limit_s: float = 2.0
     # Address space that one compilation may add to its worker.
     memory_limit_bytes: int = 1024 * 1024 * 1024

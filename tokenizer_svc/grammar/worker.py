@@ -1,17 +1,20 @@
 """A process that compiles grammars and may be killed at any moment.
 
-Reads length-prefixed msgpack from standard input (WorkerSetup once, then WorkRequest after WorkRequest) and
-answers on standard output. Its address space is limited after the vocabulary is loaded, so that one grammar
-cannot take the machine's memory.
+The first one reads a WorkerSetup from the socket that is its standard input, loads the vocabulary, and from
+then on makes a copy of itself for every socket that it is sent, telling the copy's process number. Copies
+read length-prefixed msgpack (WorkRequest after WorkRequest) and answer in the same way. The address space of
+a copy is limited, so that one grammar cannot take the machine's memory.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
-import sys
+import socket
 import traceback
+from io import BufferedIOBase, RawIOBase
 from typing import BinaryIO
 
 import msgspec
@@ -27,7 +30,7 @@ from tokenizer_svc.grammar.request import (
 )
 from tokenizer_svc.grammar.validate import validate
 
-# Sent once the worker can take requests.
+# Sent once workers can be made.
 READY = b"ready"
 
 
@@ -37,29 +40,55 @@ def write_frame(stream: BinaryIO, payload: bytes) -> None:
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: BufferedIOBase | RawIOBase) -> bytes | None:
     """The next message; None at the end of the stream."""
-    header = stream.read(4)
-    if len(header) < 4:
-        return None
-    return stream.read(int.from_bytes(header, "little"))
+    header = _read(stream, 4)
+    return _read(stream, int.from_bytes(header, "little")) if len(header) == 4 else None
+
+
+def _read(stream: BufferedIOBase | RawIOBase, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes and (part := stream.read(num_bytes - len(parts))):
+        parts += part
+    return bytes(parts)
 
 
 def main() -> None:
-    """Serves until standard input ends."""
-    # The parent stops workers by closing their input; a terminal's Ctrl-C is not for them.
+    """Serves until the control socket ends."""
+    # Processes are stopped by closing their sockets; a terminal's Ctrl-C is not for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    first = read_frame(source)
+    # Copies that end leave nothing behind.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    control = socket.socket(fileno=os.dup(0))
+    with control.makefile("rb", buffering=0) as source:
+        first = read_frame(source)
     if first is None:
         return
     setup = msgspec.msgpack.decode(first, type=WorkerSetup)
     backend = Backend(setup.tokenizer_json, setup.eos_token_ids)
+    # Copies share what is not touched.
+    gc.collect()
+    gc.freeze()
+    control.sendall(READY)
+    while True:
+        data, handles, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _serve(socket.socket(fileno=handles[0]), setup, backend)
+            os._exit(0)
+        os.close(handles[0])
+        control.sendall(pid.to_bytes(4, "little"))
+
+
+def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend) -> None:
+    source, sink = connection.makefile("rb"), connection.makefile("wb")
     limits = BuildLimits(max_schema_depth=setup.max_schema_depth, max_artifact_bytes=setup.max_artifact_bytes)
     decoder = msgspec.msgpack.Decoder(WorkRequest)
     encoder = msgspec.msgpack.Encoder()
     _limit_memory(setup.memory_limit_bytes)
-    write_frame(sink, READY)
     while (frame := read_frame(source)) is not None:
         try:
             request = decoder.decode(frame)

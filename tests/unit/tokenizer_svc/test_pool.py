@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -149,3 +150,25 @@ async def test_the_cache_forgets_the_least_recently_used(pool: WorkerPool) -> No
         await compiler.compile(each, tenant="a")
     assert (await compiler.compile(requests[-1], tenant="a"))[1]
     assert not (await compiler.compile(requests[0], tenant="a"))[1]
+
+
+async def test_what_takes_long_gives_way_to_the_rest(pool: WorkerPool) -> None:
+    running = asyncio.ensure_future(pool.run(slow(3), tenant="a"))
+    await asyncio.sleep(0)
+    (worker,) = [worker for worker, _ in pool._tasks.values()]
+    while not worker.yielding:
+        await asyncio.sleep(0.01)
+    assert os.getpriority(os.PRIO_PROCESS, worker._pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert (await running).refused is not None
+    # Its priority cannot be taken back, so it does not serve others.
+    assert (await pool.run(QUICK, tenant="b")).built is not None
+    assert not any(each.yielding for each in pool._idle)
+
+
+async def test_workers_come_back_when_the_process_they_are_copies_of_is_gone(pool: WorkerPool) -> None:
+    process = pool._nursery._process
+    assert process is not None
+    process.kill()
+    assert (await pool.run(slow(4), tenant="a")).refused is not None
+    replies = await asyncio.gather(*(pool.run(QUICK, tenant=name) for name in "bcd"))
+    assert all(reply.built is not None for reply in replies)

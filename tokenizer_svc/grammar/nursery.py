@@ -1,0 +1,150 @@
+"""Worker processes as copies of one that has loaded the vocabulary: a new one costs milliseconds.
+
+Workers are killed all the time when somebody sends hostile grammars. Starting each anew would load Python,
+the libraries and the vocabulary again, half a second of processor time at everybody's expense; a copy of a
+process that has done so shares its memory as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from tokenizer_svc.grammar.request import WorkerSetup
+from tokenizer_svc.grammar.worker import READY
+
+# Replies are bounded by the artifact limit; stream buffers only need to hold one read.
+_STREAM_LIMIT = 1 << 20
+# The first process has this long to load the vocabulary.
+_START_LIMIT_S = 60.0
+_NICENESS = 15
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Worker:
+    """One process. `run` either answers or leaves the process dead."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._pid = pid
+        # Names this very process, even when its number belongs to another one by then.
+        self._handle = os.pidfd_open(pid)
+        # Whether it gives way to everything else; that cannot be taken back.
+        self.yielding = False
+
+    def give_way(self) -> None:
+        """From now on it computes when little else wants to."""
+        if not self.yielding:
+            self.yielding = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
+                os.sched_setscheduler(self._pid, os.SCHED_BATCH, os.sched_param(0))
+
+    def processor_s(self) -> float:
+        """Processor time that it has used so far."""
+        try:
+            with open(f"/proc/{self._pid}/stat", encoding="ascii") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+    async def run(self, payload: bytes) -> bytes:
+        """The reply to one request; EOFError when the process died."""
+        try:
+            self._writer.write(len(payload).to_bytes(4, "little") + payload)
+            await self._writer.drain()
+            header = await self._reader.readexactly(4)
+            return await self._reader.readexactly(int.from_bytes(header, "little"))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EOFError("the worker died") from error
+
+    async def kill(self) -> None:
+        """Ends the process at once and waits for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        with contextlib.suppress(ConnectionError):
+            while await self._reader.read(_STREAM_LIMIT):
+                pass
+        self._writer.close()
+        os.close(self._handle)
+
+
+class Nursery:
+    """The process that workers are copies of. Use from one event loop."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    async def worker(self) -> Worker:
+        """A new worker. Raises EOFError or TimeoutError when the vocabulary cannot be loaded."""
+        async with self._turn:
+            if self._control is not None:
+                # Whatever ended the process that is copied, another one can be started.
+                with contextlib.suppress(EOFError, OSError):
+                    return await self._copy(self._control)
+                await self._end()
+            return await self._copy(await self._start())
+
+    async def close(self) -> None:
+        """Ends the process; its copies go on."""
+        async with self._turn:
+            await self._end()
+
+    async def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tokenizer_svc.grammar.worker",
+                stdin=theirs.fileno(),
+                # A process that runs out of memory writes more there than a log should hold.
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        self._control = ours
+        payload = msgspec.msgpack.encode(self._setup)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(_START_LIMIT_S):
+            await loop.sock_sendall(ours, len(payload).to_bytes(4, "little") + payload)
+            if await self._receive(ours, len(READY)) != READY:
+                raise EOFError("the worker did not become ready")
+        return ours
+
+    async def _copy(self, control: socket.socket) -> Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b"+"], [theirs.fileno()])
+            pid = int.from_bytes(await self._receive(control, 4), "little")
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
+        return Worker(reader, writer, pid)
+
+    async def _receive(self, control: socket.socket, num_bytes: int) -> bytes:
+        received = b""
+        while len(received) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(control, num_bytes - len(received))
+            if not part:
+                raise EOFError("the process that workers are copies of died")
+            received += part
+        return received
+
+    async def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
