@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry import trace
@@ -22,6 +23,8 @@ from prometheus_client.exposition import choose_encoder
 from observability import names
 from observability.names import Metric
 
+# For observations that no trace is to be linked to.
+NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT
 # Value of a bounded label beyond its bound.
 OTHER = "other"
 # Labels whose values clients choose, directly or not.
@@ -71,7 +74,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._families: dict[str, Counter | Gauge | Histogram] = {}
-        self._children: dict[tuple[str, tuple[tuple[str, str], ...]], Counter | Gauge | Histogram] = {}
+        # By name, then pairs of label and value.
+        self._children: dict[tuple[Any, ...], Counter | Gauge | Histogram] = {}
         self._bounds = {label: _Bound(max_label_values) for label in _BOUNDED_LABELS}
         self._lock = threading.Lock()
 
@@ -120,7 +124,7 @@ class Metrics:
         child = self._child(metric, labels)
         assert isinstance(child, Histogram), f"{metric.name} is a {metric.kind}"
         context = span or trace.get_current_span().get_span_context()
-        if context.is_valid and context.trace_flags.sampled:
+        if context is not NO_EXEMPLAR and context.is_valid and context.trace_flags.sampled:
             child.observe(value, {"trace_id": f"{context.trace_id:032x}"})
         else:
             child.observe(value)
@@ -128,7 +132,9 @@ class Metrics:
     def remove(self, metric: Metric, **labels: str) -> None:
         """Forgets one labelled value, for example of an engine that is gone."""
         with self._lock:
-            self._children.pop((metric.name, tuple(sorted(labels.items()))), None)
+            for key in [key for key in self._children if key[0] == metric.name]:
+                if dict(key[1:]) == labels:
+                    del self._children[key]
             family = self._families.get(metric.name)
             if family is not None:
                 family.remove(*(labels[name] for name in metric.labels))
@@ -145,15 +151,17 @@ class Metrics:
         return MetricsServer(server, thread)
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
+        # The order of the labels is the caller's: two orders are two ways to the same value.
+        child = self._children.get((metric.name, *labels.items()))
+        return self._new_child(metric, labels) if child is None else child
+
+    def _new_child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:
         for label in _BOUNDED_LABELS.intersection(labels):
             labels[label] = self._bounds[label].value(labels[label])
-        key = (metric.name, tuple(sorted(labels.items())))
-        child = self._children.get(key)
-        if child is None:
-            with self._lock:
-                family = self._family(metric)
-                child = family.labels(**labels) if metric.labels else family
-                self._children[key] = child
+        with self._lock:
+            family = self._family(metric)
+            child = family.labels(**labels) if metric.labels else family
+            self._children[metric.name, *labels.items()] = child
         return child
 
     def _family(self, metric: Metric) -> Counter | Gauge | Histogram:

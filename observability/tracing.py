@@ -6,6 +6,7 @@ context still passes through, so that services behind this one may record.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -32,6 +33,7 @@ _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
 _EXPORT_TIMEOUT_S = 3.0
 _W3C = TraceContextTextMapPropagator()
+_PLAIN_TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 Attributes = Mapping[str, AttributeValue]
 
@@ -74,17 +76,24 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
     """Context whose current span is the remote one; without a span when the header is empty or invalid."""
-    carrier = {"traceparent": traceparent}
-    if tracestate:
-        carrier["tracestate"] = tracestate
-    return _W3C.extract(carrier, Context())
+    plain = None if tracestate else _PLAIN_TRACEPARENT.fullmatch(traceparent)
+    if plain is None:
+        return _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
+    # By far the most common form; the propagator takes five times as long for it.
+    trace_id, span_id, flags = plain.groups()
+    remote = SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
+    return (
+        trace.set_span_in_context(trace.NonRecordingSpan(remote), Context()) if remote.is_valid else Context()
+    )
 
 
 def traceparent_of(span: Span) -> tuple[str, str]:
     """(traceparent, tracestate) that makes `span` the parent in the next hop; empty if it is invalid."""
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
-    return carrier.get("traceparent", ""), carrier.get("tracestate", "")
+    context = span.get_span_context()
+    if not context.is_valid:
+        return "", ""
+    ids = f"{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    return f"00-{ids}", context.trace_state.to_header()
 
 
 class SpanSource(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +34,12 @@ def test_round_trip_through_the_header(tenant: str, salt: bytes, priority: int) 
     assert header.isascii()
     assert header.isprintable()
     assert check(from_header(header)) == original
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_signature_is_hmac_sha256(secret: bytes) -> None:
+    signed = sign(context(), secret)
+    assert signed.signature == hmac.digest(secret, signed.payload, "sha256")
 
 
 @given(st.integers(min_value=0), st.integers(0, 7))
