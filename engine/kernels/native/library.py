@@ -52,6 +52,7 @@ class Op:
     """One operation with its args. `keep` holds what the args point to."""
 
     def __init__(self, library: NativeLibrary, name: str, args: ctypes.Structure, *keep: object) -> None:
+        self.name = name
         self.function = library.op_address(name, ctypes.sizeof(args))
         self.args = args
         self.keep = keep
@@ -62,12 +63,21 @@ class Program:
 
     def __init__(self, library: NativeLibrary, ops: Sequence[Op]) -> None:
         self._library = library
-        self._ops = list(ops)
+        self.ops = list(ops)
         self._array = (OpStruct * len(ops))(*[OpStruct(op.function, ctypes.addressof(op.args)) for op in ops])
 
     def run(self, pool: int) -> None:
         """Runs all ops; the interpreter's lock is free meanwhile."""
-        self._library.run_pool(pool, self._array, len(self._ops))
+        self._library.run_pool(pool, self._array, len(self.ops), None)
+
+    def run_timed(self, pool: int) -> dict[str, float]:
+        """Runs all ops and says how many seconds those of each name took."""
+        spent = (c_int64 * len(self.ops))()
+        self._library.run_pool(pool, self._array, len(self.ops), spent)
+        total: dict[str, float] = {}
+        for op, nanoseconds in zip(self.ops, spent, strict=True):
+            total[op.name] = total.get(op.name, 0.0) + nanoseconds * 1e-9
+        return total
 
 
 class NativeLibrary:
@@ -82,7 +92,7 @@ class NativeLibrary:
         self._wake = self._handle.millrace_pool_wake
         self._wake.restype, self._wake.argtypes = None, (c_void_p,)
         self._run = self._handle.millrace_pool_run
-        self._run.restype, self._run.argtypes = None, (c_void_p, c_void_p, c_int64)
+        self._run.restype, self._run.argtypes = None, (c_void_p, c_void_p, c_int64, c_void_p)
         self._pools: dict[int, int] = {}
 
     def num_threads(self, wanted: int = 0) -> int:
@@ -103,9 +113,11 @@ class NativeLibrary:
         """Wakes a pool's threads ahead of a run that follows shortly."""
         self._wake(pool)
 
-    def run_pool(self, pool: int, ops: ctypes.Array[OpStruct], count: int) -> None:
-        """Runs `count` ops."""
-        self._run(pool, ops, count)
+    def run_pool(
+        self, pool: int, ops: ctypes.Array[OpStruct], count: int, spent: ctypes.Array[c_int64] | None
+    ) -> None:
+        """Runs `count` ops; adds each one's nanoseconds to `spent`."""
+        self._run(pool, ops, count, spent)
 
     def run(self, ops: Sequence[Op], *, num_threads: int = 1) -> None:
         """Runs ops once, one after another: for tests and for products outside a program."""

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <memory>
 #include <mutex>
@@ -27,6 +28,11 @@ constexpr unsigned kControl = 0x1F80;
 
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // A number that threads wait upon to change.
@@ -87,12 +93,13 @@ class Pool {
     for (auto& thread : threads_) thread.join();
   }
 
-  void run(const Op* ops, int64_t num_ops) {
+  void run(const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
     std::lock_guard<std::mutex> turn(turn_);
     const unsigned control = _mm_getcsr();
     _mm_setcsr(kControl);
     ops_ = ops;
     num_ops_ = num_ops;
+    nanoseconds_ = nanoseconds;
     if (num_threads_ > 1) start_.advance();
     run_ops(0);
     _mm_setcsr(control);
@@ -142,6 +149,7 @@ class Pool {
   const int num_threads_;
   const Op* ops_ = nullptr;
   int64_t num_ops_ = 0;
+  int64_t* nanoseconds_ = nullptr;
   std::mutex turn_;
   Signal start_, passed_;
   alignas(64) std::atomic<int> arrived_{0};
@@ -160,14 +168,14 @@ void Pool::run_ops(int thread) {
   running_thread = thread;
   // A run begins at the same counter in all threads; all are zero then.
   counter_ = 0;
+  const bool timed = thread == 0 && nanoseconds_ != nullptr;
   for (int64_t index = 0; index < num_ops_; ++index) {
+    const int64_t start = timed ? now() : 0;
     ops_[index].run(ops_[index].args, thread, num_threads_);
-    if (index + 1 < num_ops_) {
-      barrier();
-      next_counter(thread);
-    }
+    barrier();
+    next_counter(thread);
+    if (timed) nanoseconds_[index] += now() - start;
   }
-  barrier();
   if (thread == 0)
     for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
   running = nullptr;
@@ -195,6 +203,8 @@ void* millrace_pool_create(int64_t num_threads, int64_t pin) {
 
 void millrace_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-void millrace_pool_run(void* pool, const Op* ops, int64_t num_ops) { static_cast<Pool*>(pool)->run(ops, num_ops); }
+void millrace_pool_run(void* pool, const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
+  static_cast<Pool*>(pool)->run(ops, num_ops, nanoseconds);
+}
 
 void millrace_pool_wake(void* pool) { static_cast<Pool*>(pool)->wake(); }

@@ -31,8 +31,9 @@ extern "C" {
 // may use.
 void* millrace_pool_create(int64_t num_threads, int64_t pin);
 void millrace_pool_destroy(void* pool);
-// Runs ops one after another; returns when the last is done. Calls from several threads take turns.
-void millrace_pool_run(void* pool, const millrace::Op* ops, int64_t num_ops);
+// Runs ops one after another; returns when the last is done. Calls from several threads take turns. Where
+// `nanoseconds` [num_ops] is given, each op's time, its barrier included, is added to it.
+void millrace_pool_run(void* pool, const millrace::Op* ops, int64_t num_ops, int64_t* nanoseconds);
 // Wakes sleeping threads ahead of a run that follows shortly.
 void millrace_pool_wake(void* pool);
 }
