@@ -58,13 +58,14 @@ def from_header(text: str) -> context_pb2.SignedContext:
 
 
 def _signature(payload: bytes, secret: bytes) -> bytes:
-    # HMAC-SHA256 from the two halves of the key, hashed already: contexts are signed and verified on every hop,
-    # and setting up a keyed hash takes OpenSSL longer than the hash.
+    # HMAC-SHA256 from the two halves of the key, hashed already: contexts are signed and verified on every
+    # hop, and setting up a keyed hash takes OpenSSL longer than the hash.
     inner, outer = _halves(secret)
     inner, outer = inner.copy(), outer.copy()
     inner.update(payload)
     outer.update(inner.digest())
-    return outer.digest()
+    signature: bytes = outer.digest()
+    return signature
 
 
 @functools.cache
