@@ -110,7 +110,7 @@ class ChildProcess:
                     stdout=input_of_child,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(),
+                    preexec_fn=die_with_parent(signal.SIGKILL),
                 )
         except BaseException:
             os.close(output)
@@ -207,10 +207,11 @@ def _look_for_ready(lines: list[bytes], ready: asyncio.Future[dict[str, str]]) -
             ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child does before it runs: asks the kernel to be killed when the supervisor is.
+def die_with_parent(last: signal.Signals) -> Callable[[], None] | None:
+    """What a child does before it runs (preexec_fn): asks the kernel to be sent `last` when its parent ends.
 
-    Without it a supervisor that is killed with SIGKILL leaves the stack behind.
+    Without it a supervisor that is killed with SIGKILL leaves the stack behind, and a killed test the
+    supervisor.
     """
     if sys.platform != "linux":
         return None
@@ -218,7 +219,7 @@ def _die_with_parent() -> Callable[[], None] | None:
     parent = os.getpid()
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, last, 0, 0, 0)
         if os.getppid() != parent:
             # The parent ended before the kernel was asked.
             os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ FILES = {
     "plain": ("docker-compose.yml",),
     "gpu": ("docker-compose.yml", "compose.gpu.yml"),
     "tls": ("docker-compose.yml", "compose.tls.yml"),
+    "mtls": ("docker-compose.yml", "compose.mtls.yml"),
     "public": ("docker-compose.yml", "compose.public.yml"),
 }
 
@@ -204,3 +206,21 @@ def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificates_of_services_are_where_the_settings_say(tmp_path: Path) -> None:
+    services = load("docker-compose.yml", "compose.mtls.yml")["services"]
+    script = REPOSITORY / "services/envoy/make-certificates.sh"
+    subprocess.run(["/bin/sh", str(script), str(tmp_path)], check=True, capture_output=True)
+    for name in OURS:
+        variables = environment(services[name])
+        for key in ("CERTIFICATE", "KEY", "AUTHORITY"):
+            path = variables[f"MILLRACE_SECURITY__TLS_{key}"]
+            folder, _, file = path.rpartition("/")
+            assert folder == "/etc/millrace/tls"
+            assert (tmp_path / file).is_file()
+    # `configure` only writes the paths into Envoy's configuration.
+    for name in ("envoy", "gateway", "tokenizer", "engine"):
+        mounts = [volume for volume in services[name]["volumes"] if volume.endswith(":/etc/millrace/tls:ro")]
+        assert len(mounts) == 1, name

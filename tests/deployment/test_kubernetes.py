@@ -303,3 +303,39 @@ def test_components_can_be_added_one_by_one(tmp_path: Path) -> None:
         for manifest in kustomize.build(staged / folder.name):
             if manifest["kind"] not in CUSTOM:
                 kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_mutual_tls_reaches_everything_that_speaks_inside(tmp_path: Path) -> None:
+    staged = tmp_path / "k8s"
+    shutil.copytree(K8S, staged)
+    rules = {"resources": ["../base"], "components": ["../components/mtls", "../components/tls"]}
+    (staged / "overlays/kustomization.yaml").write_text(yaml.safe_dump(rules))
+    manifests = kustomize.build(staged / "overlays")
+    for name, pod in _workloads(manifests):
+        secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+        assert "millrace-internal-tls" in secrets, name
+        configured = [
+            container
+            for container in [*pod.get("initContainers", ()), *pod["containers"]]
+            if container["image"].startswith("millrace/")
+        ]
+        for container in configured:
+            variables = _environment(manifests, container)
+            image = parse(REPOSITORY / "services" / container["image"][9:].split(":")[0] / "Dockerfile")
+            settings.accept(REPOSITORY / "config/millrace.toml", {**image.environment(), **variables})
+            files = {
+                variables[f"MILLRACE_SECURITY__TLS_{key}"] for key in ("CERTIFICATE", "KEY", "AUTHORITY")
+            }
+            assert {file.rpartition("/")[0] for file in files} == {"/etc/millrace-tls"}
+        mounted = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+        assert "/etc/millrace-tls" in mounted, name
+        # The kubelet's gRPC probes would be refused.
+        for kind in ("startup", "readiness", "liveness"):
+            probe = pod["containers"][0][f"{kind}Probe"]
+            assert "grpc" not in probe
+            if name != "envoy":
+                command = probe["exec"]["command"]
+                assert command[:3] == ["python", "-m", "services.healthcheck"]
+                assert int(command[3].rpartition(":")[2]) in {
+                    port["containerPort"] for port in pod["containers"][0]["ports"]
+                }

@@ -20,8 +20,10 @@ import psutil
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from observability.names import ENVOY
+from observability.scrape import Reading, parse
 from observability.store import SpanReader, StoredSpan, StoreError
 from services.supervisor.config import BUNDLED_MODEL
+from services.supervisor.process import die_with_parent
 from services.supervisor.state import RunState, read_state
 
 START_LIMIT_S = 180.0
@@ -118,6 +120,14 @@ class Stack:
         """The supervisor and everything below it."""
         supervisor = psutil.Process(self.process.pid)
         return [supervisor, *supervisor.children(recursive=True)]
+
+    def metrics(self, kind: str) -> list[Reading]:
+        """What each process of one kind says about itself."""
+        pages = [
+            httpx.get(f"http://{address}/metrics", timeout=LIMIT_S, trust_env=False).text
+            for address in self.addresses(kind, "metrics")
+        ]
+        return [parse(page, time.monotonic()) for page in pages]
 
     def openai(self, key: str | None = None) -> openai.OpenAI:
         """The SDK, without its own retries."""
@@ -248,6 +258,8 @@ def start_stack(directory: Path, *arguments: str, environment: dict[str, str] | 
             stderr=subprocess.STDOUT,
             env={**os.environ, "MILLRACE_STATE_DIR": str(directory), **(environment or {})},
             start_new_session=True,
+            # A test that is killed takes its stack along.
+            preexec_fn=die_with_parent(signal.SIGTERM),  # noqa: PLW1509
         )
     return Stack(process, directory, output)
 

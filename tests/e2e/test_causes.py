@@ -17,9 +17,10 @@ import pytest
 
 from observability import names
 from observability.names import Cause
+from observability.store import SpanReader, StoredSpan
 from observability.why import explain_stored
 from tests.e2e.conftest import needs_weights
-from tests.e2e.stack import LIMITED_KEY, Stack, running_stack
+from tests.e2e.stack import LIMITED_KEY, Stack, eventually, running_stack
 
 PACE = {
     "MILLRACE_ENGINE__SIMULATION__STEP_MS": "5",
@@ -65,6 +66,11 @@ class Client:
             for _ in answer.parse():
                 self.started.set()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the stream goes on."""
+        return self._thread.is_alive()
+
     def wait(self) -> str:
         """The request id, once the stream has ended."""
         self._thread.join(60)
@@ -77,30 +83,39 @@ def _tokens(count: int) -> list[int]:
 
 
 def _long_prefill(stack: Stack) -> str:
-    mine = Client(stack, _tokens(8), 150)
+    # Still generating when the long prompts have been computed, however slow the machine is.
+    mine = Client(stack, _tokens(8), 400)
     assert mine.started.wait(60)
-    Client(stack, _tokens(7000), 2).wait()
+    for number in range(3):
+        Client(stack, _tokens(7000 + number), 2).wait()
+        if not mine.is_running:
+            break
     return mine.wait()
 
 
 def _kv_pressure(stack: Stack) -> str:
-    holder = Client(stack, _tokens(5000), 120)
+    holder = Client(stack, _tokens(5000), 600)
     assert holder.started.wait(60)
     mine = Client(stack, _tokens(4000), 2)
+    # It waits until the holder ends; more of it would only be waiting.
+    assert eventually(lambda: stack.metrics("engine")[0].value(names.REQUESTS_WAITING) > 0)
     holder.wait()
     return mine.wait()
 
 
 def _preemption(stack: Stack) -> str:
-    first = Client(stack, _tokens(8), 250, tier="batch")
-    second = Client(stack, _tokens(8), 250, tier="batch")
+    first = Client(stack, _tokens(8), 400, tier="batch")
+    second = Client(stack, _tokens(8), 400, tier="batch")
     assert first.started.wait(60)
     assert second.started.wait(60)
-    Client(stack, _tokens(8), 150, tier="interactive").wait()
+    Client(stack, _tokens(8), 300, tier="interactive").wait()
     # The one that was displaced is the one that was blamed for.
     for request_id in (first.wait(), second.wait()):
         spans = stack.trace(request_id, [names.ENGINE_DECODE, names.GATEWAY_REQUEST])
         if any(span.attributes.get(names.NUM_PREEMPTIONS) for span in spans):
+            away = [span for span in spans if span.name == names.ENGINE_PREEMPTED]
+            back = [span for span in spans if span.name == names.ENGINE_RESUMED]
+            assert [span.end_ns for span in away] == [span.start_ns for span in back]
             return request_id
     raise AssertionError("nobody was displaced")
 
@@ -160,6 +175,8 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
     stack.trace(request_id, last)
     explanation, _ = explain_stored(Path(stack.state.trace_store), request_id)
     assert explanation.cause is cause, explanation
+    if cause in {Cause.LONG_PREFILL, Cause.KV_PRESSURE, Cause.PREEMPTION}:
+        _check_links(stack, stack.trace(request_id, last))
     shown = subprocess.run(
         [sys.executable, "-m", "services.cli", "why", request_id],
         env={"MILLRACE_STATE_DIR": str(stack.directory), "PATH": "/usr/bin:/bin"},
@@ -168,6 +185,18 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
         check=True,
     ).stdout
     assert explanation.verdict.split(":")[0] in shown.replace("\n", " ")
+
+
+def _check_links(stack: Stack, spans: list[StoredSpan]) -> None:
+    """The summary of the decoding links to other requests of the same engine."""
+    (decode,) = [span for span in spans if span.name == names.ENGINE_DECODE]
+    assert decode.links, decode.attributes
+    reader = SpanReader(Path(stack.state.trace_store))
+    for trace_id, span_id in decode.links:
+        assert trace_id != decode.trace_id
+        (linked,) = [span for span in reader.trace(trace_id) if span.span_id == span_id]
+        assert linked.name == names.ENGINE_REQUEST
+    reader.close()
 
 
 def test_parts_of_the_first_token_sum_to_what_the_client_measures(slow: Stack) -> None:
@@ -179,6 +208,6 @@ def test_parts_of_the_first_token_sum_to_what_the_client_measures(slow: Stack) -
     total = float(request.attributes[names.TTFT_MS])
     assert all(part >= 0 for part in parts), request.attributes
     assert sum(parts) == pytest.approx(total, rel=0.05)
-    # 3000 tokens at 10,000 a second, in six steps.
+    # 3000 tokens at 10,000 a second, in six steps: the plan's own time, of which a step cannot take less.
     assert float(request.attributes[names.TTFT_PARTS[names.TtftPart.PREFILL]]) >= 300
     assert json.dumps(dict(request.attributes))
