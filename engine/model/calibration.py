@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.kernels.attention import BACKENDS, RaggedBatch
 from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, Product
 from engine.kernels.paged_cache import allocate_layer
+from engine.model.checkpoint import folder_of
 from engine.model.experts import SparseFeedForward
 from engine.model.latent_attention import LatentAttention
 from engine.model.layers import Attention, FeedForward, Linear, StepContext
@@ -143,7 +144,7 @@ def linears(part: object) -> Iterator[Linear]:
 
 def _token_ids(folder: Path, spec: ModelSpec, count: int) -> Tensor:
     """Token ids [count] of TEXT, repeated where it is too short."""
-    path = folder / "tokenizer.json"
+    path = folder_of(folder) / "tokenizer.json"
     found: list[int] = []
     if path.is_file():
         ids = tokenizers.Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False).ids

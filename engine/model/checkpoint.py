@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def resolve_checkpoint(path: str) -> Path:
     """The folder of a checkpoint: a directory, or a hub id that is downloaded. Raises CheckpointError."""
     folder = Path(path)
     if folder.is_dir():
+        return _gguf_inside(folder) or folder
+    if is_gguf(folder) and folder.is_file():
         return folder
     if path.count("/") != 1 or path.startswith((".", "/")):
         raise CheckpointError(
@@ -63,16 +66,47 @@ def resolve_checkpoint(path: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
+        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(
             f"model.path = {path!r}: no such directory, and downloading it from the hub failed ({error}); "
             "give the path of a local checkpoint"
         ) from error
+    return folder
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a GGUF file and not a folder."""
+    return path.suffix == ".gguf"
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """Where the files beside the weights are, such as tokenizer.json."""
+    return checkpoint.parent if is_gguf(checkpoint) else checkpoint
+
+
+def _gguf_inside(folder: Path) -> Path | None:
+    """The only GGUF model in a folder without safetensors; its first file when it is split."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+    files = sorted(file for file in folder.glob("*.gguf") if not later_part.search(file.name))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(
+            f"model.path = {str(folder)!r} holds several GGUF files ({names}); name one of them"
+        )
+    return files[0] if files else None
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a checkpoint, from one file or from the shards that the index names."""
+    """Every tensor of a checkpoint, from one file or from the shards that the index names. A GGUF file's are
+    under the names of Hugging Face.
+    """
+    if is_gguf(folder):
+        from engine.model.gguf_file import open_gguf
+
+        return open_gguf(folder).headers
     files = _files(folder)
     headers: dict[str, TensorHeader] = {}
     for file in files:
@@ -92,7 +126,9 @@ def _files(folder: Path) -> list[str]:
             raise CheckpointError(f"{index} is not a valid index of shards: {error!r}") from error
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file; other formats are not supported")
+        raise CheckpointError(
+            f"{folder} holds no *.safetensors and no *.gguf file; other formats are not supported"
+        )
     return files
 
 

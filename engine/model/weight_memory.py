@@ -10,13 +10,15 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.model.checkpoint import TensorHeader
+from engine.model.checkpoint import ELEMENT_BYTES, TensorHeader
 from engine.model.spec import ModelSpec
 from engine.quantization.grouping import group_size_for
 
 FLOAT_BYTES = 4
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 FP8_TYPES = frozenset({"F8_E4M3", "F8_E5M2"})
+# Bytes of a weight in the types of GGUF that stay quantized: levels, and scale and minimum of groups of 32.
+GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q4_K": 0.5 + 8 / 32}
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", ".router.weight", ".kv_b_proj.")
 HEAD = "lm_head.weight"
@@ -59,11 +61,13 @@ def quantizes_head(config: EngineConfig) -> bool:
 
 def _count(name: str, header: TensorHeader, spec: ModelSpec, config: EngineConfig) -> WeightCount:
     elements = header.num_elements
+    if header.dtype in GGUF_BYTES and not any(part in name for part in NEVER_QUANTIZED if part != HEAD):
+        return WeightCount(num_weights=elements, fixed_bytes=int(elements * GGUF_BYTES[header.dtype]))
     if spec.quantization is not None and header.dtype not in FP8_TYPES:
         stored = _stored_bytes(name, header, spec.quantization.bits or 4)
         if stored is not None:
             return stored
-    if header.dtype not in FLOAT_TYPES | FP8_TYPES:
+    if header.dtype in ELEMENT_BYTES and header.dtype not in FLOAT_TYPES | FP8_TYPES:
         return WeightCount()
     fixed = _at_load_bytes(name, header.shape, config)
     if fixed is None:

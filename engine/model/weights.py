@@ -19,11 +19,12 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, WeightFormat
 from engine.kernels.linear.formats import stack
-from engine.model.checkpoint import read_headers
+from engine.model.checkpoint import TensorHeader, is_gguf, read_headers
+from engine.model.gguf_file import open_gguf
 from engine.model.spec import CheckpointError
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import Scheme
-from engine.quantization.stored import MXFP4_GROUP, mxfp4_weight, read_weight
+from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, mxfp4_weight, read_weight
 
 Progress = Callable[[str, float], None]
 # Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,
@@ -63,6 +64,7 @@ class WeightReader:
         self.device = device
         self.progress = progress
         self.headers = read_headers(folder)
+        self._gguf = open_gguf(folder) if is_gguf(folder) else None
         self._left = {name for name in self.headers if not name.endswith(IGNORED_SUFFIXES)}
         self._bytes_total = sum(header.num_elements for header in self.headers.values()) or 1
         self._bytes_done = 0
@@ -145,6 +147,20 @@ class WeightReader:
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor `name` in its stored type; of any shape when that is None. Raises CheckpointError."""
+        header = self._header(name, shape)
+        if self._gguf is not None:
+            tensor = torch.from_numpy(self._gguf.array(name))
+        else:
+            try:
+                tensor = self._open(header.file).get_tensor(name)
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{self.folder}/{header.file}: tensor {name} cannot be read: {error}"
+                ) from error
+        self._count(name, header)
+        return tensor.to(self.device)
+
+    def _header(self, name: str, shape: tuple[int, ...] | None) -> TensorHeader:
         header = self.headers.get(name)
         if header is None:
             near = difflib.get_close_matches(name, self._left, n=1)
@@ -156,16 +172,12 @@ class WeightReader:
                 f"{self.folder}/{header.file}: tensor {name} has shape {list(header.shape)}, "
                 f"but config.json implies {list(shape)}"
             )
+        return header
+
+    def _count(self, name: str, header: TensorHeader) -> None:
         self._left.discard(name)
-        try:
-            tensor: Tensor = self._open(header.file).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.folder}/{header.file}: tensor {name} cannot be read: {error}"
-            ) from error
         self._bytes_done += header.num_elements
         self.progress("load weights", self._bytes_done / self._bytes_total)
-        return tensor.to(self.device)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -183,6 +195,15 @@ class WeightReader:
             raise CheckpointError(
                 f"{self.folder}: {len(names)} unexpected tensors that the model does not have: {shown}"
             )
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
+        """Type and rows of bytes of a tensor of a GGUF file, if the type has a form of its own here."""
+        header = self._header(name, shape)
+        if self._gguf is None or header.dtype not in GGUF_BLOCKS:
+            return None
+        kind, rows = self._gguf.blocks(name)
+        self._count(name, header)
+        return kind, torch.from_numpy(rows.copy()).to(self.device)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

@@ -15,7 +15,7 @@ import msgspec
 
 from services.errors import ConfigError
 
-Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
+Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "gguf"]
 
 # Files beside config.json in which older AutoGPTQ and AutoAWQ checkpoints keep their settings.
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -36,6 +36,11 @@ class TensorSource(Protocol):
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor as stored. Raises CheckpointError when it is missing or of another shape."""
 
+    def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[str, Tensor] | None:
+        """Type and rows [N, bytes] of a tensor that GGUF stores in blocks; None for types that `stored`
+        decodes. Raises CheckpointError.
+        """
+
 
 def read_weight(
     source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
@@ -181,6 +186,68 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor) -> Int8Weight:
     return Int8Weight(values=table.to(blocks.device)[codes], scale=scale)
 
 
+def _gguf(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
+    """Blocks of 32 (or 8 times 32) inputs, as ggml-common.h and ggml-quants.c lay them out."""
+    found = source.blocks(f"{name}.weight", (outputs, inputs))
+    return None if found is None else GGUF_BLOCKS[found[0]](found[1].view(outputs, -1))
+
+
+def _q8_0(rows: Tensor) -> WeightFormat:
+    """float16 scale, 32 int8."""
+    blocks = rows.view(rows.shape[0], -1, 34)
+    values = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
+    return Int8Weight(values=values, scale=_half_at(blocks, 0))
+
+
+def _q4_0(rows: Tensor) -> WeightFormat:
+    """float16 scale, 16 bytes: input i in the low, input i + 16 in the high four bits."""
+    blocks = rows.view(rows.shape[0], -1, 18)
+    return Int4Weight(packed=pack_levels(_halves(blocks[..., 2:])), scale=_half_at(blocks, 0))
+
+
+def _q4_1(rows: Tensor) -> WeightFormat:
+    """float16 scale and minimum, 16 bytes as in Q4_0."""
+    blocks = rows.view(rows.shape[0], -1, 20)
+    levels = pack_levels(_halves(blocks[..., 4:]))
+    return Int4Weight(packed=levels, scale=_half_at(blocks, 0), minimum=_half_at(blocks, 2))
+
+
+def _q4_k(rows: Tensor) -> WeightFormat:
+    """float16 scale of scales and of minima, 8 scales and 8 minima of 6 bits in 12 bytes, 128 bytes of levels.
+
+    32 bytes of levels hold one group of 32 in their low, and the next one in their high four bits.
+    """
+    outputs = rows.shape[0]
+    blocks = rows.view(outputs, -1, 144)
+    few = blocks[..., 4:16].to(torch.int32)
+    low, middle, high = few[..., :4], few[..., 4:8], few[..., 8:]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
+    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=-1)
+    scale = (_half_at(blocks, 0)[..., None] * scales).flatten(1)
+    minimum = (-_half_at(blocks, 2)[..., None] * minima).flatten(1)
+    levels = _halves(blocks[..., 16:].reshape(outputs, -1, 4, 32))
+    return Int4Weight(packed=pack_levels(levels), scale=scale, minimum=minimum)
+
+
+def _halves(data: Tensor) -> Tensor:
+    """[N, ..., B] bytes -> levels [N, ... * 2B]: all low halves of B bytes, then all high ones."""
+    return torch.cat((data & 15, data >> 4), dim=-1).flatten(1)
+
+
+def _half_at(blocks: Tensor, offset: int) -> Tensor:
+    """float16 at a byte of each block [N, G, bytes] -> [N, G] in float32."""
+    return blocks[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0].float()
+
+
+GGUF_BLOCKS: dict[str, Callable[[Tensor], WeightFormat]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+}
+"""Types of GGUF that have an exact form; weights of the others are decoded to the serving type."""
+
+
 def _by_groups(
     name: str,
     levels: Tensor,
@@ -279,4 +346,5 @@ _READERS: dict[str, Callable[[TensorSource, str, int, int, Scheme], WeightFormat
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
+    "gguf": _gguf,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.model.checkpoint import is_gguf
 from engine.model.config_reader import ConfigReader
 from engine.model.families import (
     deepseek,
@@ -21,6 +22,7 @@ from engine.model.families import (
     qwen3,
     qwen3_moe,
 )
+from engine.model.gguf_config import gguf_reader, gguf_scheme
 from engine.model.spec import CheckpointError, ModelSpec
 from engine.quantization.scheme import read_scheme
 
@@ -44,11 +46,11 @@ FAMILIES: dict[str, Callable[[ConfigReader], ModelSpec]] = {
 
 def read_spec(folder: Path) -> ModelSpec:
     """The model in a checkpoint's folder. Raises CheckpointError naming an architecture that is unknown."""
-    reader = ConfigReader.of(folder)
+    reader = gguf_reader(folder) if is_gguf(folder) else ConfigReader.of(folder)
     architectures = reader.values.get("architectures") or ["(none)"]
     for name in architectures:
         if name in FAMILIES:
-            scheme = read_scheme(reader.values, reader.source)
+            scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)
             return msgspec.structs.replace(FAMILIES[name](reader), quantization=scheme)
     raise CheckpointError(
         f"{reader.source}: architecture {', '.join(map(str, architectures))} is not supported; supported are "

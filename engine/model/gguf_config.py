@@ -1,0 +1,154 @@
+"""The metadata of a GGUF file as the keys of `config.json` that the families read. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.model.config_reader import ConfigReader
+from engine.model.gguf_file import DENSE_TYPES, GgufFile, open_gguf
+from engine.model.spec import CheckpointError
+from engine.quantization.scheme import Scheme
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+# Key of config.json to key of the metadata, after the architecture's name; those that are there are taken.
+KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+# Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
+_SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
+
+
+def gguf_reader(path: Path) -> ConfigReader:
+    """`config.json` of a GGUF file. Raises CheckpointError."""
+    file = open_gguf(path)
+    arch, metadata = file.architecture, file.metadata
+    values: dict[str, Any] = {
+        key: metadata[f"{arch}.{name}"] for key, name in KEYS.items() if f"{arch}.{name}" in metadata
+    }
+    for key in ("head_dim", "num_key_value_heads", "intermediate_size"):
+        if isinstance(values.get(key), list):
+            raise CheckpointError(
+                f"{path}: {arch}.{KEYS[key]} differs between layers, which is not supported"
+            )
+    values["architectures"] = [ARCHITECTURES[arch]]
+    values["vocab_size"] = file.headers["model.embed_tokens.weight"].shape[0]
+    values["tie_word_embeddings"] = "lm_head.weight" not in file.headers
+    values["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(_main_type(file), "bfloat16")
+    values["eos_token_id"] = _end_tokens(file)
+    values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.headers
+    values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in file.headers
+    if scaling := _rope_scaling(file):
+        values["rope_scaling"] = scaling
+    if arch in _ADJUSTMENTS:
+        _ADJUSTMENTS[arch](file, values)
+    return ConfigReader(values, str(path))
+
+
+def gguf_scheme(path: Path) -> Scheme | None:
+    """None when every tensor is dense."""
+    headers = open_gguf(path).headers.values()
+    return Scheme(method="gguf") if any(header.dtype not in DENSE_TYPES for header in headers) else None
+
+
+def _main_type(file: GgufFile) -> str:
+    return file.headers["model.layers.0.self_attn.o_proj.weight"].dtype
+
+
+def _end_tokens(file: GgufFile) -> list[int]:
+    found = [file.tokenizer_field(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+def _rope_scaling(file: GgufFile) -> dict[str, Any]:
+    arch, metadata = file.architecture, file.metadata
+    if "rope_freqs.weight" in file.stored:
+        # Llama 3.1's rule, evaluated: each frequency is divided by its factor.
+        factors = file.stored["rope_freqs.weight"].data.astype(float).tolist()
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+        }
+    prefix = f"{arch}.rope.scaling."
+    original = metadata.get(f"{prefix}original_context_length")
+    if "rope_factors_long.weight" in file.stored:
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": file.stored["rope_factors_long.weight"].data.astype(float).tolist(),
+            "short_factor": file.stored["rope_factors_short.weight"].data.astype(float).tolist(),
+            "original_max_position_embeddings": original,
+            "attention_factor": metadata.get(f"{prefix}attn_factor"),
+        }
+        return {key: value for key, value in scaling.items() if value is not None}
+    kind = metadata.get(f"{prefix}type", "none")
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": metadata.get(f"{prefix}factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    elif kind != "linear":
+        raise CheckpointError(
+            f"{file.path}: {prefix}type = {kind!r} is not supported, only none, linear, yarn"
+        )
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _llama(file: GgufFile, values: dict[str, Any]) -> None:
+    if values.get("num_local_experts"):
+        values["architectures"] = ["MixtralForCausalLM"]
+
+
+def _qwen3_moe(file: GgufFile, values: dict[str, Any]) -> None:
+    values["norm_topk_prob"] = True
+
+
+def _gemma(file: GgufFile, values: dict[str, Any]) -> None:
+    share = values["hidden_size"] // values["num_attention_heads"]
+    by_share = values["num_hidden_layers"] == _SCALED_BY_SHARE[file.architecture]
+    values["query_pre_attn_scalar"] = share if by_share else values["head_dim"]
+    if file.architecture == "gemma3":
+        values.setdefault("rope_theta", 1_000_000.0)
+
+
+def _phi3(file: GgufFile, values: dict[str, Any]) -> None:
+    rotated = file.metadata.get("phi3.rope.dimension_count")
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    if rotated is not None and rotated != head_dim:
+        values["partial_rotary_factor"] = rotated / head_dim
+
+
+_ADJUSTMENTS: dict[str, Callable[[GgufFile, dict[str, Any]], None]] = {
+    "llama": _llama,
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "phi3": _phi3,
+}

@@ -1,0 +1,204 @@
+"""GGUF files (llama.cpp's format) under the names of Hugging Face checkpoints. No torch.
+
+The `gguf` package reads headers, metadata and blocks; here tensors get the names that layers ask for. What
+converters changed on the way to GGUF is undone: the order of the rows of q and k (llama's rotation pairs
+neighbouring rows there), norms of Gemma stored with one added, experts stored as one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.model.checkpoint import TensorHeader
+from engine.model.spec import CheckpointError
+
+# Types that have a form in kernels/linear; those in TensorHeader's own names are dense.
+DENSE_TYPES = ("F32", "F16", "BF16", "F64")
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+# Architecture to names that differ from the common ones.
+NAMES: dict[str, dict[str, str]] = {
+    "llama": _MIXTRAL,
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3moe": {},
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "olmo2": _SANDWICH,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+# Frequencies of the rotation: read as part of the configuration.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """Where a tensor of the model lies in the file."""
+
+    tensor: Any
+    expert: int | None
+    # Heads whose rows are to be put in order; 0 when they are.
+    num_paired_heads: int
+    # Added to each element.
+    offset: float
+
+
+class GgufFile:
+    """One model in GGUF, perhaps split over several files."""
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self.path = path
+        self._gguf = gguf
+        self._readers = [self._open(part) for part in split_files(path)]
+        fields = self._readers[0].fields
+        self.metadata: dict[str, Any] = {
+            name: field.contents() for name, field in fields.items() if not name.startswith("tokenizer.ggml.")
+        }
+        self._fields = fields
+        self.architecture = str(self.metadata.get("general.architecture", ""))
+        if self.architecture not in NAMES:
+            raise CheckpointError(
+                f"{path}: general.architecture = {self.architecture!r} is not supported; supported are "
+                f"{', '.join(sorted(NAMES))}"
+            )
+        self.stored = {tensor.name: tensor for reader in self._readers for tensor in reader.tensors}
+        self._entries: dict[str, _Entry] = {}
+        for tensor in self.stored.values():
+            self._enter(tensor)
+        self.headers = {name: self._header(entry) for name, entry in self._entries.items()}
+
+    def tokenizer_field(self, name: str) -> Any:
+        """A field of the embedded tokenizer (`tokenizer.ggml.` + name), or None."""
+        field = self._fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor's numbers: float16 as stored, everything else in float32."""
+        entry = self._entries[name]
+        data = self._data(entry)
+        kind = entry.tensor.tensor_type
+        values: NDArray[Any] = data
+        if kind.name not in ("F32", "F16", "F64"):
+            values = self._gguf.quants.dequantize(data, kind)
+        if kind.name == "F64":
+            values = values.astype(np.float32)
+        values = _in_order(values, entry.num_paired_heads)
+        return np.array(values + np.float32(entry.offset) if entry.offset else values)
+
+    def blocks(self, name: str) -> tuple[str, NDArray[np.uint8]]:
+        """A quantized tensor's type and the bytes of its rows [N, bytes]."""
+        entry = self._entries[name]
+        return entry.tensor.tensor_type.name, _in_order(self._data(entry), entry.num_paired_heads)
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._gguf.GGUFReader(path)
+        except (OSError, ValueError, IndexError, KeyError) as error:
+            raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
+
+    def _data(self, entry: _Entry) -> NDArray[Any]:
+        data: NDArray[Any] = entry.tensor.data
+        return data if entry.expert is None else data[entry.expert]
+
+    def _enter(self, tensor: Any) -> None:
+        if tensor.name in ROPE_TENSORS:
+            return
+        name, _, suffix = tensor.name.rpartition(".")
+        offset = -1.0 if self.architecture.startswith("gemma") and name.endswith("norm") else 0.0
+        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if layer is None:
+            self._entries[f"{_GLOBAL_NAMES.get(name, name)}.{suffix}"] = _Entry(tensor, None, 0, offset)
+            return
+        names = _LAYER_NAMES | NAMES[self.architecture]
+        own = names.get(layer[2])
+        target = f"model.layers.{layer[1]}.{own}.{suffix}" if own else tensor.name
+        if "{}" in target:
+            for expert in range(tensor.data.shape[0]):
+                self._entries[target.format(expert)] = _Entry(tensor, expert, 0, offset)
+            return
+        heads = 0
+        if self.architecture == "llama" and layer[2] in ("attn_q", "attn_k"):
+            count = "head_count" if layer[2] == "attn_q" else "head_count_kv"
+            heads = int(
+                self.metadata.get(f"llama.attention.{count}") or self.metadata["llama.attention.head_count"]
+            )
+        self._entries[target] = _Entry(tensor, None, heads, offset)
+
+    def _header(self, entry: _Entry) -> TensorHeader:
+        shape = tuple(int(size) for size in reversed(entry.tensor.shape))
+        kind = entry.tensor.tensor_type.name
+        return TensorHeader(self.path.name, kind, shape if entry.expert is None else shape[1:])
+
+
+def split_files(path: Path) -> list[Path]:
+    """All files of a model of which `path` is the only or the first one."""
+    match = SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    files = [
+        path.with_name(f"{match[1]}-{index:05}-of-{match[3]}.gguf") for index in range(1, int(match[3]) + 1)
+    ]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, though the model is split into {int(match[3])} files")
+    return files
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """The file, read once per process while it does not change. Raises CheckpointError."""
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _open_once(path, changed)
+
+
+@lru_cache(maxsize=2)
+def _open_once(path: Path, changed: int) -> GgufFile:
+    return GgufFile(path)
+
+
+def _in_order(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
+    """Rows of each head from (0, half, 1, half + 1, ...) back to 0, 1, 2, ..."""
+    if not num_heads:
+        return rows
+    order = np.arange(rows.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+    return rows[order]

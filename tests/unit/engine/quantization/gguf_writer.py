@@ -1,0 +1,115 @@
+"""Small GGUF files as llama.cpp's converter makes them, by the writer and the names of the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+# Blocks that the package decodes and cannot make: bytes, and places of float16 scales.
+RANDOM_BLOCKS = {Kind.Q4_K: (144, (0, 2)), Kind.Q6_K: (210, (208,)), Kind.Q5_K: (176, (0, 2))}
+
+
+def write(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    arch: str,
+    kinds: Mapping[str, Kind],
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, NDArray[np.float32]] | None = None,
+) -> None:
+    """Stores `model` in the types that `kinds` gives for parts of GGUF names ("" is every matrix), and gives
+    the model the weights that this stands for.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    _describe(writer, config, arch, metadata or {})
+    number = {name: arch_number for arch_number, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            stem, _, suffix = name.rpartition(".")
+            target = names.get_name(stem)
+            assert target is not None, name
+            values = _as_converted(parameter.numpy().copy(), target, arch, config)
+            kind = _kind(f"{target}.{suffix}", values, kinds)
+            data, meaning = _encode(values, kind)
+            writer.add_tensor(f"{target}.{suffix}", data, raw_dtype=kind)
+            parameter.copy_(torch.from_numpy(_as_read(meaning, target, arch, config)))
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: gguf.GGUFWriter, config: Any, arch: str, metadata: Mapping[str, Any]) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(500.0)
+    writer.add_vocab_size(config.vocab_size)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    for name, value in metadata.items():
+        key = f"{arch}.{name}"
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.add_eos_token_id(7)
+
+
+def _kind(name: str, values: NDArray[Any], kinds: Mapping[str, Kind]) -> Kind:
+    if values.ndim < 2:
+        return Kind.F32
+    return next(kind for part, kind in kinds.items() if part in name)
+
+
+def _as_converted(values: NDArray[Any], target: str, arch: str, config: Any) -> NDArray[Any]:
+    if arch == "llama" and target.endswith(("attn_q", "attn_k")):
+        heads = config.num_attention_heads if target.endswith("q") else config.num_key_value_heads
+        # The converter's permutation: halves of a head take turns.
+        split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        return split.swapaxes(1, 2).reshape(values.shape)
+    return values + 1 if arch.startswith("gemma") and target.endswith("norm") else values
+
+
+def _as_read(values: NDArray[Any], target: str, arch: str, config: Any) -> NDArray[Any]:
+    if arch == "llama" and target.endswith(("attn_q", "attn_k")):
+        heads = config.num_attention_heads if target.endswith("q") else config.num_key_value_heads
+        split = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return split.swapaxes(1, 2).reshape(values.shape)
+    return values - 1 if arch.startswith("gemma") and target.endswith("norm") else values
+
+
+def _encode(values: NDArray[Any], kind: Kind) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Stored data, and the float32 numbers that it stands for."""
+    if kind in RANDOM_BLOCKS:
+        size, scales = RANDOM_BLOCKS[kind]
+        shape = (*values.shape[:-1], values.shape[-1] // 256, size)
+        draw = np.random.default_rng(values.shape[0])
+        blocks = draw.integers(0, 256, shape, dtype=np.uint8)
+        for place in scales:
+            # So that weights are about as large as those of the other tensors.
+            scale = np.float16({Kind.Q4_K: 3e-4, Kind.Q5_K: 1.5e-4, Kind.Q6_K: 1e-4}[kind])
+            blocks[..., place : place + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+        data: NDArray[Any] = blocks.reshape(*values.shape[:-1], -1)
+    else:
+        data = gguf.quants.quantize(values.astype(np.float32), kind)
+    return data, gguf.quants.dequantize(data, kind).astype(np.float32).reshape(values.shape)

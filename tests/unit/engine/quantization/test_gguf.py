@@ -1,0 +1,211 @@
+"""GGUF files give the logits of transformers' model with the weights that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+
+from engine.config import EngineConfig
+from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight
+from engine.model.checkpoint import read_headers, resolve_checkpoint
+from engine.model.families import read_spec
+from engine.model.plan import make_plan, plan_input
+from services.config import ModelConfig
+from services.errors import ConfigError
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.quantization.gguf_writer import write
+from tests.unit.engine.quantization.test_stored import assert_equals
+
+THETA = {"rope_type": "default", "rope_theta": 500.0}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "rope_parameters": THETA}
+WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "sizes"),
+    [
+        (Kind.F32, DenseWeight, SIZES),
+        (Kind.F16, DenseWeight, SIZES),
+        (Kind.BF16, DenseWeight, SIZES),
+        (Kind.Q8_0, Int8Weight, SIZES),
+        (Kind.Q4_0, Int4Weight, SIZES),
+        (Kind.Q4_1, Int4Weight, SIZES),
+        (Kind.Q5_0, DenseWeight, SIZES),
+        (Kind.Q4_K, Int4Weight, WIDE),
+        (Kind.Q5_K, DenseWeight, WIDE),
+        (Kind.Q6_K, DenseWeight, WIDE),
+    ],
+)
+def test_types(kind: Kind, form: type, sizes: dict[str, Any], tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **sizes)
+    path = tmp_path / "model.gguf"
+    write(path, oracle, "llama", {"": kind})
+    assert assert_equals(path, oracle) is form
+    if kind is Kind.F32:
+        # The same weights as before the conversion: rows of q and k are back in place.
+        assert (
+            assert_equals(path, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original"))
+            is form
+        )
+
+
+def test_mixed_types_as_in_q4_k_m(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **WIDE)
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.": Kind.Q6_K, "": Kind.Q4_K}
+    write(tmp_path / "model.gguf", oracle, "llama", kinds)
+    assert assert_equals(tmp_path / "model.gguf", oracle, tolerance=1e-3) is DenseWeight
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
+ROPES = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama bias": ("llama", "llama", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "mistral": ("mistral", "llama", {"sliding_window": None}, {}),
+    "mixtral": (
+        "mixtral",
+        "llama",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen2": ("qwen2", "qwen2", {}, {}),
+    "qwen2 yarn": (
+        "qwen2",
+        "qwen2",
+        {"rope_parameters": YARN},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    ),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 20}, {}),
+    "qwen3moe": (
+        "qwen3_moe",
+        "qwen3moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32},
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9},
+        {
+            "attention.sliding_window": 9,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        "gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        {"attention.sliding_window": 9, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "olmo2": ("olmo2", "olmo2", {}, {}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 19}, {"attention.sliding_window": 19}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    model_type, arch, changes, metadata = FAMILIES[name]
+    oracle = make_checkpoint(tmp_path / "original", model_type, **SIZES | changes)
+    if model_type in ("mixtral", "qwen3_moe"):
+        kinds = {"ffn_gate_inp": Kind.F32, "": Kind.F16}
+        _write_experts(tmp_path / "model.gguf", oracle, arch, kinds, metadata)
+    else:
+        write(tmp_path / "model.gguf", oracle, arch, {"": Kind.F32}, metadata)
+    assert_equals(tmp_path / "model.gguf", oracle)
+
+
+def _write_experts(path: Path, oracle: Any, arch: str, kinds: Any, metadata: Any) -> None:
+    """Experts are three tensors in GGUF, and gate and up are one in transformers."""
+    extra = {}
+    held = {}
+    for layer, module in enumerate(oracle.model.layers):
+        experts = module.mlp.experts if hasattr(module, "mlp") else module.block_sparse_moe.experts
+        gate, up = experts.gate_up_proj.detach().numpy().copy().reshape(4, 2, -1, 64).swapaxes(0, 1)
+        down = experts.down_proj.detach().numpy().copy()
+        for part, values in (("gate", gate), ("up", up), ("down", down)):
+            extra[f"blk.{layer}.ffn_{part}_exps.weight"] = np.ascontiguousarray(values)
+        held[layer] = (experts, experts.gate_up_proj, experts.down_proj)
+        del experts.gate_up_proj, experts.down_proj
+    write(path, oracle, arch, kinds, metadata, extra)
+    for experts, gate_up, down_proj in held.values():
+        experts.gate_up_proj, experts.down_proj = gate_up, down_proj
+
+
+def test_llama3_rotation_is_read_from_its_factors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    oracle = make_checkpoint(tmp_path / "original", "llama", **SIZES | {"rope_parameters": scaling})
+    plain = 500.0 ** (-np.arange(0, 16, 2) / 16)
+    factors = (plain / oracle.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors.max() > 1.5
+    write(tmp_path / "model.gguf", oracle, "llama", {"": Kind.F32}, extra={"rope_freqs.weight": factors})
+    assert_equals(tmp_path / "model.gguf", oracle)
+
+
+def test_quantized_weights_are_planned_as_stored(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **WIDE)
+    sizes = {}
+    for kind in (Kind.F16, Kind.Q8_0, Kind.Q4_0):
+        path = tmp_path / f"{kind.name}.gguf"
+        write(path, oracle, "llama", {"token_embd": Kind.F16, "": kind})
+        config = EngineConfig(dtype="bfloat16")
+        given = plan_input(config, ModelConfig(path=str(path)), device="cpu", available_bytes=8 << 30)
+        assert given.num_weights == oracle.num_parameters()
+        sizes[kind] = make_plan(given).weights_bytes
+    linear = sum(m.weight.numel() for m in oracle.modules() if isinstance(m, torch.nn.Linear))
+    assert sizes[Kind.F16] - sizes[Kind.Q8_0] == linear * (2 - 1.125)
+    assert sizes[Kind.F16] - sizes[Kind.Q4_0] == linear * (2 - 0.625)
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **SIZES)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "a.gguf", oracle, "llama", {"": Kind.F16})
+    assert resolve_checkpoint(str(folder)) == folder / "a.gguf"
+    spec = read_spec(folder / "a.gguf")
+    assert (spec.eos_token_ids, spec.dtype, spec.quantization) == ((7,), "float16", None)
+    (folder / "b.gguf").write_bytes((folder / "a.gguf").read_bytes())
+    with pytest.raises(ConfigError, match=r"several GGUF files \(a\.gguf, b\.gguf\); name one"):
+        resolve_checkpoint(str(folder))
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(str(path), "gpt2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"general\.architecture = 'gpt2' is not supported; .*llama"):
+        read_spec(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"other\.gguf is not a readable GGUF"):
+        read_headers(path)
+    first = tmp_path / "model-00001-of-00002.gguf"
+    first.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.gguf is missing"):
+        read_headers(first)
