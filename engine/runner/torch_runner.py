@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.kernels.attention import BACKENDS, AttentionBackend
-from engine.model.checkpoint import resolve_checkpoint
+from engine.model.checkpoint import folder_of, resolve_checkpoint
 from engine.model.device import choose_device
 from engine.model.loading import Model, load_model, native_library
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
@@ -279,7 +279,7 @@ def build(
         model=decoder,
         attention=BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
         storage=storage,
-        grammar=GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids),
+        grammar=GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids),
         proposer=Proposer(config.speculation, draft),
         num_threads=config.num_threads,
     )
