@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from services.config import ModelConfig
 from services.errors import ConfigError
-from services.vocabulary import checkpoint_fingerprint
+from services.vocabulary import checkpoint_fingerprint, whole_tokenizer_json
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.vocabulary import Vocabulary, build_vocabulary
 
@@ -106,24 +106,17 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str(whole_tokenizer_json(path))
     except Exception as error:
         raise ConfigError(f"{path / 'tokenizer.json'}: not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    declared = config.get("added_tokens_decoder", {})
-    for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
-        if tokenizer.token_to_id(token["content"]) is None:
-            options = {
-                key: token[key] for key in ("single_word", "lstrip", "rstrip", "normalized") if key in token
-            }
-            added = AddedToken(token["content"], special=token.get("special", False), **options)
-            tokenizer.add_tokens([added])
-            if tokenizer.token_to_id(token["content"]) != int(token_id):
-                raise ConfigError(
-                    f"{path / 'tokenizer_config.json'}: added_tokens_decoder.{token_id} does not continue "
-                    "the vocabulary of tokenizer.json"
-                )
+    for token_id, token in config.get("added_tokens_decoder", {}).items():
+        if tokenizer.token_to_id(token["content"]) is None or tokenizer.id_to_token(int(token_id)) is None:
+            raise ConfigError(
+                f"{path / 'tokenizer_config.json'}: added_tokens_decoder.{token_id} does not continue "
+                "the vocabulary of tokenizer.json"
+            )
     return tokenizer
 
 

@@ -44,7 +44,7 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # A compilation that takes more processor time is killed and refused.
     time_limit_s: float = 2.0
     # Address space that one compilation may add to its worker.
-    memory_limit_bytes: int = 1024 * 1024 * 1024
+    memory_limit_bytes: int = 512 * 1024 * 1024
     # Compilations that may wait, over all tenants and for one tenant.
     max_queued: int = 1024
     max_queued_per_tenant: int = 64

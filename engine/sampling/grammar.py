@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.types import GrammarSpec
+from services.vocabulary import whole_tokenizer_json
 
 BACKEND = "llguidance/1"
 
@@ -149,8 +150,8 @@ class GrammarEngine:
         if self._tokenizer is None:
             path = self.folder / "tokenizer.json"
             try:
-                text = path.read_text(encoding="utf-8")
-            except OSError as error:
+                text = whole_tokenizer_json(self.folder)
+            except (OSError, ValueError) as error:
                 raise GrammarError(f"grammar: guided decoding needs {path}: {error}") from error
             eos = self.eos_token_ids or None
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)

@@ -16,7 +16,7 @@ from tokenizer_svc.formats import THINK_CLOSE
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
-from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.repair import repair
 from tokenizer_svc.grammar.tools import ToolsRefused, tool_grammars
 from tokenizer_svc.types import (
@@ -128,7 +128,7 @@ def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
 def _answer(form: ResponseFormat, limits: BuildLimits) -> tuple[Grammar, EnforcementReport | None]:
     match form:
         case JsonObjectFormat():
-            return {"json_schema": {"type": "object"}}, None
+            return {"json_schema": {"type": "object", "x-guidance": LAYOUT}}, None
         case JsonSchemaFormat():
             return _schema_answer(form, limits)
         case RegexFormat(pattern=pattern):

@@ -39,13 +39,13 @@ class Worker:
         # Whether it gives way to everything else; that cannot be taken back.
         self.yielding = False
 
-    def give_way(self) -> None:
-        """From now on it computes when little else wants to."""
-        if not self.yielding:
-            self.yielding = True
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
-                os.sched_setscheduler(self._pid, os.SCHED_BATCH, os.sched_param(0))
+    def give_way(self, *, wholly: bool = False) -> None:
+        """From now on it computes when little else wants to; `wholly` only when nothing else does."""
+        self.yielding = True
+        policy = os.SCHED_IDLE if wholly else os.SCHED_BATCH
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
+            os.sched_setscheduler(self._pid, policy, os.sched_param(0))
 
     def processor_s(self) -> float:
         """Processor time that it has used so far."""

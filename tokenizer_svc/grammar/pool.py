@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 # A tenant counts as suspect for this long after a grammar of its was killed.
 _SUSPECT_S = 60.0
 # Nearly all grammars are done by then; one that is not gives way to them.
-_PATIENCE_S = 0.05
+_PATIENCE_S = 0.03
 # The limit counts processor time, of which a busy machine gives little; in wall time it is this much longer.
 _MAX_STRETCH = 4.0
 
@@ -107,7 +107,7 @@ class WorkerPool:
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
             worker = self._idle.pop()
             if self._is_suspect(job.tenant):
-                worker.give_way()
+                worker.give_way(wholly=True)
             task = asyncio.create_task(self._serve(worker, job))
             self._tasks[task] = (worker, job)
             task.add_done_callback(self._finished)
@@ -133,7 +133,7 @@ class WorkerPool:
         return None
 
     async def _serve(self, worker: Worker, job: _Job) -> None:
-        impatience = asyncio.get_running_loop().call_later(_PATIENCE_S, worker.give_way)
+        impatience = asyncio.get_running_loop().call_later(_PATIENCE_S, self._lose_patience, worker)
         try:
             answer = await self._within_limit(worker, job.payload)
             reply = msgspec.msgpack.decode(answer, type=WorkerReply)
@@ -155,6 +155,10 @@ class WorkerPool:
         else:
             self._idle.append(worker)
         self._dispatch()
+
+    def _lose_patience(self, worker: Worker) -> None:
+        if not worker.yielding:
+            worker.give_way()
 
     async def _within_limit(self, worker: Worker, payload: bytes) -> bytes:
         limit_s = self._config.time_limit_s

@@ -14,8 +14,9 @@ from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
 from tokenizer_svc.types import EnforcementReport, KeywordStatus
 
-# White space between tokens of the answer is optional but bounded, so that a model cannot get lost in it.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# White space between the parts of an answer: none, a space or two, or a new line with its indentation. Any
+# more would let a weak model spend its tokens on nothing.
+LAYOUT = {"whitespace_pattern": r"\x20{1,2}|\x0D?\x0A[\x20\x09]{0,8}"}
 
 _META = jsonschema_rs.Draft202012Validator({"$ref": "https://json-schema.org/draft/2020-12/schema"})
 # Keywords whose values have the same shape in every draft; elsewhere older forms are understood.
@@ -104,7 +105,7 @@ def _assembled(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     used = _used(schema, definitions)
     if used:
         schema = {**schema, "$defs": {name: definitions[name] for name in sorted(used)}}
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**schema, "x-guidance": LAYOUT}
 
 
 def _used(schema: Schema, definitions: dict[str, Schema]) -> set[str]:
