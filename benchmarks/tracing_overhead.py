@@ -22,7 +22,8 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks.gateway_overhead import Figures, Load, Peer, measure, millrace, own
+from benchmarks.gateways.load import Figures, Load, Peer, measure
+from benchmarks.gateways.peers import millrace, own
 from observability.store import SpanReader
 from services.bench.report import machine
 from services.supervisor.state import RunState
