@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from observability.names import Metric
 NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT
 # Value of a bounded label beyond its bound.
 OTHER = "other"
+# A series gets an exemplar this often at most.
+_EXEMPLAR_INTERVAL_S = 0.25
 # Labels whose values clients choose, directly or not.
 _BOUNDED_LABELS = frozenset({"tenant", "adapter", "engine"})
 
@@ -76,6 +79,8 @@ class Metrics:
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         # By name, then pairs of label and value.
         self._children: dict[tuple[Any, ...], Counter | Gauge | Histogram] = {}
+        # When each series takes its next exemplar.
+        self._exemplar_due_s: dict[Histogram, float] = {}
         self._bounds = {label: _Bound(max_label_values) for label in _BOUNDED_LABELS}
         self._lock = threading.Lock()
 
@@ -123,8 +128,14 @@ class Metrics:
         """Adds an observation to a histogram; a sampled `span` (default: the current one) is its exemplar."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram), f"{metric.name} is a {metric.kind}"
+        now_s = time.monotonic()
+        if span is NO_EXEMPLAR or now_s < self._exemplar_due_s.get(child, 0.0):
+            child.observe(value)
+            return
         context = span or trace.get_current_span().get_span_context()
-        if context is not NO_EXEMPLAR and context.is_valid and context.trace_flags.sampled:
+        if context.is_valid and context.trace_flags.sampled:
+            # A scrape takes the newest one only, and the client library looks at each of them for long.
+            self._exemplar_due_s[child] = now_s + _EXEMPLAR_INTERVAL_S
             child.observe(value, {"trace_id": f"{context.trace_id:032x}"})
         else:
             child.observe(value)
