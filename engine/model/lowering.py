@@ -20,7 +20,14 @@ from torch import Tensor
 from engine.kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
 from engine.kernels.attention import AttentionBackend
 from engine.kernels.attention.native import AttentionArgs, AttentionPlan, AttentionPlanArgs
-from engine.kernels.linear.native import NativePacker, NativeProduct, PackedWeight, gemm_args, make_workspace
+from engine.kernels.linear.native import (
+    NativePacker,
+    NativeProduct,
+    PackedWeight,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.embedding import EmbeddingArgs
 from engine.kernels.native.library import Program, StepStruct
@@ -151,7 +158,7 @@ class NativeDecoder:
         )
         ops = [
             Op(library, "rms_norm", self._head_norm, norm.weight),
-            Op(library, "gemm", head, normed, workspace),
+            *product_ops(library, head, normed, workspace),
         ]
         if spec.logit_soft_cap is not None:
             cap = SoftCapArgs(
@@ -282,7 +289,7 @@ class _Builder:
             out_stride=out.stride(0),
             accumulate=join,
         )
-        self.add("gemm", args, weight, x, out, self.workspace)
+        self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
 
     def attention(self, attention: Attention, cache: LayerCache, x: Tensor, out: Tensor, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""

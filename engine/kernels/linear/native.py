@@ -181,7 +181,7 @@ class NativeProduct:
         args = gemm_args(
             weight, ctypes.addressof(count), rows.data_ptr(), out.data_ptr(), workspace.data_ptr()
         )
-        library.run([Op(library, "gemm", args)], num_threads=self.num_threads)
+        library.run(product_ops(library, args), num_threads=self.num_threads)
         return out.to(x.dtype)
 
 
@@ -196,7 +196,7 @@ def gemm_args(
     out_stride: int = 0,
     accumulate: bool = False,
 ) -> GemmArgs:
-    """Args of the op `gemm`; all but the strides (in floats, 0 is dense) are addresses."""
+    """Args of a product; all but the strides (in floats, 0 is dense) are addresses."""
     return GemmArgs(
         num_rows,
         x,
@@ -207,6 +207,11 @@ def gemm_args(
         workspace,
         weight.struct,
     )
+
+
+def product_ops(library: NativeLibrary, args: GemmArgs, *keep: object) -> list[Op]:
+    """What computes a product: the conversion of its rows, then the product. `keep` is what args point to."""
+    return [Op(library, "gemm_rows", args, *keep), Op(library, "gemm", args, *keep)]
 
 
 def make_workspace(library: NativeLibrary, max_rows: int, max_inputs: int, num_threads: int) -> Tensor:

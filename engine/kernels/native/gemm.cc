@@ -263,23 +263,28 @@ void convert_rows(const GemmArgs& args, const Copy& copy, int64_t begin, int64_t
 // Tiles read whole tile heights, so the rows after the last one must be there.
 int64_t padded_rows(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
-Rows prepare_rows(const GemmArgs& args, int64_t num_rows, int thread, int num_threads) {
+// Whether every part of a product converts the rows for itself; gemm_rows does it once for all otherwise.
+bool converts_alone(const PackedWeight& weight, int64_t num_rows) {
+  return num_rows * weight.padded_inputs <= kPrivateElements;
+}
+
+Copy copy_of(const GemmArgs& args, int64_t num_rows, int64_t part) {
   const PackedWeight& weight = args.weight;
-  if (!converts(weight)) return {args.x, args.x_stride, nullptr, nullptr};
-  const bool alone = num_rows * weight.padded_inputs <= kPrivateElements;
   const int64_t height = padded_rows(num_rows), extra = (1 + num_sums(weight)) * static_cast<int64_t>(sizeof(float));
   const int64_t bytes = (height * (workspace_stride(weight) + extra) + 63) / 64 * 64;
   Copy copy;
-  copy.rows = static_cast<char*>(args.workspace) + (alone ? thread * bytes : 0);
+  copy.rows = static_cast<char*>(args.workspace) + part * bytes;
   copy.scales = reinterpret_cast<float*>(copy.rows + height * workspace_stride(weight));
   copy.sums = copy.scales + height;
-  if (alone) {
-    convert_rows(args, copy, 0, num_rows);
-  } else {
-    const Range rows = share(num_rows, thread, num_threads);
-    convert_rows(args, copy, rows.begin, rows.end);
-    op_barrier();
-  }
+  return copy;
+}
+
+Rows prepare_rows(const GemmArgs& args, int64_t num_rows, int part) {
+  const PackedWeight& weight = args.weight;
+  if (!converts(weight)) return {args.x, args.x_stride, nullptr, nullptr};
+  const bool alone = converts_alone(weight, num_rows);
+  const Copy copy = copy_of(args, num_rows, alone ? part : 0);
+  if (alone) convert_rows(args, copy, 0, num_rows);
   return {copy.rows, weight.padded_inputs, weight.format == kInt8Dynamic ? copy.scales : nullptr, copy.sums};
 }
 
@@ -288,11 +293,19 @@ Rows prepare_rows(const GemmArgs& args, int64_t num_rows, int thread, int num_th
 
 using namespace millrace;
 
+extern "C" void gemm_rows(const GemmArgs& args, int thread, int num_threads) {
+  const int64_t num_rows = *args.num_rows;
+  if (!converts(args.weight) || converts_alone(args.weight, num_rows)) return;
+  const Range rows = share(num_rows, thread, num_threads);
+  convert_rows(args, copy_of(args, num_rows, 0), rows.begin, rows.end);
+}
+
+MILLRACE_OP(gemm_rows, GemmArgs)
+
 extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   const int64_t num_rows = *args.num_rows;
   if (num_rows == 0) return;
   const PackedWeight& weight = args.weight;
-  const Rows rows = prepare_rows(args, num_rows, thread, num_threads);
   const int64_t panels = (padded_outputs(weight) + kPanel - 1) / kPanel;
   // Pieces of several panels while rows are few; of one panel and some rows where panels alone are too few.
   const int64_t panel_bytes = packed_bytes(weight.format, kPanel, weight.padded_inputs);
@@ -302,7 +315,10 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   if (panels < 4 * num_threads && num_rows > kRowBlock) row_piece = kRowBlock;
   const int64_t row_pieces = (num_rows + row_piece - 1) / row_piece;
   const int64_t pieces = (panels + group - 1) / group * row_pieces;
-  for (int64_t piece = num_threads == 1 ? 0 : op_take(); piece < pieces; piece = num_threads == 1 ? piece + 1 : op_take()) {
+  int64_t piece = op_take();
+  if (piece >= pieces) return;
+  const Rows rows = prepare_rows(args, num_rows, thread);
+  for (; piece < pieces; piece = op_take()) {
     const int64_t first = piece / row_pieces * group, begin = piece % row_pieces * row_piece;
     for (int64_t panel = first; panel < std::min(first + group, panels); ++panel)
       panel_product(args, rows, panel * kPanel, begin, std::min(begin + row_piece, num_rows));

@@ -1,7 +1,7 @@
 // The form of every operation.
 //
-// An op is `extern "C" void name(const NameArgs& args, int thread, int num_threads)`, called by every thread of
-// the pool at once; a barrier follows. Its args are plain data, made once when a program is built; what changes
+// An op is `extern "C" void name(const NameArgs& args, int thread, int num_threads)`, called once for each part
+// `thread` of num_threads, by several threads at once or by one alone (pool.h). Its args are plain data, made once when a program is built; what changes
 // from step to step is reached through `args.step`. `MILLRACE_OP(name, NameArgs)` after the definition exports
 // the size of the args, which the Python side compares with its ctypes mirror.
 //

@@ -10,7 +10,6 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,55 +17,39 @@
 namespace millrace {
 namespace {
 
-// A waiting thread spins so long before it sleeps, in cycles of the time-stamp counter: about the time that
-// an op's slower thread may lag. Longer would take the core from whoever holds the slower thread up.
+// A thread that waits for the others' parts spins so long before it sleeps, in cycles of the time-stamp counter.
+// Longer would take the core from whoever holds the slower thread up.
 constexpr uint64_t kSpinCycles = 100'000;
-// Between runs a thread spins this long: the host's part of a short step fits in.
-constexpr uint64_t kIdleSpinCycles = 150'000;
+// Without work a thread spins this long: waking takes about a tenth of a millisecond, and the host's part of a
+// short step fits in.
+constexpr uint64_t kIdleSpinCycles = 400'000;
 // Rounding to nearest, no trap, denormals kept: the same in every thread, whatever its creator had.
 constexpr unsigned kControl = 0x1F80;
-
-void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
-}
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-// A number that threads wait upon to change.
-class Signal {
- public:
-  uint32_t value() const { return word_.load(std::memory_order_acquire); }
+// Which part of which op is next, in one word that is only changed as a whole: the number of the run in the upper
+// half, then the op, then the part. A claim is a compare-and-swap from one part to the next, so it cannot succeed
+// upon an op that is over or a run that is past.
+constexpr uint64_t kPartBits = 16, kOpBits = 16;
+constexpr uint64_t kPartMask = (uint64_t{1} << kPartBits) - 1;
+// The part that says that the run is over.
+constexpr uint64_t kOver = kPartMask;
+// Runs of more ops are cut.
+constexpr int64_t kMostOps = int64_t{1} << kOpBits;
 
-  void advance() {
-    word_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst)) futex(&word_, FUTEX_WAKE, INT_MAX);
-  }
+uint64_t ticket_of(uint32_t run, int64_t op, uint64_t part) {
+  return uint64_t{run} << (kPartBits + kOpBits) | static_cast<uint64_t>(op) << kPartBits | part;
+}
+int64_t op_of(uint64_t ticket) { return static_cast<int64_t>(ticket >> kPartBits & ((1u << kOpBits) - 1)); }
+uint64_t part_of(uint64_t ticket) { return ticket & kPartMask; }
+uint32_t run_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> (kPartBits + kOpBits)); }
 
-  // Lets sleepers spin for a while.
-  void nudge() {
-    if (sleepers_.load(std::memory_order_seq_cst)) futex(&word_, FUTEX_WAKE, INT_MAX);
-  }
-
-  void wait_beyond(uint32_t seen, uint64_t spin_cycles) {
-    for (;;) {
-      const uint64_t start = __rdtsc();
-      do {
-        if (value() != seen) return;
-        _mm_pause();
-      } while (__rdtsc() - start < spin_cycles);
-      sleepers_.fetch_add(1, std::memory_order_seq_cst);
-      if (word_.load(std::memory_order_seq_cst) == seen) futex(&word_, FUTEX_WAIT, seen);
-      sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-    }
-  }
-
- private:
-  alignas(64) std::atomic<uint32_t> word_{0};
-  alignas(64) std::atomic<uint32_t> sleepers_{0};
-};
+class Pool;
+thread_local Pool* running = nullptr;
 
 class Pool {
  public:
@@ -77,7 +60,7 @@ class Pool {
       for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
         if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
     for (int thread = 1; thread < num_threads; ++thread) {
-      threads_.emplace_back([this, thread] { work(thread); });
+      threads_.emplace_back([this] { work(); });
       if (thread < static_cast<int>(cpus.size())) {
         cpu_set_t own;
         CPU_ZERO(&own);
@@ -88,8 +71,8 @@ class Pool {
   }
 
   ~Pool() {
-    ops_ = nullptr;
-    start_.advance();
+    ending_.store(true);
+    publish(ticket_of(run_of(ticket_.load()) + 1, 0, kOver));
     for (auto& thread : threads_) thread.join();
   }
 
@@ -97,100 +80,120 @@ class Pool {
     std::lock_guard<std::mutex> turn(turn_);
     const unsigned control = _mm_getcsr();
     _mm_setcsr(kControl);
-    ops_ = ops;
-    num_ops_ = num_ops;
-    nanoseconds_ = nanoseconds;
-    if (num_threads_ > 1) start_.advance();
-    run_ops(0);
+    running = this;
+    for (int64_t begin = 0; begin < num_ops; begin += kMostOps)
+      run_some(ops + begin, num_ops - begin < kMostOps ? num_ops - begin : kMostOps,
+               nanoseconds ? nanoseconds + begin : nullptr);
+    running = nullptr;
     _mm_setcsr(control);
   }
 
+  // Lets sleepers spin for a while.
   void wake() {
-    if (num_threads_ > 1) start_.nudge();
+    if (sleeps_.exchange(false, std::memory_order_seq_cst)) wake_sleepers();
   }
 
-  void barrier() {
-    if (num_threads_ == 1) return;
-    const uint32_t seen = passed_.value();
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      passed_.advance();
-    } else {
-      passed_.wait_beyond(seen, kSpinCycles);
-    }
-  }
-
-  int64_t take() { return counters_[counter_].value.fetch_add(1, std::memory_order_relaxed); }
-
-  // The next op's counter was zeroed one op ago, when nobody could be using it any more.
-  void next_counter(int thread) {
-    counter_ = (counter_ + 1) % 3;
-    if (thread == 0) counters_[(counter_ + 1) % 3].value.store(0, std::memory_order_relaxed);
-  }
+  int64_t take() { return counter_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
-  struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-  };
-
-  void run_ops(int thread);
-
-  void work(int thread) {
-    _mm_setcsr(kControl);
-    uint32_t seen = 0;
+  void run_some(const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
+    ops_ = ops;
+    num_ops_ = num_ops;
+    nanoseconds_ = nanoseconds;
+    started_ = nanoseconds ? now() : 0;
+    if (num_threads_ == 1) {
+      for (int64_t op = 0; op < num_ops; ++op) {
+        ops[op].run(ops[op].args, 0, 1);
+        finish(op);
+      }
+      return;
+    }
+    publish(ticket_of(run_of(ticket_.load(std::memory_order_relaxed)) + 1, 0, 0));
     for (;;) {
-      start_.wait_beyond(seen, kIdleSpinCycles);
-      ++seen;
-      if (ops_ == nullptr) return;
-      run_ops(thread);
+      const uint64_t ticket = take_parts();
+      if (part_of(ticket) == kOver) return;
+      wait_beyond(ticket, kSpinCycles);
     }
   }
+
+  void work() {
+    _mm_setcsr(kControl);
+    running = this;
+    for (;;) {
+      const uint64_t ticket = take_parts();
+      if (ending_.load()) return;
+      wait_beyond(ticket, part_of(ticket) == kOver ? kIdleSpinCycles : kSpinCycles);
+    }
+  }
+
+  // Runs parts until none is left to take; returns the ticket that said so.
+  uint64_t take_parts() {
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    for (;;) {
+      const uint64_t part = part_of(ticket);
+      if (part >= static_cast<uint64_t>(num_threads_)) return ticket;
+      if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+      // The run cannot end before this part is done, so what belongs to it may be read.
+      const int64_t op = op_of(ticket);
+      ops_[op].run(ops_[op].args, static_cast<int>(part), num_threads_);
+      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
+        finish(op);
+        const uint32_t run = run_of(ticket);
+        publish(op + 1 == num_ops_ ? ticket_of(run, op, kOver) : ticket_of(run, op + 1, 0));
+      }
+      ticket = ticket_.load(std::memory_order_acquire);
+    }
+  }
+
+  // By the thread that did an op's last part, before the next op is published.
+  void finish(int64_t op) {
+    done_.store(0, std::memory_order_relaxed);
+    counter_.store(0, std::memory_order_relaxed);
+    if (nanoseconds_) {
+      const int64_t end = now();
+      nanoseconds_[op] += end - started_;
+      started_ = end;
+    }
+  }
+
+  void publish(uint64_t ticket) {
+    ticket_.store(ticket, std::memory_order_seq_cst);
+    if (sleeps_.load(std::memory_order_seq_cst) && sleeps_.exchange(false)) wake_sleepers();
+  }
+
+  void wait_beyond(uint64_t ticket, uint64_t spin_cycles) {
+    const uint64_t start = __rdtsc();
+    do {
+      if (ticket_.load(std::memory_order_acquire) != ticket) return;
+      _mm_pause();
+    } while (__rdtsc() - start < spin_cycles);
+    sleeps_.store(true, std::memory_order_seq_cst);
+    if (ticket_.load(std::memory_order_seq_cst) == ticket)
+      syscall(SYS_futex, word(), FUTEX_WAIT_PRIVATE, static_cast<uint32_t>(ticket), nullptr, nullptr, 0);
+  }
+
+  void wake_sleepers() { syscall(SYS_futex, word(), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+
+  // The lower half of the ticket: op and part, which change with every publication.
+  uint32_t* word() { return reinterpret_cast<uint32_t*>(&ticket_); }
 
   const int num_threads_;
   const Op* ops_ = nullptr;
   int64_t num_ops_ = 0;
   int64_t* nanoseconds_ = nullptr;
+  int64_t started_ = 0;
   std::mutex turn_;
-  Signal start_, passed_;
-  alignas(64) std::atomic<int> arrived_{0};
-  Counter counters_[3];
-  // Every thread counts ops alike, so each knows the present counter without sharing.
-  static thread_local int counter_;
+  std::atomic<bool> ending_{false};
+  alignas(64) std::atomic<uint64_t> ticket_{ticket_of(0, 0, kOver)};
+  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<int64_t> counter_{0};
+  alignas(64) std::atomic<bool> sleeps_{false};
   std::vector<std::thread> threads_;
 };
 
-thread_local int Pool::counter_ = 0;
-thread_local Pool* running = nullptr;
-thread_local int running_thread = 0;
-
-void Pool::run_ops(int thread) {
-  running = this;
-  running_thread = thread;
-  // A run begins at the same counter in all threads; all are zero then.
-  counter_ = 0;
-  const bool timed = thread == 0 && nanoseconds_ != nullptr;
-  for (int64_t index = 0; index < num_ops_; ++index) {
-    const int64_t start = timed ? now() : 0;
-    ops_[index].run(ops_[index].args, thread, num_threads_);
-    barrier();
-    next_counter(thread);
-    if (timed) nanoseconds_[index] += now() - start;
-  }
-  if (thread == 0)
-    for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
-  running = nullptr;
-}
-
 }  // namespace
 
-void op_barrier() { running->barrier(); }
-
 int64_t op_take() { return running->take(); }
-
-void op_restart() {
-  running->barrier();
-  running->next_counter(running_thread);
-}
 
 }  // namespace millrace
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.native import NativePacker, NativeProduct, PackedWeight, gemm_args, make_workspace
-from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.linear.native import (
+    NativePacker,
+    NativeProduct,
+    PackedWeight,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
+from engine.kernels.native import NativeLibrary
 
 SHAPES = [(1, 1), (7, 5), (16, 64), (63, 130), (64, 4200), (65, 33), (200, 96), (257, 515), (1000, 64)]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 13, 32, 97, 200)
@@ -40,7 +47,7 @@ def run(
         out_stride=out.stride(0),
         accumulate=accumulate,
     )
-    native.run([Op(native, "gemm", args)], num_threads=threads)
+    native.run(product_ops(native, args), num_threads=threads)
     return out
 
 
