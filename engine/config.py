@@ -93,9 +93,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # Longest and shortest suffix that prompt lookup searches for.
     max_ngram: int = 4
     min_ngram: int = 2
-    # A sequence stops speculating when its share of accepted drafts falls below this, or when drafting takes
-    # longer than the steps that it saves. 0 never stops.
-    min_acceptance: float = 0.3
+    # A sequence gets as many drafts as pay in measured time (at most num_draft_tokens), and none while fewer
+    # than this share of them would be accepted. 0 always drafts, whatever it costs.
+    min_acceptance: float = 0.1
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""10,000 random submissions, cancellations, waits and steps, some of which fail: what happened, and the books.
+"""10,000 random submissions, cancellations, waits and steps, some failing: what happened, and the books.
 
 Every invariant is checked after every operation, against a runner that keeps a model of the cache's contents
 (see tests/unit/engine/checked_runner.py). Plain and overlapped loop; the plain one is the baseline.

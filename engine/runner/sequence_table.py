@@ -8,13 +8,14 @@ Shape letters: N slots, L token columns, C block columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.runner.speculation.progress import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
 from engine.types import NewSequence, SamplingParams
@@ -28,11 +29,7 @@ class SequenceState:
     num_prompt: int
     sampling: SamplingParams
     matcher: Matcher | None = None
-    # How its drafts fared so far, and whether the latest were forced by the grammar.
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    forced: bool = False
+    draft: DraftProgress = field(default_factory=DraftProgress)
     # Why the sequence cannot go on; it takes no further part in forwards.
     failure: str = ""
 

@@ -32,6 +32,7 @@ from engine.runner.outcomes import SampledStep, conclude, logprob_reports, with_
 from engine.runner.prompt_scores import prompt_logprobs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.grammar import GrammarEngine, GrammarMasks
@@ -80,7 +81,7 @@ class TorchRunner:
         self.device = model.device
         self.grammar = grammar
         self.proposer = proposer
-        self._forward_s = 0.0
+        self._began_s = 0.0
         self.table = SequenceTable(
             vocab_size=model.spec.vocab_size,
             max_model_len=model.max_model_len,
@@ -126,13 +127,8 @@ class TorchRunner:
             device=self.device,
         )
         pending_masks = self._start_masks(inputs)
-        began = time.monotonic()
+        self._began_s = time.monotonic()
         hidden = self.model.forward(inputs.batch, self.storage.layers, self.attention)
-        if self.proposer.draft_model is not None and self.device.type == "cuda":
-            # Kernels run behind; whether a draft model pays is judged by what the forward really takes.
-            torch.cuda.synchronize()
-        self._forward_s = time.monotonic() - began
-        self.proposer.observe(inputs.batch, self.storage.spare_slot)
         forwarded = time.monotonic()
         rows = logit_rows(inputs, self.table)
         scores = prompt_logprobs(inputs, hidden, self.model, self.table)
@@ -156,10 +152,9 @@ class TorchRunner:
             self.table.add(new, forked=new.sequence_id in forked)
         for parent, child in plan.forks:
             self.table.fork(parent, child)
-        for storage in (self.storage, *self.proposer.storages()):
-            storage.offload(plan.offloads)
-            storage.restore(plan.restores)
-            storage.copy_blocks(plan.block_copies)
+        self.storage.offload(plan.offloads)
+        self.storage.restore(plan.restores)
+        self.storage.copy_blocks(plan.block_copies)
         for sequence in plan.scheduled:
             self.table.add_blocks(self.table.states[sequence.sequence_id].slot, sequence.new_block_ids)
 
@@ -217,7 +212,17 @@ class TorchRunner:
                 alive.append((outcome.sequence_id, state))
         if not alive:
             return {}
-        found = self.proposer.propose([state for _, state in alive], self.table, self._forward_s)
+        drafts = [len(each.draft_token_ids) for each in inputs.scheduled]
+        step = StepCost(
+            seconds=time.monotonic() - self._began_s,
+            num_sequences=len(drafts),
+            num_drafts=sum(drafts),
+            decodes_only=all(
+                each.samples and each.num_tokens == 1 + count
+                for each, count in zip(inputs.scheduled, drafts, strict=True)
+            ),
+        )
+        found = self.proposer.propose([state for _, state in alive], self.table, step)
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
 
     def _append(self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]) -> None:
@@ -320,7 +325,8 @@ def _draft_model(
     return DraftModel(
         decoder,
         BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
-        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **storage_options),
+        # Its contents follow from the tokens, so nothing of it is kept on the host.
+        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **{**storage_options, "host_blocks": 0}),
         num_scratch_blocks=num_scratch,
     )
 

@@ -1,12 +1,13 @@
 """A small model of the same vocabulary proposes by running ahead.
 
-It keeps keys and values of its own under the block ids of the target: every forward of the target is
-accompanied by one of the draft over the same tokens, so prefix hits, forks, copies and offload hold for both.
-To propose, it decodes `num_drafts` tokens one after another; positions that have no block yet use scratch
-blocks. It draws with the same noise as the verification will, so a draft is accepted whenever both models'
-distributions lead to the same token.
+It keeps keys and values of its own under the block ids of the target, and reads a sequence only when it is
+asked for drafts: the first forward of a proposal reads what is new since the last one together with the last
+token, so that `n` drafts take `n` forwards, and a sequence that does not speculate costs nothing. Contents of
+a block depend on its tokens alone, so sequences that share a prefix write the same. Positions that have no
+block yet use scratch blocks. It draws with the same noise as the verification will, so a draft is accepted
+whenever both models' distributions lead to the same token.
 
-Shape letters: S sequences.
+Shape letters: S sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarError
 from engine.sampling.sampler import SamplingRows, sample
 
+# Tokens that are read in one forward, so that a long prompt does not hold up everybody's next step.
+MAX_READ_TOKENS = 512
+
 
 class DraftModel:
     """The draft and its cache, whose last blocks are scratch."""
@@ -37,84 +41,93 @@ class DraftModel:
         self.first_scratch = storage.num_blocks - num_scratch_blocks
         self.num_scratch_blocks = num_scratch_blocks
 
-    def observe(self, batch: ForwardBatch, target_spare_slot: int) -> None:
-        """Computes keys and values of the tokens that the target just computed."""
-        slots = torch.where(batch.slots == target_spare_slot, self.storage.spare_slot, batch.slots)
-        own = ForwardBatch(
-            token_ids=batch.token_ids, positions=batch.positions, slots=slots, ragged=batch.ragged
-        )
-        self.model.forward(own, self.storage.layers, self.attention)
-
     def propose(
-        self, states: list[SequenceState], table: SequenceTable, num_drafts: int
+        self, states: list[SequenceState], counts: list[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
-        """Up to num_drafts tokens after each sequence's last token; fewer where a grammar ends."""
-        per_sequence = -(-num_drafts // self.storage.block_size) + 1
+        """Up to `counts` tokens after each sequence's last token; fewer where a grammar ends, none while the
+        sequence's text is still being read.
+        """
+        per_sequence = -(-max(counts) // self.storage.block_size) + 1
         room = self.num_scratch_blocks // per_sequence
-        proposals: list[list[int]] = [[] for _ in states[:room]]
-        rows = _Tails(states[:room], table, self.first_scratch, per_sequence, self.storage.block_size)
-        live = np.arange(len(proposals))
-        latest = rows.last_tokens
+        proposals: list[list[int]] = [[] for _ in states]
+        tails = _Tails(states[:room], table, self.first_scratch, per_sequence, self.storage.block_size)
+        live, spans = tails.to_read(MAX_READ_TOKENS)
         try:
-            for step in range(num_drafts):
-                if not live.size:
-                    break
-                drawn = self._step(rows, live, latest, step, proposals, table)
-                latest = drawn
-                for index in live.tolist():
-                    token = int(drawn[index])
-                    matcher = states[index].matcher
-                    if matcher is not None and not matcher.try_accept(token):
+            step = 0
+            while spans.size:
+                drawn = self._step(tails, live, spans, step, proposals, table)
+                # Those whose text is read, and whose draw the grammar takes, go on.
+                going_on = []
+                for index, token in zip(live.tolist(), drawn.tolist(), strict=True):
+                    if not tails.is_read[index] or not _accepts(states[index], token):
                         continue
                     proposals[index].append(token)
-                live = live[[len(proposals[index]) == step + 1 for index in live.tolist()]]
+                    if len(proposals[index]) < counts[index]:
+                        going_on.append(index)
+                step += 1
+                live = np.array(going_on, np.int64)
+                spans = np.ones(live.size, np.int64)
         finally:
-            for state, drafts in zip(states, proposals, strict=False):
+            for state, drafts in zip(states, proposals, strict=True):
                 if state.matcher is not None:
                     state.matcher.rollback(len(drafts))
-        return [tuple(drafts) for drafts in proposals] + [()] * (len(states) - len(proposals))
+                state.draft.num_proposed = len(drafts)
+        return [tuple(drafts) for drafts in proposals]
 
     def _step(
         self,
-        rows: _Tails,
+        tails: _Tails,
         live: NDArray[np.int64],
-        latest: NDArray[np.int64],
+        spans: NDArray[np.int64],
         step: int,
         proposals: list[list[int]],
         table: SequenceTable,
     ) -> NDArray[np.int64]:
-        """One decode of the live sequences; the drawn tokens [S] by sequence (others keep their latest)."""
+        """One forward of `spans` tokens of each live sequence; the tokens drawn after them [S]."""
         device = self.model.device
-        batch = rows.batch(live, latest, step, spare_slot=self.storage.spare_slot, device=device)
+        batch = tails.batch(live, spans, proposals, spare_slot=self.storage.spare_slot, device=device)
         hidden = self.model.forward(batch, self.storage.layers, self.attention)
-        logits = self.model.logits(hidden)[: live.size]
+        ends = np.cumsum(spans) - 1
+        padded = np.pad(ends, (0, -ends.size % ROW_MULTIPLE))
+        chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
+        logits = self.model.logits(chosen)[: live.size]
         drafts = [proposals[index] for index in live.tolist()]
-        masks = np.full((live.size, table.grammar.mask_width), -1, np.int32)
-        guided = []
-        for row, index in enumerate(live.tolist()):
-            matcher = rows.states[index].matcher
-            if matcher is not None:
-                guided.append(row)
-                try:
-                    matcher.fill(masks[row : row + 1], ())
-                except GrammarError:
-                    masks[row] = -1
-        draft_rows = [row for row, tokens in enumerate(drafts) for _ in tokens]
+        guided, masks = _masks([tails.states[index] for index in live.tolist()], table)
         drawn = sample(
             logits,
             table.sampling,
             SamplingRows(
-                slots=rows.slots[live],
-                positions=rows.outputs[live] + step,
-                draft_rows=np.array(draft_rows, np.int64),
+                slots=tails.slots[live],
+                positions=tails.outputs[live] + step,
+                draft_rows=np.array([row for row, tokens in enumerate(drafts) for _ in tokens], np.int64),
                 draft_tokens=np.array([token for tokens in drafts for token in tokens], np.int64),
-                grammar_rows=np.array(guided, np.int64),
-                grammar_masks=masks[guided] if guided else None,
+                grammar_rows=guided,
+                grammar_masks=masks,
             ),
         )
-        result = latest.copy()
-        result[live] = drawn.tokens
-        return result
+        return drawn.tokens
+
+
+def _accepts(state: SequenceState, token: int) -> bool:
+    return state.matcher is None or state.matcher.try_accept(token)
+
+
+def _masks(
+    states: list[SequenceState], table: SequenceTable
+) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
+    """Rows under a grammar, and their masks; a broken grammar allows everything and is found out later."""
+    guided = [row for row, state in enumerate(states) if state.matcher is not None]
+    if not guided:
+        return np.array([], np.int64), None
+    masks = np.full((len(guided), table.grammar.mask_width), -1, np.int32)
+    for place, row in enumerate(guided):
+        matcher = states[row].matcher
+        assert matcher is not None
+        try:
+            matcher.fill(masks[place : place + 1], ())
+        except GrammarError:
+            masks[place] = -1
+    return np.array(guided, np.int64), masks
 
 
 class _Tails:
@@ -130,47 +143,75 @@ class _Tails:
     ) -> None:
         self.states = states
         self.block_size = block_size
+        self.table = table
         self.slots = np.array([state.slot for state in states], np.int64)
-        self.lengths = table.num_tokens[self.slots]  # [S] tokens known, the last of them not computed yet
+        self.lengths = table.num_tokens[self.slots]  # [S] tokens known
         self.outputs = self.lengths - np.array([state.num_prompt for state in states], np.int64)
-        self.last_tokens = table.tokens[self.slots, self.lengths - 1]
         owned = table.num_blocks[self.slots]
         width = int(owned.max()) + per_sequence
         self.tables = np.zeros((len(states), width), np.int64)
-        columns = np.arange(width)
         for row, count in enumerate(owned.tolist()):
             self.tables[row, :count] = table.blocks[self.slots[row], :count]
             scratch = first_scratch + row * per_sequence + np.arange(per_sequence)
             self.tables[row, count : count + per_sequence] = scratch
-        self.columns = columns
+        self.owned = owned * block_size  # [S] positions in blocks of the sequence's own
+        self.starts = np.zeros(len(states), np.int64)  # [S] first position of the next forward
+        self.is_read = np.zeros(len(states), np.bool_)
+
+    def to_read(self, budget: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sequences whose new tokens are read now, and how many of each, up to `budget` in all. The last one
+        lies beyond the blocks of its own where the target has not computed it yet.
+        """
+        live, spans = [], []
+        for row, state in enumerate(self.states):
+            start = min(state.draft.num_read, int(self.lengths[row]) - 1)
+            span = min(int(self.lengths[row]) - start, budget)
+            if not span:
+                break
+            budget -= span
+            self.starts[row] = start
+            self.is_read[row] = start + span == self.lengths[row]
+            state.draft.num_known, state.draft.num_owned = start + span, int(self.owned[row])
+            state.draft.num_read = min(start + span, int(self.owned[row]))
+            live.append(row)
+            spans.append(span)
+        return np.array(live, np.int64), np.array(spans, np.int64)
 
     def batch(
         self,
         live: NDArray[np.int64],
-        latest: NDArray[np.int64],
-        step: int,
+        spans: NDArray[np.int64],
+        proposals: list[list[int]],
         *,
         spare_slot: int,
         device: torch.device,
     ) -> ForwardBatch:
-        """One token per live sequence, at its end plus `step`."""
-        positions = self.lengths[live] - 1 + step
-        blocks = self.tables[live]
-        slots = blocks[np.arange(live.size), positions // self.block_size] * self.block_size
+        """`spans` tokens of each live sequence from its start on; moves the starts along."""
+        owner = np.repeat(live, spans)
+        query_starts = np.concatenate(([0], np.cumsum(spans)))
+        within = np.arange(owner.size) - np.repeat(query_starts[:-1], spans)
+        positions = self.starts[owner] + within
+        token_ids = self.table.tokens[self.slots[owner], np.minimum(positions, self.lengths[owner] - 1)]
+        for place, (row, start) in enumerate(zip(live.tolist(), query_starts.tolist(), strict=False)):
+            if self.starts[row] >= self.lengths[row]:
+                assert spans[place] == 1
+                token_ids[start] = proposals[row][-1]
+        slots = self.tables[owner, positions // self.block_size] * self.block_size
         slots = slots + positions % self.block_size
-        padding = -live.size % ROW_MULTIPLE
+        self.starts[live] += spans
+        padding = -owner.size % ROW_MULTIPLE
 
         def padded(values: NDArray[np.int64], fill: int) -> torch.Tensor:
             return torch.from_numpy(np.pad(values, (0, padding), constant_values=fill)).to(device)
 
         return ForwardBatch(
-            token_ids=padded(latest[live], 0),
+            token_ids=padded(token_ids, 0),
             positions=padded(positions, 0),
             slots=padded(slots, spare_slot),
             ragged=RaggedBatch(
-                query_starts=np.arange(live.size + 1),
-                context_lens=positions + 1,
-                block_tables=blocks,
+                query_starts=query_starts,
+                context_lens=self.starts[live],
+                block_tables=self.tables[live],
                 block_size=self.block_size,
             ),
         )

@@ -10,18 +10,13 @@ from __future__ import annotations
 import time
 
 from engine.config import SpeculationConfig
-from engine.model.forward_batch import ForwardBatch
-from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.economics import Economics, StepCost
 from engine.runner.speculation.ngram import continuation
 
 # Forced tokens that are verified in one step.
 MAX_FORCED_TOKENS = 32
-# Drafts after which a sequence's acceptance is judged.
-TRIAL_DRAFTS = 24
-# Weight of the latest measurement in the running cost of drafting.
-SMOOTHING = 0.1
 
 
 class Proposer:
@@ -30,73 +25,70 @@ class Proposer:
     def __init__(self, config: SpeculationConfig, draft_model: DraftModel | None = None) -> None:
         self.config = config
         self.draft_model = draft_model
-        # Time of proposing for a step over the time of the target's forward; 0 until measured.
-        self.relative_cost = 0.0
-
-    def observe(self, batch: ForwardBatch, spare_slot: int) -> None:
-        """Sees every step that the target computed."""
-        if self.draft_model is not None:
-            self.draft_model.observe(batch, spare_slot)
-
-    def storages(self) -> list[KvStorage]:
-        """Caches that follow the target's copies."""
-        return [] if self.draft_model is None else [self.draft_model.storage]
+        self.economics = Economics(config.num_draft_tokens, config.min_acceptance)
 
     def propose(
-        self, states: list[SequenceState], table: SequenceTable, forward_s: float
+        self, states: list[SequenceState], table: SequenceTable, step: StepCost
     ) -> list[tuple[int, ...]]:
-        """Drafts after each sequence's last token; the target's forward took forward_s seconds."""
+        """Drafts after each sequence's last token; `step` is the one that has just been sampled."""
         proposals = [self._forced(state) for state in states]
         for state, forced in zip(states, proposals, strict=True):
-            state.forced = bool(forced)
-        open_places = [
-            index
-            for index, (state, forced) in enumerate(zip(states, proposals, strict=True))
-            if not forced and self._pays(state)
-        ]
-        if not open_places or self.config.method == "off":
+            state.draft.forced = bool(forced)
+        if self.config.method == "off":
             return proposals
-        chosen = [states[index] for index in open_places]
-        if self.draft_model is not None:
-            started = time.monotonic()
-            found = self.draft_model.propose(chosen, table, self.config.num_draft_tokens)
-            cost = (time.monotonic() - started) / max(forward_s, 1e-9)
-            self.relative_cost += SMOOTHING * (cost - self.relative_cost) if self.relative_cost else cost
-        else:
-            found = [self._look_up(state, table) for state in chosen]
-        for index, drafts in zip(open_places, found, strict=True):
-            proposals[index] = drafts
+        self.economics.stepped(step)
+        # A beam goes on as another sequence.
+        places = [
+            place
+            for place, state in enumerate(states)
+            if not proposals[place] and not state.sampling.beam_width
+        ]
+        chosen = [states[place] for place in places]
+        counts = self.economics.drafts([state.draft for state in chosen], looks_up=self.draft_model is None)
+        if any(counts):
+            found = self._speculate(chosen, counts, table)
+            for place, drafts in zip(places, found, strict=True):
+                proposals[place] = drafts
         return proposals
 
     def judge(self, state: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how a sequence's drafts fared; forced tokens say nothing of speculation."""
-        if not state.forced and num_drafted:
-            state.num_rounds += 1
-            state.num_drafted += num_drafted
-            state.num_accepted += num_accepted
+        if num_drafted and not state.draft.forced:
+            self.economics.verified(state.draft, num_drafted, num_accepted)
 
-    def _forced(self, state: SequenceState) -> tuple[int, ...]:
+    def _speculate(
+        self, states: list[SequenceState], counts: list[int], table: SequenceTable
+    ) -> list[tuple[int, ...]]:
+        started = time.monotonic()
+        found: list[tuple[int, ...]] = [()] * len(states)
+        wanted = [place for place, count in enumerate(counts) if count]
+        if self.draft_model is None:
+            for place in wanted:
+                found[place] = self._look_up(states[place], table, counts[place])
+            num_rounds = len(wanted)
+        else:
+            num_rounds = max(counts)
+            drafts = self.draft_model.propose(
+                [states[place] for place in wanted], [counts[place] for place in wanted], table
+            )
+            for place, tokens in zip(wanted, drafts, strict=True):
+                found[place] = tokens
+        self.economics.proposed(len(states), num_rounds, time.monotonic() - started)
+        return found
+
+    @staticmethod
+    def _forced(state: SequenceState) -> tuple[int, ...]:
         if state.matcher is None:
             return ()
         return tuple(state.matcher.forced()[:MAX_FORCED_TOKENS])
 
-    def _pays(self, state: SequenceState) -> bool:
-        """After a trial: enough drafts are accepted, and they gain more steps than proposing costs."""
-        if state.sampling.beam_width:
-            return False
-        if not self.config.min_acceptance or state.num_drafted < TRIAL_DRAFTS:
-            return True
-        enough = state.num_accepted >= self.config.min_acceptance * state.num_drafted
-        return enough and state.num_accepted >= self.relative_cost * state.num_rounds
-
-    def _look_up(self, state: SequenceState, table: SequenceTable) -> tuple[int, ...]:
+    def _look_up(self, state: SequenceState, table: SequenceTable, count: int) -> tuple[int, ...]:
         tokens = table.tokens[state.slot, : int(table.num_tokens[state.slot])]
         drafts = continuation(
-            tokens,
-            longest=self.config.max_ngram,
-            shortest=self.config.min_ngram,
-            num_drafts=self.config.num_draft_tokens,
+            tokens, longest=self.config.max_ngram, shortest=self.config.min_ngram, num_drafts=count
         )
         if state.matcher is not None and drafts:
             drafts = drafts[: state.matcher.valid_prefix(drafts)]
+        state.draft.num_lookups += 1
+        state.draft.num_found += bool(drafts)
         return drafts
