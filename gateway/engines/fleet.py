@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -125,7 +126,8 @@ class Fleet:
         if len(ready) == 1 and len(self._attachments) == 1:
             return Route(ready[0], RouteReason.ONLY)
         hashes = self._hashes(submission, ready[0]) if self._use_prefixes else None
-        candidates = [self._candidate(each, hashes) for each in ready]
+        home = _home(submission, ready)
+        candidates = [self._candidate(each, hashes, is_home=each is home) for each in ready]
         tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
         choice = choose(candidates, tokens, self._policy)
         chosen = ready[choice.index]
@@ -146,7 +148,7 @@ class Fleet:
             block_size=info.block_size,
         )
 
-    def _candidate(self, attachment: Attachment, hashes: PromptHashes | None) -> Candidate:
+    def _candidate(self, attachment: Attachment, hashes: PromptHashes | None, *, is_home: bool) -> Candidate:
         load, info = attachment.load, attachment.info
         used = load.num_total_blocks - load.num_free_blocks
         cached_blocks = 0
@@ -158,6 +160,7 @@ class Fleet:
             num_requests=max(load.num_running + load.num_waiting, attachment.num_open),
             cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
+            is_home=is_home,
             long_lane=attachment.target in self._long_lane
             or (info is not None and info.pool in self._long_lane),
             last_chosen=self._last_chosen.get(attachment.target, 0),
@@ -191,6 +194,23 @@ class Fleet:
             f"no engine takes requests{wanted} now: {states or 'none is configured'}; try again",
             retry_after_s=1.0,
         )
+
+
+def _home(submission: Submission, attachments: Sequence[Attachment]) -> Attachment | None:
+    """The engine that a prompt cache key leads to, the same for every gateway: the one with the highest hash.
+
+    When an engine comes or goes, the keys of the others stay where they are. Tenants do not share keys.
+    """
+    if not submission.affinity:
+        return None
+    key = submission.affinity.encode()
+
+    def height(attachment: Attachment) -> bytes:
+        return blake2b(
+            key + attachment.target.encode(), digest_size=8, key=submission.cache_salt[:64]
+        ).digest()
+
+    return max(attachments, key=height)
 
 
 def _fits(attachment: Attachment, submission: Submission) -> bool:

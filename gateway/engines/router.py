@@ -17,6 +17,8 @@ class RouteReason(StrEnum):
     LEAST_PENDING = "least_pending"
     # What it holds of the prompt outweighed the work ahead.
     PREFIX = "prefix"
+    # The client's prompt cache key leads there.
+    AFFINITY = "affinity"
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -30,6 +32,8 @@ class Candidate(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     # Share of KV blocks in use, 0 to 1.
     kv_usage: float = 0.0
+    # The prompt cache key of the request leads here.
+    is_home: bool = False
     # Serves long prompts only.
     long_lane: bool = False
     # Grows each time the engine is chosen; the smaller one wins a tie.
@@ -41,6 +45,8 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     # Prefix hits on an engine count while it has at most this many pending tokens more than the least loaded.
     prefix_imbalance_tokens: int = 4096
+    # What a prompt cache key is worth: requests that share one probably share more than is known here.
+    home_tokens: float = 512.0
     # Prompts with at least this many tokens to compute go to the long lane; 0 is off.
     long_prompt_tokens: int = 0
     # What one running request costs a new one: its share of every step.
@@ -64,22 +70,25 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingP
     least_pending = min(candidates[index].pending_tokens for index in lane)
     allowed = least_pending + policy.prefix_imbalance_tokens
 
-    def cost(index: int, *, with_prefix: bool) -> tuple[float, int]:
+    def cost(index: int, *, with_prefix: bool, with_home: bool) -> tuple[float, int]:
         candidate = candidates[index]
-        counts = with_prefix and candidate.pending_tokens <= allowed
-        own = max(prompt_tokens - (candidate.cached_tokens if counts else 0), 1)
+        near = candidate.pending_tokens <= allowed
+        own = max(prompt_tokens - (candidate.cached_tokens if with_prefix and near else 0), 1)
         total = (
             candidate.pending_tokens
             + own
+            - (policy.home_tokens if with_home and near and candidate.is_home else 0.0)
             + candidate.num_requests * policy.tokens_per_running_request
             + candidate.kv_usage**2 * policy.tokens_at_full_cache
         )
         return total, candidate.last_chosen
 
-    best = min(lane, key=lambda index: cost(index, with_prefix=True))
-    if best == min(lane, key=lambda index: cost(index, with_prefix=False)):
+    best = min(lane, key=lambda index: cost(index, with_prefix=True, with_home=True))
+    if best == min(lane, key=lambda index: cost(index, with_prefix=False, with_home=False)):
         return Choice(best, RouteReason.LEAST_PENDING)
-    return Choice(best, RouteReason.PREFIX)
+    if best == min(lane, key=lambda index: cost(index, with_prefix=True, with_home=False)):
+        return Choice(best, RouteReason.PREFIX)
+    return Choice(best, RouteReason.AFFINITY)
 
 
 def _lane(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingPolicy) -> list[int]:

@@ -70,6 +70,7 @@ def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
         sampling=sampling(message.sampling),
         response_format=chat_convert.response_format(message.response_format),
         service_tier=message.service_tier,
+        prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
         face="grpc",
         field_names=_CHAT_NAMES,
@@ -87,6 +88,7 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerationReques
         sampling=sampling(message.sampling),
         response_format=chat_convert.response_format(message.response_format),
         service_tier=message.service_tier,
+        prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
         echo=message.echo,
         face="grpc",
@@ -145,6 +147,7 @@ def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.Cha
         logprobs=token_logprobs(delta.logprobs, vocabulary),
         finish_reason=_finish(delta),
         stop_reason=delta.stop_reason,
+        verdict=chat_convert.verdict_message(delta.verdict),
     )
 
 
@@ -158,6 +161,7 @@ def generate_choice(delta: ChoiceDelta, vocabulary: Vocabulary, echo: str) -> in
         finish_reason=_finish(delta),
         stop_reason=delta.stop_reason,
         prompt_logprobs=token_logprobs(delta.prompt_logprobs, vocabulary),
+        verdict=chat_convert.verdict_message(delta.verdict),
     )
 
 

@@ -133,6 +133,7 @@ def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
         sampling=sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
         response_format=response_format(body),
         service_tier=body.service_tier or "",
+        prompt_cache_key=body.prompt_cache_key or "",
         metadata=labels(body, body.safety_identifier),
         streaming=bool(body.stream),
         face="http",

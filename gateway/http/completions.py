@@ -46,6 +46,7 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
             sampling=options,
             response_format=format_,
             service_tier=body.service_tier or "",
+            prompt_cache_key=body.prompt_cache_key or "",
             metadata=labels(body),
             echo=echo,
             streaming=bool(body.stream),

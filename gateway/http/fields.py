@@ -66,7 +66,6 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "prompt_cache_key": "prefixes are cached and routed by content",
     "prompt_cache_retention": "prefixes are kept as long as there is room",
     "prediction": "no draft is taken from clients",
     "spaces_between_special_tokens": "special tokens are never shown",
@@ -104,7 +103,6 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spaces_between_special_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     add_generation_prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     add_special_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_key: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 

@@ -81,6 +81,7 @@ class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True
     user: str | None = None
     service_tier: str | None = None
     metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
     # Extensions.
     top_k: int | None = None
     min_p: float | None = None

@@ -22,11 +22,12 @@ from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo
 from gateway.pipeline.generation import Generation, Outcome
+from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.ports import Limiter, Reservation
 from gateway.pipeline.reading import AnswerReader
-from gateway.pipeline.request import GenerationRequest
+from gateway.pipeline.request import GenerationRequest, JsonSchemaFormat
 from gateway.pipeline.validate import check_token_ids, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
@@ -170,7 +171,7 @@ class Pipeline:
             with call.span_below(names.GATEWAY_ROUTE) as route:
                 stream = self._route(call, prepared, sampling, context)
                 self._note_route(route, stream)
-            return self._generation(call, prepared, sampling, stream, reservation)
+            return self._generation(call, prepared, sampling, stream, reservation, context)
         except BaseException:
             await reservation.cancel()
             raise
@@ -226,6 +227,7 @@ class Pipeline:
                 cache_salt=caller.identity.cache_salt,
                 adapter=self._adapter(call.request.model),
                 pool=tier.config.pool,
+                affinity=call.request.prompt_cache_key,
             ),
             self._continuation,
             renew=lambda: self.callers.sign(caller, tier.accepted, traceparent_of(call.span)),
@@ -249,6 +251,7 @@ class Pipeline:
         sampling: Sampling,
         stream: ContinuousStream,
         reservation: Reservation,
+        context: Any,
     ) -> Generation:
         caller, request = call.caller, call.request
         meter = Meter(caller.received_s)
@@ -271,12 +274,22 @@ class Pipeline:
             meter=meter,
             discard_tokens=request.sampling.max_tokens == 0,
             settle=lambda generation, outcome: self._settled(call, generation, outcome),
+            judge=self._judge(call, prepared, context),
         )
         self._open.add(generation)
         self._metrics.shift(names.ACTIVE_STREAMS, 1, tier=call.tier.name)
         if caller.deadline_s is not None:
             generation.expire_at(caller.deadline_s)
         return generation
+
+    def _judge(self, call: _Call, prepared: Prepared, context: Any) -> OutputJudge | None:
+        report, form = prepared.enforcement, call.request.response_format
+        if not isinstance(form, JsonSchemaFormat) or report is None:
+            return None
+        if not (report.approximated or report.unenforced):
+            return None
+        model, schema_json = call.request.model, form.schema_json
+        return OutputJudge(lambda text: self.tokenizer.validate(model, schema_json, text, context=context))
 
     def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
         self._open.discard(generation)

@@ -177,6 +177,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingOptions = SamplingOptions()
     response_format: ResponseFormat | None = None
     service_tier: str = ""
+    # Requests with the same one had better meet on one engine.
+    prompt_cache_key: str = ""
     metadata: Mapping[str, str] = {}
     # Return the prompt before the completion.
     echo: bool = False

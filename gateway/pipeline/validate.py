@@ -25,6 +25,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_METADATA = 16
+MAX_PROMPT_CACHE_KEY = 256
 # Seeds travel as unsigned 64-bit numbers.
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
@@ -65,6 +66,12 @@ def validate(request: GenerationRequest) -> None:
     _check_combinations(request)
     _check_prompt(request)
     _check_format(request)
+    if len(request.prompt_cache_key) > MAX_PROMPT_CACHE_KEY:
+        raise refuse(
+            request,
+            "prompt_cache_key",
+            f"{len(request.prompt_cache_key)} characters; the limit is {MAX_PROMPT_CACHE_KEY}",
+        )
     if len(request.metadata) > MAX_METADATA:
         raise refuse(request, "metadata", f"{len(request.metadata)} entries; the limit is {MAX_METADATA}")
 

@@ -28,7 +28,7 @@ from millrace.common.v1 import output_pb2 as millrace_dot_common_dot_v1_dot_outp
 from millrace.common.v1 import sampling_pb2 as millrace_dot_common_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/inference/v1/inference.proto\x12\x15millrace.inference.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/grammar.proto\x1a\x1fmillrace/common/v1/output.proto\x1a!millrace/common/v1/sampling.proto\"\xeb\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x36\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.Conversation\x12\x35\n\x08sampling\x18\x03 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12;\n\x0fresponse_format\x18\x04 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x14\n\x0cservice_tier\x18\x05 \x01(\t\x12\x16\n\x0einclude_timing\x18\x06 \x01(\x08\x12\x42\n\x08metadata\x18\x07 \x03(\x0b\x32\x30.millrace.inference.v1.ChatRequest.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x14\n\x0cservice_tier\x18\x04 \x01(\t\x12\x32\n\x07\x63hoices\x18\x05 \x03(\x0b\x32!.millrace.inference.v1.ChatChoice\x12-\n\x05usage\x18\x06 \x01(\x0b\x32\x19.millrace.common.v1.UsageH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x07 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x42\x08\n\x06_usageB\x0e\n\x0c_enforcement\"\x90\x02\n\nChatChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12\x38\n\ntool_calls\x18\x04 \x03(\x0b\x32$.millrace.inference.v1.ToolCallDelta\x12\x32\n\x08logprobs\x18\x05 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x06 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x18\n\x0bstop_reason\x18\x07 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_stop_reason\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x99\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x34\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1f.millrace.inference.v1.TokenIdsH\x00\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12;\n\x0fresponse_format\x18\x05 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x14\n\x0cservice_tier\x18\x06 \x01(\t\x12\x16\n\x0einclude_timing\x18\x07 \x01(\x08\x12\x46\n\x08metadata\x18\x08 \x03(\x0b\x32\x34.millrace.inference.v1.GenerateRequest.MetadataEntry\x12\x0c\n\x04\x65\x63ho\x18\t \x01(\x08\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06prompt\"\xa5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x14\n\x0cservice_tier\x18\x04 \x01(\t\x12\x36\n\x07\x63hoices\x18\x05 \x03(\x0b\x32%.millrace.inference.v1.GenerateChoice\x12-\n\x05usage\x18\x06 \x01(\x0b\x32\x19.millrace.common.v1.UsageH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x07 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x42\x08\n\x06_usageB\x0e\n\x0c_enforcement\"\x92\x02\n\x0eGenerateChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x05 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x18\n\x0bstop_reason\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .millrace.common.v1.TokenLogprobB\x0e\n\x0c_stop_reason\"v\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05input\")\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x13\n\x11ListModelsRequest\"B\n\x12ListModelsResponse\x12,\n\x06models\x18\x01 \x03(\x0b\x32\x1c.millrace.inference.v1.Model\"T\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x10\n\x08owned_by\x18\x04 \x01(\t2\x8d\x03\n\x10InferenceService\x12Q\n\x04\x43hat\x12\".millrace.inference.v1.ChatRequest\x1a#.millrace.inference.v1.ChatResponse0\x01\x12]\n\x08Generate\x12&.millrace.inference.v1.GenerateRequest\x1a\'.millrace.inference.v1.GenerateResponse0\x01\x12\x64\n\x0b\x43ountTokens\x12).millrace.inference.v1.CountTokensRequest\x1a*.millrace.inference.v1.CountTokensResponse\x12\x61\n\nListModels\x12(.millrace.inference.v1.ListModelsRequest\x1a).millrace.inference.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/inference/v1/inference.proto\x12\x15millrace.inference.v1\x1a\x1dmillrace/common/v1/chat.proto\x1a millrace/common/v1/grammar.proto\x1a\x1fmillrace/common/v1/output.proto\x1a!millrace/common/v1/sampling.proto\"\x85\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x36\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.Conversation\x12\x35\n\x08sampling\x18\x03 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12;\n\x0fresponse_format\x18\x04 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x14\n\x0cservice_tier\x18\x05 \x01(\t\x12\x16\n\x0einclude_timing\x18\x06 \x01(\x08\x12\x42\n\x08metadata\x18\x07 \x03(\x0b\x32\x30.millrace.inference.v1.ChatRequest.MetadataEntry\x12\x18\n\x10prompt_cache_key\x18\x08 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x14\n\x0cservice_tier\x18\x04 \x01(\t\x12\x32\n\x07\x63hoices\x18\x05 \x03(\x0b\x32!.millrace.inference.v1.ChatChoice\x12-\n\x05usage\x18\x06 \x01(\x0b\x32\x19.millrace.common.v1.UsageH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x07 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x42\x08\n\x06_usageB\x0e\n\x0c_enforcement\"\xd5\x02\n\nChatChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12\x38\n\ntool_calls\x18\x04 \x03(\x0b\x32$.millrace.inference.v1.ToolCallDelta\x12\x32\n\x08logprobs\x18\x05 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x06 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x18\n\x0bstop_reason\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x37\n\x07verdict\x18\x08 \x01(\x0b\x32!.millrace.common.v1.OutputVerdictH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_reasonB\n\n\x08_verdict\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb3\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x34\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1f.millrace.inference.v1.TokenIdsH\x00\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.millrace.common.v1.SamplingOptions\x12;\n\x0fresponse_format\x18\x05 \x01(\x0b\x32\".millrace.common.v1.ResponseFormat\x12\x14\n\x0cservice_tier\x18\x06 \x01(\t\x12\x16\n\x0einclude_timing\x18\x07 \x01(\x08\x12\x46\n\x08metadata\x18\x08 \x03(\x0b\x32\x34.millrace.inference.v1.GenerateRequest.MetadataEntry\x12\x0c\n\x04\x65\x63ho\x18\t \x01(\x08\x12\x18\n\x10prompt_cache_key\x18\n \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06prompt\"\xa5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x14\n\x0cservice_tier\x18\x04 \x01(\t\x12\x36\n\x07\x63hoices\x18\x05 \x03(\x0b\x32%.millrace.inference.v1.GenerateChoice\x12-\n\x05usage\x18\x06 \x01(\x0b\x32\x19.millrace.common.v1.UsageH\x00\x88\x01\x01\x12?\n\x0b\x65nforcement\x18\x07 \x01(\x0b\x32%.millrace.common.v1.EnforcementReportH\x01\x88\x01\x01\x42\x08\n\x06_usageB\x0e\n\x0c_enforcement\"\xd7\x02\n\x0eGenerateChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\rfinish_reason\x18\x05 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x18\n\x0bstop_reason\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .millrace.common.v1.TokenLogprob\x12\x37\n\x07verdict\x18\x08 \x01(\x0b\x32!.millrace.common.v1.OutputVerdictH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_reasonB\n\n\x08_verdict\"v\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32 .millrace.common.v1.ConversationH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05input\")\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x13\n\x11ListModelsRequest\"B\n\x12ListModelsResponse\x12,\n\x06models\x18\x01 \x03(\x0b\x32\x1c.millrace.inference.v1.Model\"T\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x12\x10\n\x08owned_by\x18\x04 \x01(\t2\x8d\x03\n\x10InferenceService\x12Q\n\x04\x43hat\x12\".millrace.inference.v1.ChatRequest\x1a#.millrace.inference.v1.ChatResponse0\x01\x12]\n\x08Generate\x12&.millrace.inference.v1.GenerateRequest\x1a\'.millrace.inference.v1.GenerateResponse0\x01\x12\x64\n\x0b\x43ountTokens\x12).millrace.inference.v1.CountTokensRequest\x1a*.millrace.inference.v1.CountTokensResponse\x12\x61\n\nListModels\x12(.millrace.inference.v1.ListModelsRequest\x1a).millrace.inference.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST_METADATAENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_CHATREQUEST']._serialized_start=198
-  _globals['_CHATREQUEST']._serialized_end=561
-  _globals['_CHATREQUEST_METADATAENTRY']._serialized_start=514
-  _globals['_CHATREQUEST_METADATAENTRY']._serialized_end=561
-  _globals['_CHATRESPONSE']._serialized_start=564
-  _globals['_CHATRESPONSE']._serialized_end=849
-  _globals['_CHATCHOICE']._serialized_start=852
-  _globals['_CHATCHOICE']._serialized_end=1124
-  _globals['_TOOLCALLDELTA']._serialized_start=1126
-  _globals['_TOOLCALLDELTA']._serialized_end=1206
-  _globals['_TOKENIDS']._serialized_start=1208
-  _globals['_TOKENIDS']._serialized_end=1231
-  _globals['_GENERATEREQUEST']._serialized_start=1234
-  _globals['_GENERATEREQUEST']._serialized_end=1643
-  _globals['_GENERATEREQUEST_METADATAENTRY']._serialized_start=514
-  _globals['_GENERATEREQUEST_METADATAENTRY']._serialized_end=561
-  _globals['_GENERATERESPONSE']._serialized_start=1646
-  _globals['_GENERATERESPONSE']._serialized_end=1939
-  _globals['_GENERATECHOICE']._serialized_start=1942
-  _globals['_GENERATECHOICE']._serialized_end=2216
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=2218
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=2336
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=2338
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=2379
-  _globals['_LISTMODELSREQUEST']._serialized_start=2381
-  _globals['_LISTMODELSREQUEST']._serialized_end=2400
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2402
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2468
-  _globals['_MODEL']._serialized_start=2470
-  _globals['_MODEL']._serialized_end=2554
-  _globals['_INFERENCESERVICE']._serialized_start=2557
-  _globals['_INFERENCESERVICE']._serialized_end=2954
+  _globals['_CHATREQUEST']._serialized_end=587
+  _globals['_CHATREQUEST_METADATAENTRY']._serialized_start=540
+  _globals['_CHATREQUEST_METADATAENTRY']._serialized_end=587
+  _globals['_CHATRESPONSE']._serialized_start=590
+  _globals['_CHATRESPONSE']._serialized_end=875
+  _globals['_CHATCHOICE']._serialized_start=878
+  _globals['_CHATCHOICE']._serialized_end=1219
+  _globals['_TOOLCALLDELTA']._serialized_start=1221
+  _globals['_TOOLCALLDELTA']._serialized_end=1301
+  _globals['_TOKENIDS']._serialized_start=1303
+  _globals['_TOKENIDS']._serialized_end=1326
+  _globals['_GENERATEREQUEST']._serialized_start=1329
+  _globals['_GENERATEREQUEST']._serialized_end=1764
+  _globals['_GENERATEREQUEST_METADATAENTRY']._serialized_start=540
+  _globals['_GENERATEREQUEST_METADATAENTRY']._serialized_end=587
+  _globals['_GENERATERESPONSE']._serialized_start=1767
+  _globals['_GENERATERESPONSE']._serialized_end=2060
+  _globals['_GENERATECHOICE']._serialized_start=2063
+  _globals['_GENERATECHOICE']._serialized_end=2406
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=2408
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=2526
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=2528
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=2569
+  _globals['_LISTMODELSREQUEST']._serialized_start=2571
+  _globals['_LISTMODELSREQUEST']._serialized_end=2590
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2592
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2658
+  _globals['_MODEL']._serialized_start=2660
+  _globals['_MODEL']._serialized_end=2744
+  _globals['_INFERENCESERVICE']._serialized_start=2747
+  _globals['_INFERENCESERVICE']._serialized_end=3144
 # @@protoc_insertion_point(module_scope)

@@ -53,11 +53,14 @@ class ChatRequest(_message.Message):
     SERVICE_TIER_FIELD_NUMBER: _builtins.int
     INCLUDE_TIMING_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     service_tier: _builtins.str
     """SLA tier asked for: a tier's name or "auto". Refused if the key may not use it."""
     include_timing: _builtins.bool
     """Report the parts of the time to the first token in usage."""
+    prompt_cache_key: _builtins.str
+    """Requests of a tenant with the same key are led to one engine, where their common prefix is cached."""
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
     @_builtins.property
@@ -78,10 +81,11 @@ class ChatRequest(_message.Message):
         service_tier: _builtins.str = ...,
         include_timing: _builtins.bool = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        prompt_cache_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "response_format", b"response_format", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -152,6 +156,7 @@ class ChatChoice(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     content: _builtins.str
     reasoning: _builtins.str
@@ -163,6 +168,10 @@ class ChatChoice(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.TokenLogprob]: ...
+    @_builtins.property
+    def verdict(self) -> _grammar_pb2.OutputVerdict:
+        """On the last message of a complete answer whose schema was not enforced wholly."""
+
     def __init__(
         self,
         *,
@@ -173,14 +182,20 @@ class ChatChoice(_message.Message):
         logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
         finish_reason: _output_pb2.FinishReason.ValueType = ...,
         stop_reason: _builtins.str | None = ...,
+        verdict: _grammar_pb2.OutputVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "_verdict", b"_verdict", "stop_reason", b"stop_reason", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "content", b"content", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "_verdict", b"_verdict", "content", b"content", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015
+    _WhichOneofReturnType__verdict: _TypeAlias = _typing.Literal["verdict"]  # noqa: Y015
+    _WhichOneofArgType__verdict: _TypeAlias = _typing.Literal["_verdict", b"_verdict"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_reason) -> _WhichOneofReturnType__stop_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verdict) -> _WhichOneofReturnType__verdict | None: ...
 
 Global___ChatChoice: _TypeAlias = ChatChoice  # noqa: Y015
 
@@ -269,12 +284,14 @@ class GenerateRequest(_message.Message):
     INCLUDE_TIMING_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     service_tier: _builtins.str
     include_timing: _builtins.bool
     echo: _builtins.bool
     """Return the prompt before the completion."""
+    prompt_cache_key: _builtins.str
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -295,10 +312,11 @@ class GenerateRequest(_message.Message):
         include_timing: _builtins.bool = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         echo: _builtins.bool = ...,
+        prompt_cache_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -366,6 +384,7 @@ class GenerateChoice(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     finish_reason: _output_pb2.FinishReason.ValueType
@@ -378,6 +397,10 @@ class GenerateChoice(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.TokenLogprob]:
         """Log-probabilities of the prompt's tokens, on the first message, when asked for."""
 
+    @_builtins.property
+    def verdict(self) -> _grammar_pb2.OutputVerdict:
+        """On the last message of a complete answer whose schema was not enforced wholly."""
+
     def __init__(
         self,
         *,
@@ -388,14 +411,20 @@ class GenerateChoice(_message.Message):
         finish_reason: _output_pb2.FinishReason.ValueType = ...,
         stop_reason: _builtins.str | None = ...,
         prompt_logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
+        verdict: _grammar_pb2.OutputVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "_verdict", b"_verdict", "stop_reason", b"stop_reason", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "_verdict", b"_verdict", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015
+    _WhichOneofReturnType__verdict: _TypeAlias = _typing.Literal["verdict"]  # noqa: Y015
+    _WhichOneofArgType__verdict: _TypeAlias = _typing.Literal["_verdict", b"_verdict"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_reason) -> _WhichOneofReturnType__stop_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verdict) -> _WhichOneofReturnType__verdict | None: ...
 
 Global___GenerateChoice: _TypeAlias = GenerateChoice  # noqa: Y015
 
