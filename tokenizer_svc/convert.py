@@ -181,9 +181,9 @@ def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.Request
     return LengthLimit(min(limits) if limits else None, truncation)
 
 
-def verdict(each: Verdict) -> tokenizer_pb2.OutputVerdict:
+def verdict(each: Verdict) -> grammar_pb2.OutputVerdict:
     """A verdict on the wire."""
-    return tokenizer_pb2.OutputVerdict(
+    return grammar_pb2.OutputVerdict(
         valid=each.valid,
         keyword=each.keyword,
         schema_path=each.schema_path,

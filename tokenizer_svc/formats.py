@@ -8,6 +8,8 @@ HERMES = "hermes"
 LLAMA3 = "llama3"
 MISTRAL = "mistral"
 DEEPSEEK = "deepseek"
+# From V3.1 on: the name before the separator, and the arguments without a fence.
+DEEPSEEK_V31 = "deepseek_v31"
 THINK = "think"
 
 THINK_OPEN = "<think>"
@@ -20,7 +22,7 @@ def tool_call_format(templates: Mapping[str, str], tokens: Mapping[str, int]) ->
     if "<tool_call>" in source:
         return HERMES
     if "<｜tool▁calls▁begin｜>" in source:
-        return DEEPSEEK
+        return DEEPSEEK if "```json" in source else DEEPSEEK_V31
     if "[TOOL_CALLS]" in source:
         return MISTRAL
     if "<|python_tag|>" in tokens and "tools" in source:

@@ -73,6 +73,13 @@ _LAYOUTS: Mapping[str, _Layout] = {
         between="\n",
         end="<｜tool▁calls▁end｜>",
     ),
+    formats.DEEPSEEK_V31: _Layout(
+        mark="<｜tool▁calls▁begin｜>",
+        before="<｜tool▁call▁begin｜>{raw}<｜tool▁sep｜>",
+        after="<｜tool▁call▁end｜>",
+        between="",
+        end="<｜tool▁calls▁end｜>",
+    ),
 }
 
 

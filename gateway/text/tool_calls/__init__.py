@@ -41,19 +41,22 @@ PARSERS: Mapping[str, Callable[[CallIds], ToolCallParser]] = {
     "llama3": Llama3Parser,
     "mistral": MistralParser,
     "deepseek": DeepSeekParser,
+    "deepseek_v31": DeepSeekParser,
 }
 
+_DEEPSEEK = (
+    deepseek.CALLS_BEGIN,
+    deepseek.CALLS_END,
+    deepseek.CALL_BEGIN,
+    deepseek.CALL_END,
+    deepseek.SEPARATOR,
+)
 # Tokens that these formats are made of. They are read by the parser even where the tokenizer calls them
 # special.
 MARKERS: Mapping[str, tuple[str, ...]] = {
     "hermes": (hermes.OPEN, hermes.CLOSE),
     "llama3": (llama3.TAG,),
     "mistral": (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID),
-    "deepseek": (
-        deepseek.CALLS_BEGIN,
-        deepseek.CALLS_END,
-        deepseek.CALL_BEGIN,
-        deepseek.CALL_END,
-        deepseek.SEPARATOR,
-    ),
+    "deepseek": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
 }

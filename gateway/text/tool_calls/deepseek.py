@@ -84,7 +84,9 @@ class DeepSeekParser:
             self._header += character
             return
         kind, _, rest = self._header.partition(SEPARATOR)
-        name = rest.partition("\n")[0] if kind.strip() == _OLD_TYPE else kind
+        # A tool of the new format may itself be called "function"; then nothing stands after the separator.
+        is_old = kind.strip() == _OLD_TYPE and rest.strip()
+        name = rest.partition("\n")[0] if is_old else kind
         self._sink.begin(name.strip())
         self._value = JsonValue()
         self._step = self._in_arguments

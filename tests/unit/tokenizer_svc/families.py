@@ -48,14 +48,14 @@ def make(name: str, folder: Path) -> Path:
         case "gemma":
             config = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
             return write(folder, metaspace(GEMMA), _text(name), config=config)
-        case "deepseek":
+        case "deepseek" | "deepseek_v31":
             config = {"bos_token": DEEPSEEK[0], "eos_token": DEEPSEEK[1]}
             return write(folder, byte_level(DEEPSEEK, ("<think>", "</think>")), _text(name), config=config)
     raise ValueError(name)
 
 
-FAMILIES = ("chatml", "llama3", "mistral", "qwen_tools", "gemma", "deepseek")
-WITH_TOOLS = ("llama3", "mistral", "qwen_tools", "deepseek")
+FAMILIES = ("chatml", "llama3", "mistral", "qwen_tools", "gemma", "deepseek", "deepseek_v31")
+WITH_TOOLS = ("llama3", "mistral", "qwen_tools", "deepseek", "deepseek_v31")
 
 PLAIN: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hello world"}],

@@ -151,6 +151,27 @@ FORMATS = {
     ],
 }
 
+FORMATS["deepseek_v31"] = FORMATS["deepseek"]
+# What no format has: every byte the model can make, and the markers of the others.
+NOISE = [*'{}[]",:\\ \n<|>', "\x00", "🙂", "é", "<think>", "</think>", "null", '"name"', '"arguments"']
+
+
+@given(st.data(), st.booleans(), st.booleans())
+@pytest.mark.parametrize("name", FORMATS)
+def test_malformed_outputs_never_fail_and_lose_no_chunk_order(
+    name: str, data: st.DataObject, reasons: bool, opened: bool
+) -> None:
+    pieces = st.sampled_from([*FORMATS[name], *NOISE])
+    text = "".join(data.draw(st.lists(pieces, max_size=12)))
+    options = TextOptions(
+        tool_call_format=name,
+        reasoning_format="think" if reasons else "",
+        reasoning_opened=opened and reasons,
+    )
+    whole = read(text, [], options)
+    assert read(text, list(range(len(text.encode()))), options) == whole
+    assert all(call[1] for call in whole[2]), "every call has a name"
+
 
 @given(st.data(), cuts)
 @pytest.mark.parametrize("name", FORMATS)
@@ -194,6 +215,12 @@ def test_every_cut_of_every_format_gives_the_same_answer(
             '{"x": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
             "<｜tool▁calls▁end｜>",
             ("sure", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
+        ),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>"
+            'function<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            ("", "", [("id0", "f", "{}"), ("id1", "function", '{"x": 1}')]),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("id0", "f", "{}")])),
     ],
