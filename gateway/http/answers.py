@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.engines.types import FinishReason, TokenLogprob
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer.types import Enforcement
+from gateway.tokenizer.types import Enforcement, Verdict
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -137,6 +139,7 @@ class WholeChoice:
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | None = None
+        self.verdict: Verdict | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         """Takes the next delta."""
@@ -146,11 +149,16 @@ class WholeChoice:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
+        self.verdict = delta.verdict or self.verdict
         for piece in delta.tool_calls:
             if self.calls and self.calls[-1].index == piece.index:
                 self.calls[-1].arguments += piece.arguments
             else:
                 self.calls.append(piece)
+
+    def judged(self) -> dict[str, Any]:
+        """The verdict as a field of the choice, where there is one."""
+        return {} if self.verdict is None else {"verdict": msgspec.to_builtins(self.verdict)}
 
 
 def head(info: AnswerInfo, id_prefix: str, kind: str) -> dict[str, Any]:
@@ -182,6 +190,7 @@ def chat_body(
             "logprobs": chat_logprobs(vocabulary, choice.logprobs) if logprobs else None,
             "finish_reason": FINISH_REASONS[choice.finish_reason or FinishReason.STOP],
             "stop_reason": choice.stop_reason,
+            **choice.judged(),
         }
         for index, choice in enumerate(choices)
     ]

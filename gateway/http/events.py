@@ -173,4 +173,5 @@ def _finish(reason: FinishReason | None) -> bytes:
 
 
 def _stop_reason(delta: ChoiceDelta) -> bytes:
-    return b"" if delta.stop_reason is None else b',"stop_reason":' + _encode(delta.stop_reason)
+    reason = b"" if delta.stop_reason is None else b',"stop_reason":' + _encode(delta.stop_reason)
+    return reason if delta.verdict is None else reason + b',"verdict":' + _encode(delta.verdict)

@@ -164,6 +164,7 @@ class GenerateEndpoints:
                         if choice.finish_reason
                         else None,
                         "stop_reason": choice.stop_reason,
+                        **choice.judged(),
                     }
                 )
         usages = [generation.usage() for generation in generations]

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.engines.types import FinishReason, TokenLogprob
 from gateway.text.delta import TextDelta
-from gateway.tokenizer.types import Enforcement
+from gateway.tokenizer.types import Enforcement, Verdict
 
 
 class ChoiceDelta(TextDelta, kw_only=True):
@@ -23,6 +23,8 @@ class ChoiceDelta(TextDelta, kw_only=True):
     finish_reason: FinishReason | None = None
     # Stop string that ended the choice.
     stop_reason: str | None = None
+    # On the last delta of a complete answer whose schema was not enforced wholly.
+    verdict: Verdict | None = None
 
     def absorb(self, later: ChoiceDelta) -> None:
         """Adds what came right after this delta of the same choice."""
@@ -35,6 +37,7 @@ class ChoiceDelta(TextDelta, kw_only=True):
             self.add_call(piece)
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.verdict = later.verdict
 
 
 def by_choice(deltas: Iterable[ChoiceDelta]) -> list[ChoiceDelta]:

@@ -13,6 +13,7 @@ from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import CancelReason, EngineOutput, FinishReason
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import Reservation
 from services.errors import MillraceError, Reason
@@ -43,9 +44,12 @@ class Generation:
         meter: Meter,
         discard_tokens: bool,
         settle: Callable[[Generation, Outcome], None],
+        judge: OutputJudge | None = None,
     ) -> None:
         self.info = info
         self.meter = meter
+        # Judges complete answers whose schema is not enforced wholly.
+        self.judge = judge
         self._stream = stream
         self._choices = choices
         self._open = dict(choices)
@@ -140,6 +144,8 @@ class Generation:
             budget = self._reservation.remaining_completion_budget()
             if budget is not None and self.meter.completion_tokens >= budget and self._open:
                 await self._meet_budget(deltas)
+            if self.judge is not None:
+                await self.judge.see(deltas)
         return deltas
 
     def _delta(self, output: EngineOutput) -> ChoiceDelta | None:

@@ -63,8 +63,9 @@ class OutcomeRecorder:
         self._count(caller, request, tier.name, group)
         if request.response_format is not None and group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
-            # cut by a limit is not.
-            complete = outcome.name in _COMPLETE
+            # cut by a limit is not. What the grammar leaves open has been judged.
+            judged = generation.judge is None or generation.judge.all_valid
+            complete = judged and outcome.name in _COMPLETE
             kind = span_attributes.GUIDED_KINDS[type(request.response_format)]
             self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
         self._observe(request, tier, generation, usage, duration_s, tpot_s)

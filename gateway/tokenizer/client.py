@@ -14,7 +14,7 @@ from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextP
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStream
-from gateway.tokenizer.types import Prepared
+from gateway.tokenizer.types import Prepared, Verdict
 from services.channels import connect
 from services.errors import MillraceError, Reason
 from services.status import from_rpc_error
@@ -84,6 +84,14 @@ class TokenizerClient:
         except MillraceError as error:
             raise _unreachable(error) from error
         return convert.prepared(answer)
+
+    async def validate(self, model: str, schema_json: str, text: str, *, context: Any) -> Verdict:
+        """Judges a finished text by a schema as it was sent. Raises what the service refused."""
+        request = tokenizer_pb2.ValidateOutputRequest(
+            model=model, schema_json=schema_json, texts=[text], context=context
+        )
+        answer = await self._call(self._stub.ValidateOutput(request, timeout=PREPARE_TIMEOUT_S))
+        return convert.verdict(answer.verdicts[0])
 
     async def tokenize(
         self, model: str, prompt: Conversation | TextPrompt, *, add_special_tokens: bool | None = None

@@ -27,7 +27,7 @@ from gateway.pipeline.request import (
     ToolChoiceMode,
 )
 from gateway.text.vocabulary import DecoderKind, Vocabulary
-from gateway.tokenizer.types import Enforcement, KeywordStatus, Prepared
+from gateway.tokenizer.types import Enforcement, KeywordStatus, Prepared, Verdict
 from services.errors import MillraceError, Reason
 
 _ROLES = {role: chat_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
@@ -241,4 +241,24 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         tool_call_format=message.tool_call_format,
         reasoning_format=message.reasoning_format,
         generation_config=config,
+    )
+
+
+def verdict(message: grammar_pb2.OutputVerdict) -> Verdict:
+    """A verdict from the wire."""
+    return Verdict(
+        message.valid, message.keyword, message.schema_path, message.instance_path, message.message
+    )
+
+
+def verdict_message(verdict: Verdict | None) -> grammar_pb2.OutputVerdict | None:
+    """A verdict for the wire; nothing where none was asked for."""
+    if verdict is None:
+        return None
+    return grammar_pb2.OutputVerdict(
+        valid=verdict.valid,
+        keyword=verdict.keyword,
+        schema_path=verdict.schema_path,
+        instance_path=verdict.instance_path,
+        message=verdict.message,
     )

@@ -23,6 +23,16 @@ class Enforcement(msgspec.Struct, frozen=True):
     unenforced: tuple[KeywordStatus, ...] = ()
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether a finished text matches its schema as it was sent, and else what it breaks first."""
+
+    valid: bool
+    keyword: str = ""
+    schema_path: str = ""
+    instance_path: str = ""
+    message: str = ""
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine needs of a prompt."""
 

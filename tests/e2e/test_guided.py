@@ -60,6 +60,25 @@ def test_json_schema_holds(client: openai.OpenAI, stack: Stack, name: str, seed:
     jsonschema_rs.validate(SCHEMAS[name], json.loads(answer.choices[0].message.content))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_schema_enforces_in_parts_is_judged(client: openai.OpenAI, stack: Stack, stream: bool) -> None:
+    # Three of two numbers: uniqueItems has no grammar, and never holds.
+    bit = {"type": "integer", "minimum": 0, "maximum": 1}
+    schema = {"type": "array", "items": bit, "minItems": 3, "maxItems": 3, "uniqueItems": True}
+    answer = client.chat.completions.create(
+        model=stack.model,
+        messages=ASK,
+        max_tokens=100,
+        response_format=response_format(schema, strict=False),
+        stream=stream,
+    )
+    last = [chunk for chunk in answer if chunk.choices][-1] if stream else answer
+    choice = last.choices[0].to_dict()
+    assert choice["finish_reason"] == "stop"
+    assert choice["verdict"]["valid"] is False
+    assert choice["verdict"]["schema_path"] == "/uniqueItems"
+
+
 def test_json_object_is_an_object(client: openai.OpenAI, stack: Stack) -> None:
     answer = client.chat.completions.create(
         model=stack.model,

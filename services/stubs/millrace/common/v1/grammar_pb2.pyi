@@ -106,3 +106,40 @@ class KeywordStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeywordStatus: _TypeAlias = KeywordStatus  # noqa: Y015
+
+@_typing.final
+class OutputVerdict(_message.Message):
+    """OutputVerdict says whether a finished text matches its schema as it was sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALID_FIELD_NUMBER: _builtins.int
+    KEYWORD_FIELD_NUMBER: _builtins.int
+    SCHEMA_PATH_FIELD_NUMBER: _builtins.int
+    INSTANCE_PATH_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    valid: _builtins.bool
+    keyword: _builtins.str
+    """Keyword that the text breaks first, and JSON pointers to it in the schema and to the place in the text.
+    Empty when the text is valid, or no JSON.
+    """
+    schema_path: _builtins.str
+    instance_path: _builtins.str
+    message: _builtins.str
+    """What is wrong, without the text itself."""
+    def __init__(
+        self,
+        *,
+        valid: _builtins.bool = ...,
+        keyword: _builtins.str = ...,
+        schema_path: _builtins.str = ...,
+        instance_path: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_path", b"instance_path", "keyword", b"keyword", "message", b"message", "schema_path", b"schema_path", "valid", b"valid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputVerdict: _TypeAlias = OutputVerdict  # noqa: Y015

@@ -659,13 +659,13 @@ class ValidateOutputResponse(_message.Message):
 
     VERDICTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputVerdict]:
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[_grammar_pb2.OutputVerdict]:
         """One per text, in order."""
 
     def __init__(
         self,
         *,
-        verdicts: _abc.Iterable[Global___OutputVerdict] | None = ...,
+        verdicts: _abc.Iterable[_grammar_pb2.OutputVerdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -674,38 +674,3 @@ class ValidateOutputResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ValidateOutputResponse: _TypeAlias = ValidateOutputResponse  # noqa: Y015
-
-@_typing.final
-class OutputVerdict(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALID_FIELD_NUMBER: _builtins.int
-    KEYWORD_FIELD_NUMBER: _builtins.int
-    SCHEMA_PATH_FIELD_NUMBER: _builtins.int
-    INSTANCE_PATH_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    valid: _builtins.bool
-    keyword: _builtins.str
-    """Keyword that the text breaks first, and JSON pointers to it in the schema and to the place in the text.
-    Empty when the text is valid; the keyword alone is empty when it is no JSON.
-    """
-    schema_path: _builtins.str
-    instance_path: _builtins.str
-    message: _builtins.str
-    """What is wrong, without the text itself."""
-    def __init__(
-        self,
-        *,
-        valid: _builtins.bool = ...,
-        keyword: _builtins.str = ...,
-        schema_path: _builtins.str = ...,
-        instance_path: _builtins.str = ...,
-        message: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_path", b"instance_path", "keyword", b"keyword", "message", b"message", "schema_path", b"schema_path", "valid", b"valid"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OutputVerdict: _TypeAlias = OutputVerdict  # noqa: Y015

@@ -1,0 +1,42 @@
+"""Complete answers get a verdict on their whole text, choice by choice; cut ones get none."""
+
+from __future__ import annotations
+
+from gateway.engines.types import FinishReason
+from gateway.pipeline.delta import ChoiceDelta, by_choice
+from gateway.pipeline.judge import OutputJudge
+from gateway.tokenizer.types import Verdict
+from services.errors import MillraceError, Reason
+
+
+async def test_the_whole_text_of_each_choice_is_judged() -> None:
+    seen: list[str] = []
+
+    async def decide(text: str) -> Verdict:
+        seen.append(text)
+        return Verdict(text == "[1]", "uniqueItems")
+
+    judge = OutputJudge(decide)
+    first = [ChoiceDelta(index=0, content="["), ChoiceDelta(index=1, content="[1,")]
+    await judge.see(first)
+    assert (seen, judge.all_valid) == ([], True)
+    good = ChoiceDelta(index=0, content="1]", finish_reason=FinishReason.STOP)
+    await judge.see([good])
+    assert (good.verdict, judge.all_valid) == (Verdict(True, "uniqueItems"), True)
+    bad = ChoiceDelta(index=1, content="1]", finish_reason=FinishReason.STOP)
+    await judge.see([bad])
+    assert seen == ["[1]", "[1,1]"]
+    assert (bad.verdict, judge.all_valid) == (Verdict(False, "uniqueItems"), False)
+    # Faces that join deltas keep the verdict, which comes last.
+    assert by_choice([ChoiceDelta(index=1, content="[1,"), bad])[0].verdict == bad.verdict
+
+
+async def test_what_is_cut_or_cannot_be_judged_has_no_verdict() -> None:
+    async def decide(text: str) -> Verdict:
+        raise MillraceError(Reason.GRAMMAR_REFUSED, "takes too long")
+
+    judge = OutputJudge(decide)
+    cut = ChoiceDelta(index=0, content="[1", finish_reason=FinishReason.LENGTH)
+    whole = ChoiceDelta(index=1, content="[1]", finish_reason=FinishReason.STOP)
+    await judge.see([cut, whole])
+    assert (cut.verdict, whole.verdict, judge.all_valid) == (None, None, True)
