@@ -1,0 +1,138 @@
+"""Every declared metric is written by some process of a stack that is driven through everything it can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from observability import names
+from observability.names import METRICS, Metric
+from tests.e2e.conftest import needs_weights
+from tests.e2e.stack import CONFIG, LIMITED_KEY, Stack, eventually, running_stack
+
+# A small cache, a small batch and host memory: blocks are evicted, moved and brought back, places are lost.
+TIGHT = {
+    "MILLRACE_ENGINE__SIMULATION__STEP_MS": "5",
+    "MILLRACE_ENGINE__SIMULATION__NUM_BLOCKS": "64",
+    "MILLRACE_ENGINE__SCHEDULER__MAX_NUM_SEQS": "2",
+    # Simulated tokens have a byte each: room for forty blocks.
+    "MILLRACE_ENGINE__CACHE__HOST_BYTES": "640",
+}
+# Prices, so that there is a cost, and targets, so that there is something to meet.
+_CONFIG = (
+    CONFIG.replace("[tiers.standard]\n", "[tiers.standard]\nttft_target_ms = 1000\ntpot_target_ms = 100\n")
+    + """
+[gateway.prices."*"]
+prompt = 1.0
+completion = 2.0
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("metrics")
+    with running_stack(folder, "--simulated", config=_CONFIG, environment=TIGHT) as stack:
+        yield stack
+
+
+def _complete(stack: Stack, first: int, count: int, max_tokens: int, tier: str = "standard") -> None:
+    with stack.openai() as client:
+        client.completions.create(
+            model=stack.model,
+            prompt=[300 + (first + index) % 500 for index in range(count)],
+            max_tokens=max_tokens,
+            extra_body={"ignore_eos": True, "service_tier": tier},
+        )
+
+
+def _drive_simulated(stack: Stack) -> None:
+    # Two prompts that do not fit together, and the first again: evicted, moved out, brought back.
+    for first in (0, 250, 0):
+        _complete(stack, first, 600, 2)
+    with stack.openai() as client:
+        stream = client.completions.create(model=stack.model, prompt=[300], max_tokens=900, stream=True)
+        next(iter(stream))
+        stream.close()
+    batch = [threading.Thread(target=_complete, args=(stack, 0, 8, 300, "batch")) for _ in range(2)]
+    for each in batch:
+        each.start()
+    assert eventually(lambda: stack.metrics("engine")[0].value(names.REQUESTS_RUNNING) == 2)
+    _complete(stack, 0, 8, 20, "interactive")
+    for each in batch:
+        each.join()
+    with stack.openai(LIMITED_KEY) as client:
+        for _ in range(4):
+            try:
+                client.completions.create(model=stack.model, prompt=[300], max_tokens=1)
+            except openai.RateLimitError:
+                break
+
+
+def _lose_the_engine(stack: Stack) -> None:
+    # A stream whose engine ends is continued, or counted as not; the engine comes back.
+    with stack.openai() as client:
+        stream = client.completions.create(model=stack.model, prompt=[300], max_tokens=400, stream=True)
+        next(iter(stream))
+        os.kill(stack.pid("engine-0"), signal.SIGKILL)
+        try:
+            for _ in stream:
+                pass
+        except openai.APIError:
+            pass
+
+
+def _drive_guided(stack: Stack) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    with stack.openai() as client:
+        for refused in (False, True):
+            # No finite automaton accepts a reference to what was matched before.
+            kind = {"type": "string", "pattern": r"(a+)b\1"} if refused else schema
+            try:
+                client.chat.completions.create(
+                    model=stack.model,
+                    messages=[{"role": "user", "content": "Yes or no?"}],
+                    max_tokens=40,
+                    response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": kind}},
+                )
+            except openai.BadRequestError:
+                assert refused
+
+
+def _written(stack: Stack) -> set[str]:
+    """Families with at least one series, in any process."""
+    kinds = ("gateway", "tokenizer", "engine")
+    return {
+        metric.name
+        for kind in kinds
+        for reading in stack.metrics(kind)
+        for metric in METRICS.values()
+        if any(name.startswith(metric.name) for name, _ in reading.samples)
+    }
+
+
+# Of the local span store, which a stack starts without an endpoint of its own, and of a limit store that
+# gateways share: their unit tests read them.
+_OF_OTHERS: frozenset[Metric] = frozenset({names.SPANS_STORED, names.SPANS_DROPPED, names.LIMIT_STORE_UP})
+
+
+@needs_weights
+def test_no_declared_metric_is_without_a_producer(stack: Stack, tight: Stack) -> None:
+    _drive_guided(stack)
+    _drive_simulated(tight)
+    before = _written(tight)
+    _lose_the_engine(tight)
+    assert eventually(lambda: names.RESUBMISSIONS.name in _written_by_gateways(tight))
+    written = before | _written(stack) | _written_by_gateways(tight)
+    missing = METRICS.keys() - written - {metric.name for metric in _OF_OTHERS}
+    assert not missing, json.dumps(sorted(missing))
+
+
+def _written_by_gateways(stack: Stack) -> set[str]:
+    return {name for reading in stack.metrics("gateway") for name, _ in reading.samples}
