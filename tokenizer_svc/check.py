@@ -49,14 +49,9 @@ def _build(text: str, backend: Backend, *, strict: bool) -> WorkerReply:
     return build(GrammarRequest(response_format=JsonSchemaFormat(text, strict=strict)), backend, limits)
 
 
-def _report(reply: WorkerReply) -> EnforcementReport:
-    outcome = reply.built or reply.refused
-    return (outcome.enforcement if outcome is not None else None) or EnforcementReport()
-
-
 def _as_json(strict: WorkerReply, lenient: WorkerReply) -> dict[str, object]:
-    report = _report(strict if strict.built is not None else lenient)
     built = strict.built or lenient.built
+    report = (built.enforcement if built is not None else None) or EnforcementReport()
 
     def listed(statuses: tuple[KeywordStatus, ...]) -> list[dict[str, str]]:
         return [{"keyword": each.keyword, "path": each.path, "note": each.note} for each in statuses]

@@ -193,6 +193,7 @@ class Pipeline:
                 context=context,
                 traceparent=traceparent_of(span),
                 timeout_s=call.caller.remaining_s(),
+                max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),
             )
         self._metrics.observe(names.PREPARE_SECONDS, time.monotonic() - started_s)
         if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:

@@ -63,6 +63,7 @@ class TokenizerClient:
         context: Any,
         traceparent: tuple[str, str] = ("", ""),
         timeout_s: float = PREPARE_TIMEOUT_S,
+        max_prompt_tokens: int = 0,
     ) -> Prepared:
         """Renders, encodes and compiles, below the span (traceparent, tracestate).
 
@@ -76,6 +77,9 @@ class TokenizerClient:
                 parts["text"] = text
             case TokenPrompt(token_ids=ids):
                 parts["encoded"] = tokenizer_pb2.EncodedPrompt(ids=ids)
+        if max_prompt_tokens:
+            # What cannot fit is refused before it is encoded.
+            parts["max_prompt_tokens"] = max_prompt_tokens
         if response_format is not None:
             parts["response_format"] = convert.format_message(response_format)
         request = tokenizer_pb2.PrepareRequest(**parts)

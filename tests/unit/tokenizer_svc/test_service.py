@@ -24,6 +24,7 @@ from services.context import sign
 from services.errors import MillraceError, Reason
 from services.status import from_detail, from_rpc_error
 from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc import check
 
 SECRET = "a secret of the tests"
 
@@ -322,6 +323,32 @@ def test_schemas_are_reported(service: Service) -> None:
     never = check({"type": "string", "enum": [1]})
     assert (never.accepted_strict, never.accepted) == (False, False)
     assert "no value matches" in never.refusal
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "array", "uniqueItems": True, "items": {"not": {"multipleOf": 3}}},
+        {"type": "object", "properties": {"a": {"format": "unknown"}}, "minProperties": 3},
+        {"type": "string", "enum": [1]},
+        {"$ref": "https://elsewhere.example/schema"},
+    ],
+)
+def test_the_command_and_the_call_report_the_same(
+    service: Service, schema: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    check.main([str(tmp_path / "schema.json"), "--json"])
+    written = json.loads(capsys.readouterr().out)
+    form = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema)))
+    called = service.stub.CheckSchema(tokenizer_pb2.CheckSchemaRequest(response_format=form))
+    assert (called.accepted_strict, called.accepted, called.refusal) == (
+        written["accepted_strict"], written["accepted"], written["refusal"],
+    )  # fmt: skip
+    for part in ("enforced", "approximated", "unenforced"):
+        listed = [(each.keyword, each.path, each.note) for each in getattr(called.enforcement, part)]
+        assert listed == [(each["keyword"], each["path"], each["note"]) for each in written[part]]
 
 
 def test_health_and_metrics(service: Service) -> None:
