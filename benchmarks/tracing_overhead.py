@@ -23,7 +23,8 @@ import psutil
 import uvloop
 
 from benchmarks.gateways.load import Figures, Load, Peer, measure
-from benchmarks.gateways.peers import millrace, own
+from benchmarks.gateways.peers import own
+from benchmarks.stack import running_stack
 from observability.store import SpanReader
 from services.bench.report import machine
 from services.supervisor.state import RunState
@@ -106,8 +107,12 @@ async def _blocks(state: RunState, load: Load, num_blocks: int) -> list[Block]:
 
 def compare(name: str, setting: Setting, num_blocks: int) -> dict[str, float]:
     """Medians over the blocks, and what tracing takes away, in per cent."""
-    with millrace(setting.step_ms or 0.0, simulated=setting.step_ms is not None) as state:
-        blocks = uvloop.run(_blocks(state, setting.load, num_blocks))
+    simulated = setting.step_ms is not None
+    config = "[engine.scheduler]\nmax_num_seqs = 256\n"
+    if simulated:
+        config += f"[engine.simulation]\nstep_ms = {setting.step_ms}\n"
+    with running_stack(config, *(("--simulated",) if simulated else ())) as stack:
+        blocks = uvloop.run(_blocks(stack.state, setting.load, num_blocks))
     result: dict[str, float] = {}
     for traced, label in ((False, "off"), (True, "on")):
         mine = [block for block in blocks if block.traced is traced]

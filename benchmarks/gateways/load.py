@@ -114,8 +114,10 @@ class _Counts:
         self.num_tokens = self.num_gaps = self.num_late = self.num_failed = 0
 
 
-async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = ()) -> Figures:
-    """Runs one load."""
+async def measure(
+    peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = (), *, headers: str = ""
+) -> Figures:
+    """Runs one load. `headers` are more lines for every request, each with its end."""
     body = {
         "model": peer.model,
         "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -127,7 +129,7 @@ async def measure(peer: Peer, load: Load, processes: Sequence[tuple[str, int]] =
     content = json.dumps(body).encode()
     request = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: {peer.host}\r\nauthorization: Bearer {peer.key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{headers}\r\n"
     ).encode() + content
     counts = _Counts(load)
     loop = asyncio.get_running_loop()
