@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from typing import Any
 
@@ -17,6 +16,7 @@ from gateway.config import LedgerConfig
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.pipeline.ports import FinishedRequest
+from gateway.unique import unique_hex
 from observability import names
 from observability.metrics import Metrics
 
@@ -122,7 +122,7 @@ class LedgerWriter:
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
         return {
-            "entry_id": uuid.uuid4().hex,
+            "entry_id": unique_hex(),
             "request_id": request.identity.request_id,
             "ended_unix_ms": round(request.ended_unix_s * 1000),
             "tenant": request.identity.tenant,

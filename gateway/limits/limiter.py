@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,6 +41,7 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.tiers import Tier
+from gateway.unique import unique_hex
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class TokenLimiter:
         self, scopes: list[Scope], prompt_tokens: int, completion: int, tier: Tier | None, model: str
     ) -> Demand:
         windows, leases, meters = [], [], []
-        lease_id = uuid.uuid4().hex
+        lease_id = unique_hex()
         month = time.strftime("%Y-%m", time.gmtime(self._clock()))
         for scope in scopes:
             limits = scope.limits

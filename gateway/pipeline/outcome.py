@@ -15,7 +15,7 @@ from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from observability import names
-from observability.metrics import Metrics
+from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.names import length_bucket
 from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
@@ -68,7 +68,7 @@ class OutcomeRecorder:
             complete = judged and outcome.name in _COMPLETE
             kind = span_attributes.GUIDED_KINDS[type(request.response_format)]
             self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
-        self._observe(request, tier, generation, usage, duration_s, tpot_s)
+        self._observe(span, request, tier, generation, usage, duration_s, tpot_s)
         self._count_tokens(caller, request, tier.name, usage)
         self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
         self._end_span(span, request, tier, generation, usage, outcome, duration_s, tpot_s)
@@ -86,6 +86,7 @@ class OutcomeRecorder:
 
     def _observe(
         self,
+        span: Span,
         request: GenerationRequest,
         tier: Tier,
         generation: Generation,
@@ -94,11 +95,14 @@ class OutcomeRecorder:
         tpot_s: float | None,
     ) -> None:
         metrics, model = self._metrics, request.model
-        metrics.observe(names.E2E, duration_s, model=model, tier=tier.name, face=request.face)
+        metrics.observe(
+            names.E2E, duration_s, span=NO_EXEMPLAR, model=model, tier=tier.name, face=request.face
+        )
         if tpot_s is not None:
             metrics.observe(
                 names.TPOT,
                 tpot_s,
+                span=NO_EXEMPLAR,
                 model=model,
                 tier=tier.name,
                 output_bucket=length_bucket(usage.completion_tokens),
@@ -112,6 +116,8 @@ class OutcomeRecorder:
         metrics.observe(
             names.TTFT,
             usage.ttft.total_s,
+            # The trace that a slow first token leads to.
+            span=span.get_span_context(),
             model=model,
             tier=tier.name,
             prompt_bucket=length_bucket(usage.prompt_tokens),
@@ -121,7 +127,7 @@ class OutcomeRecorder:
             pool="",
         )
         for part, seconds in ttft_parts(usage.ttft).items():
-            metrics.observe(names.TTFT_PART, seconds, part=part.value, tier=tier.name)
+            metrics.observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=tier.name)
 
     def _count_tokens(self, caller: Caller, request: GenerationRequest, tier: str, usage: Usage) -> None:
         for kind, amount in (
