@@ -29,6 +29,8 @@ _REFRESH_STEPS = 64
 # Steps between trials where nothing pays: at first, and at most.
 _FIRST_TRIAL, _LAST_TRIAL = 16, 256
 _TRIAL_DRAFTS = 2
+# Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
+_READ_ROUNDS, _FEW_TOKENS = 32, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class _Costs:
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     per_row: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     per_draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    per_read: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     steps_since_plain: int = 0
     steps_since_trial: int = 0
     trial_interval: int = _FIRST_TRIAL
@@ -77,16 +80,27 @@ class Economics:
         if costs.plain:
             costs.per_row.append(max(0.0, step.seconds - median(costs.plain)) / step.num_drafts)
 
-    def proposed(self, num_sequences: int, num_rounds: int, seconds: float) -> None:
-        """Books what proposing took: so many drafts one after another, or look-ups."""
-        if num_rounds:
-            self._costs(num_sequences).per_draft.append(seconds / num_rounds)
+    def proposed(self, num_sequences: int, num_rounds: int, seconds: float, num_read: int = 0) -> None:
+        """Books what proposing took: so many drafts one after another, or look-ups. `num_read` tokens were
+        read before, beyond those that every round adds.
+        """
+        costs = self._costs(num_sequences)
+        if not num_read:
+            costs.per_draft.append(seconds / num_rounds)
+            return
+        drafting = num_rounds * median(costs.per_draft) if costs.per_draft else 0.0
+        costs.per_read.append(max(0.0, seconds - drafting) / num_read)
 
     def verified(self, progress: DraftProgress, num_drafted: int, num_accepted: int) -> None:
         """Books how drafts fared."""
         progress.verified(num_drafted, num_accepted)
         self._accepted = self._accepted * _FADING + num_accepted
         self._tried = self._tried * _FADING + num_accepted + (num_accepted < num_drafted)
+
+    @staticmethod
+    def extra_tokens(progress: DraftProgress) -> int:
+        """Tokens to read before drafting, beyond those that every round adds."""
+        return progress.num_unread if progress.num_unread > _FEW_TOKENS else 0
 
     def drafts(self, sequences: list[DraftProgress], *, looks_up: bool) -> list[int]:
         """How many drafts each of the sequences of the next step gets. With `looks_up`, each pays for its own
@@ -114,7 +128,15 @@ class Economics:
             return chosen
         costs.steps_since_trial = 0
         costs.trial_interval = min(2 * costs.trial_interval, _LAST_TRIAL)
-        return [min(_TRIAL_DRAFTS, self.max_drafts)] * len(sequences)
+        return self._trial(sequences, looks_up)
+
+    def _trial(self, sequences: list[DraftProgress], looks_up: bool) -> list[int]:
+        """A few drafts for all, or for the one that the draft model has the least to read of."""
+        count = min(_TRIAL_DRAFTS, self.max_drafts)
+        if looks_up:
+            return [count] * len(sequences)
+        cheapest = min(range(len(sequences)), key=lambda place: sequences[place].num_unread)
+        return [count if place == cheapest else 0 for place in range(len(sequences))]
 
     def acceptance(self, progress: DraftProgress) -> float:
         """Probability that the sequence's next draft is accepted."""
@@ -131,11 +153,14 @@ class Economics:
         per_row = median(costs.per_row) if costs.per_row else 0.0
         proposing = median(costs.per_draft) if costs.per_draft else 0.0
         found = (progress.num_found + 1) / (progress.num_lookups + 2)
+        first = 0.0
+        if not looks_up and costs.per_read:
+            first = self.extra_tokens(progress) * median(costs.per_read) / _READ_ROUNDS
         best, most = 0, 0.0
         expected = 0.0
         for count in range(1, self.max_drafts + 1):
             expected += share**count
-            cost = count * per_row
+            cost = first + count * per_row
             cost += proposing / found if looks_up else count * proposing / num_sharing
             gain = expected * worth - MARGIN * cost
             if gain > most:

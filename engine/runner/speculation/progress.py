@@ -19,6 +19,8 @@ class DraftProgress:
     forced: bool = False
     # Leading tokens whose keys and values the draft model has under the sequence's own blocks.
     num_read: int = 0
+    # Tokens that it would have to read first.
+    num_unread: int = 0
     # Tokens that were known when the latest drafts were made, and the place up to which blocks were its own.
     num_known: int = 0
     num_owned: int = 0

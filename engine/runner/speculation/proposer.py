@@ -44,6 +44,8 @@ class Proposer:
             if not proposals[place] and not state.sampling.beam_width
         ]
         chosen = [states[place] for place in places]
+        for state in chosen:
+            state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
         counts = self.economics.drafts([state.draft for state in chosen], looks_up=self.draft_model is None)
         if any(counts):
             found = self._speculate(chosen, counts, table)
@@ -59,6 +61,7 @@ class Proposer:
     def _speculate(
         self, states: list[SequenceState], counts: list[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
+        num_read = 0
         started = time.monotonic()
         found: list[tuple[int, ...]] = [()] * len(states)
         wanted = [place for place, count in enumerate(counts) if count]
@@ -68,12 +71,13 @@ class Proposer:
             num_rounds = len(wanted)
         else:
             num_rounds = max(counts)
+            num_read = sum(Economics.extra_tokens(states[place].draft) for place in wanted)
             drafts = self.draft_model.propose(
                 [states[place] for place in wanted], [counts[place] for place in wanted], table
             )
             for place, tokens in zip(wanted, drafts, strict=True):
                 found[place] = tokens
-        self.economics.proposed(len(states), num_rounds, time.monotonic() - started)
+        self.economics.proposed(len(states), num_rounds, time.monotonic() - started, num_read)
         return found
 
     @staticmethod
