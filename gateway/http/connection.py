@@ -198,6 +198,8 @@ class Connection(asyncio.Protocol):
 
     def response_ended(self, exchange: Exchange) -> None:
         """See Wire. Goes on to the next request, or ends the connection."""
+        # At once: what the handler does after its answer is nothing that the client should wait for.
+        self._flush()
         if exchange is not self._active or self._transport is None:
             return
         self._active = None
