@@ -31,6 +31,8 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     # host:port of an OTLP/gRPC receiver (collector, Jaeger or the local store); empty drops all spans.
     otlp_endpoint: str = ""
+    # What makes and sends spans: our recorder, or OpenTelemetry's SDK, slower, which knows OTEL_* variables.
+    exporter: Literal["own", "sdk"] = "own"
     # Share of traces recorded where the caller has not decided already.
     sample_ratio: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     # Longest time a finished span waits before it is sent.

@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from observability import names
+from observability import names, sdk
 from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
 from observability.names import SpanName
@@ -229,23 +229,26 @@ class CurrentSpan:
         self._telemetry.end(self._span, error=error)
 
 
-def setup(
-    service: str, config: ObservabilityConfig, credentials: grpc.ChannelCredentials | None = None
-) -> Telemetry:
+def setup(service: str, config: ObservabilityConfig) -> Telemetry:
     """Installs W3C propagation and, if there is an endpoint, export. Once a process, before any span.
 
-    An endpoint that begins with https:// is reached with `credentials`, or else as the system trusts.
+    An endpoint that begins with https:// is reached over TLS, by the authorities that gRPC trusts. Raises
+    ConfigError when an exporter is asked for that is not installed.
     """
     propagate.set_global_textmap(CompositePropagator([_W3C, W3CBaggagePropagator()]))
     if not config.otlp_endpoint:
         return Telemetry(service, config, None)
+    if config.exporter == "sdk":
+        source = sdk.provider(service, config, identity_attributes)
+        trace.set_tracer_provider(source)
+        return Telemetry(service, config, source)
     recorder = SpanRecorder(
         OtlpExport(
             config.otlp_endpoint.rpartition("://")[2],
             {"service.name": service, "service.namespace": "millrace"},
-            credentials=(credentials or grpc.ssl_channel_credentials())
-            if config.otlp_endpoint.startswith("https://")
-            else None,
+            credentials=(
+                grpc.ssl_channel_credentials() if config.otlp_endpoint.startswith("https://") else None
+            ),
         ),
         identity_attributes,
         sample_ratio=config.sample_ratio,

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from observability import names, receiver, tracing
+from observability import names, receiver, sdk, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
 from observability.recorder import EXPORT_METHOD, OtlpExport, SpanRecorder
@@ -158,3 +158,25 @@ async def test_bytes_that_are_no_otlp_are_the_senders_mistake(tmp_path: Path) ->
             await export(b"no protobuf")
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert await export(_request(2).SerializeToString()) == b""
+
+
+async def test_the_sdk_sends_the_same_spans_with_the_same_identity(tmp_path: Path) -> None:
+    """`exporter = "sdk"`: OpenTelemetry's own provider, processor and exporter instead of the recorder."""
+    path = tmp_path / "traces.sqlite"
+    async with _running(path) as (process, address):
+        config = ObservabilityConfig(otlp_endpoint=address, exporter="sdk")
+        provider = sdk.provider("gateway", config, tracing.identity_attributes)
+        telemetry = Telemetry("gateway", config, provider)
+        context = tracing.with_identity(RequestIdentity("r-1", tenant="acme"))
+        root = telemetry.start(names.GATEWAY_REQUEST, parent=context, attributes={names.STREAMING: True})
+        with telemetry.span(names.GATEWAY_ROUTE, parent=telemetry.under(root, context)):
+            pass
+        telemetry.end(root)
+        await asyncio.to_thread(telemetry.shutdown)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    parent, child = sorted(SpanReader(path).find("r-1"), key=lambda span: span.name)
+    assert (parent.name, child.name) == (names.GATEWAY_REQUEST, names.GATEWAY_ROUTE)
+    assert (child.parent_id, child.service) == (parent.span_id, "gateway")
+    assert child.attributes == {names.REQUEST_ID: "r-1", names.TENANT: "acme"}
+    assert parent.attributes == {**child.attributes, names.STREAMING: True}
