@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.paged_cache.memory import empty_on_huge_pages
+
 # Largest magnitude of each type that quantized keys and values are stored in.
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -110,10 +112,10 @@ def allocate_layer(
     reads a slot before writing it, and on a CPU untouched memory costs nothing.
     """
     shape = (num_blocks + 1, num_heads, block_size)
-    keys = torch.empty(*shape, key_dim, dtype=dtype, device=device)
-    values = torch.empty(*shape, value_dim, dtype=dtype, device=device) if value_dim else None
+    keys = empty_on_huge_pages((*shape, key_dim), dtype, device)
+    values = empty_on_huge_pages((*shape, value_dim), dtype, device) if value_dim else None
     if dtype in LIMITS:
-        scales = torch.empty(*shape, 2, dtype=torch.float32, device=device)
+        scales = empty_on_huge_pages((*shape, 2), torch.float32, device)
         return QuantizedCache(keys, values, scales, shared_value_dim)
     return PlainCache(keys, values, shared_value_dim)
 

@@ -1,5 +1,5 @@
-"""Norms, gates, rotation with cache write: against their references, with poisoned outputs; and bit for bit the
-same rows alone and among others.
+"""Norms, gates, rotation with cache write: against their references, with poisoned outputs; and the same bits
+for a row alone and among others.
 """
 
 from __future__ import annotations
