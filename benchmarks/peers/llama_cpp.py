@@ -50,18 +50,9 @@ def _source(folder: Path, home: Path) -> Path:
     """The unpacked source of llama.cpp."""
     source = folder / f"llama_cpp_python-{VERSION}" / "vendor/llama.cpp"
     if not source.exists():
-        pip = [
-            str(home / "bin/python"),
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-        ]
-        subprocess.run(
-            [*pip, "--no-binary", ":all:", f"llama-cpp-python=={VERSION}", "-d", str(folder)], check=True
-        )
+        pip = [str(home / "bin/python"), "-m", "pip", "download", "--quiet", "--no-deps"]
+        only_source = ("--no-binary", ":all:", f"llama-cpp-python=={VERSION}", "-d", str(folder))
+        subprocess.run([*pip, *only_source], check=True)
         with tarfile.open(next(folder.glob(f"llama_cpp_python-{VERSION}*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
     return source

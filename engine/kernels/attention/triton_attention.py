@@ -1,11 +1,12 @@
 """Attention over the paged cache in Triton: prefill chunks, decode and verification of one ragged batch.
 
-Online softmax (FlashAttention, arXiv 2205.14135) over the pieces that triton_plan cuts; pieces of a split history
-merge as in FlashDecoding. The heads of a group sit in one tile with their tokens, so that keys and values are read
-once for all of them. A value that is the beginning of its key (MLA) is not read a second time.
+Online softmax (FlashAttention, arXiv 2205.14135) over the pieces that triton_plan cuts; pieces of a split
+history merge as in FlashDecoding. The heads of a group sit in one tile with their tokens, so that keys and
+values are read once for all of them. A value that is the beginning of its key (MLA) is not read a second
+time.
 
-Shape letters: T tokens, H query heads, K kv heads, D key dim, E value dim, N blocks, P block size, G heads of a
-group.
+Shape letters: T tokens, H query heads, K kv heads, D key dim, E value dim, N blocks, P block size, G heads of
+a group.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from torch import Tensor
 
 from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
 from engine.kernels.attention.triton_plan import AttentionPlan, Items, make_plan
-from engine.kernels.paged_cache import LayerCache
+from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Rows (tokens times heads of a group) of a tile.
-SPLIT_TILE, WHOLE_TILE = 16, 64
+# Largest tile, step, warps, stages: for keys of up to 128 numbers, and for larger ones.
+WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
+# Converting a quantized cache takes registers.
+QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
+SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 4, 2))
+# For latent attention, whose keys have 576.
+LATENT_SHAPE = (32, 32, 8, 2)
 
 
 @triton.jit
@@ -57,6 +63,7 @@ def attention_kernel(
     soft_cap,
     window,
     GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -72,9 +79,11 @@ def attention_kernel(
     SINKS: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """One program per item and kv head. FINAL writes results, else sums and stats (maximum, weight) of a part."""
+    """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
+    writes results, else sums and stats (maximum, weight) of a part.
+    """
     item = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // CHUNKS
     first = tl.load(fields + item)
     count = tl.load(fields + num_items + item)
     if count == 0:
@@ -88,7 +97,7 @@ def attention_kernel(
 
     tile = tl.arange(0, TILE)
     present = tile // GROUP < count
-    head = kv_head * GROUP + tile % GROUP
+    head = tl.program_id(1) * GROUP + tile % GROUP
     token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
     position = tl.load(positions + token, mask=present, other=0)
     row = (token.to(tl.int64) * num_heads + head) * KEY_DIM
@@ -106,12 +115,12 @@ def attention_kernel(
         there = place < end
         block = tl.load(tables + sequence * table_stride + place // block_size, mask=there, other=0)
         slot = (block.to(tl.int64) * num_kv_heads + kv_head) * block_size + place % block_size
-        at, inside = _head_parts(keys, slot * KEY_DIM, 0, MAIN, MAIN_BLOCK)
-        key = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+        entry, real = _head_parts(keys, slot * KEY_DIM, 0, MAIN, MAIN_BLOCK)
+        key = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
         score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
         if TAIL > 0:
-            at, inside = _head_parts(keys, slot * KEY_DIM, MAIN, TAIL, TAIL_BLOCK)
-            tail = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+            entry, real = _head_parts(keys, slot * KEY_DIM, MAIN, TAIL, TAIL_BLOCK)
+            tail = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
             score += tl.dot(q_tail, tl.trans(tail), input_precision="ieee")
         if SCALED:
             score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
@@ -132,8 +141,8 @@ def attention_kernel(
         if SHARED_VALUE:
             value = key
         else:
-            at, inside = _head_parts(values, slot * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK)
-            value = tl.load(at, mask=there[:, None] & inside, other=0.0).to(DTYPE)
+            entry, real = _head_parts(values, slot * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK)
+            value = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
         if SCALED:
             column: tl.constexpr = 0 if SHARED_VALUE else 1
             share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
@@ -234,22 +243,26 @@ class TritonAttention:
         self,
         plan: dict[int | None, DevicePlan],
         q: Tensor,
-        cache: LayerCache,
+        cache: PlainCache | QuantizedCache,
         options: AttentionOptions,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
         if options.window not in plan:
-            plan[options.window] = self._device_plan(options.window)
+            plan[options.window] = self._device_plan(
+                options.window, q.shape[2], isinstance(cache, QuantizedCache)
+            )
         return self._run(plan[options.window], q.contiguous(), cache, options, sinks)
 
-    def _device_plan(self, window: int | None) -> DevicePlan:
-        split_tile = max(SPLIT_TILE, triton.next_power_of_2(self.group))
-        whole_tile = max(WHOLE_TILE, split_tile)
+    def _device_plan(self, window: int | None, key_dim: int, quantized: bool) -> DevicePlan:
+        split, whole = (
+            launch_shape(group=self.group, key_dim=key_dim, final=final, quantized=quantized)
+            for final in (False, True)
+        )
         made = make_plan(
             self._batch,
-            split_rows=split_tile // self.group,
-            tile_rows=whole_tile // self.group,
+            split_rows=split.tile // split.heads,
+            tile_rows=whole.tile // whole.heads,
             window=window,
         )
 
@@ -273,13 +286,16 @@ class TritonAttention:
         )
 
     def _run(
-        self, plan: DevicePlan, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None
+        self,
+        plan: DevicePlan,
+        q: Tensor,
+        cache: PlainCache | QuantizedCache,
+        options: AttentionOptions,
+        sinks: Tensor | None,
     ) -> Tensor:
-        tensors = cache.tensors()
-        keys = tensors[0]
-        scaled = tensors[1].dtype == torch.float32 and keys.element_size() == 1 if len(tensors) > 1 else False
-        shared = len(tensors) == 1 + scaled
-        values = keys if shared else tensors[-1]
+        keys, shared = cache.keys, cache.values is None
+        values = keys if cache.values is None else cache.values
+        scales = cache.scales if isinstance(cache, QuantizedCache) else None
         key_dim = keys.shape[-1]
         value_dim = cache.shared_value_dim if shared else values.shape[-1]
         out = torch.zeros(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -293,15 +309,15 @@ class TritonAttention:
             if not num_items:
                 continue
             final = rows is plan.whole[0]
-            tile = max(WHOLE_TILE if final else SPLIT_TILE, triton.next_power_of_2(self.group))
-            attention_kernel[(num_items, self.num_kv_heads)](
+            shape = launch_shape(group=self.group, key_dim=key_dim, final=final, quantized=scales is not None)
+            attention_kernel[(num_items, self.num_heads // shape.heads)](
                 q,
                 out,
                 sums,
                 stats,
                 keys,
                 values,
-                tensors[1] if scaled else stats,
+                scales if scales is not None else stats,
                 sinks if sinks is not None else stats,
                 plan.tables,
                 plan.positions,
@@ -316,23 +332,24 @@ class TritonAttention:
                 options.scale,
                 options.soft_cap or 1.0,
                 options.window or 0,
-                GROUP=self.group,
+                GROUP=shape.heads,
+                CHUNKS=self.group // shape.heads,
                 MAIN=main,
                 TAIL=tail,
                 VALUE_DIM=value_dim,
                 MAIN_BLOCK=_block(main),
                 TAIL_BLOCK=_block(tail),
                 VALUE_BLOCK=_block(value_dim),
-                TILE=tile,
-                STEP=step_size(key_dim),
+                TILE=shape.tile,
+                STEP=shape.step,
                 SHARED_VALUE=shared,
-                SCALED=scaled,
+                SCALED=scales is not None,
                 SOFT_CAP=options.soft_cap is not None,
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
                 FINAL=final,
-                num_warps=4,
-                num_stages=2,
+                num_warps=shape.num_warps,
+                num_stages=shape.num_stages,
             )
         if plan.split[1].shape[1]:
             merge_kernel[(plan.part_count.shape[0], self.num_heads)](
@@ -350,9 +367,29 @@ class TritonAttention:
         return out
 
 
-def step_size(key_dim: int) -> int:
-    """Positions of one pass through the inner loop: what fits into shared memory twice."""
-    return 32 if key_dim > 256 else 64
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launch decides besides the model's own sizes."""
+
+    heads: int  # query heads of a tile, which share their keys; a group may need several tiles
+    tile: int  # rows: tokens times heads
+    step: int  # positions of one pass through the inner loop
+    num_warps: int
+    num_stages: int
+
+
+def launch_shape(*, group: int, key_dim: int, final: bool, quantized: bool) -> LaunchShape:
+    """Chosen such that no register spills on sm_80 and sm_90 (engine/kernels/compile_ahead)."""
+    largest, step, num_warps, num_stages = (
+        WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]
+    )
+    if final and quantized and key_dim <= 128:
+        largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
+    if key_dim > 256:
+        largest, step, num_warps, num_stages = LATENT_SHAPE
+    heads = next(heads for heads in range(min(group, largest), 0, -1) if group % heads == 0)
+    tile = largest if final else max(16, triton.next_power_of_2(heads))
+    return LaunchShape(heads=heads, tile=tile, step=step, num_warps=num_warps, num_stages=num_stages)
 
 
 def _block(size: int) -> int:

@@ -1,11 +1,11 @@
 """Which pieces of which histories the attention kernels compute: the host's half of the Triton back end.
 
-An item is one launch of the inner loop: some rows (tokens) against one stretch of one history. Rows that compute
-few tokens (decode, verification) are split: their history is cut into parts that begin at fixed positions, each part
-leaves an unnormalized sum, and a second kernel merges the parts in order. Other rows (prefill) go in tiles whose one
-item covers the whole history. How a row is cut depends on its own sequence alone, so its result does not depend on
-the batch. Sequences whose block tables begin alike share the items of that prefix: its keys and values are read once
-for all of them.
+An item is one launch of the inner loop: some rows (tokens) against one stretch of one history. Rows that
+compute few tokens (decode, verification) are split: their history is cut into parts that begin at fixed
+positions, each part leaves an unnormalized sum, and a second kernel merges the parts in order. Other rows
+(prefill) go in tiles whose one item covers the whole history. How a row is cut depends on its own sequence
+alone, so its result does not depend on the batch. Sequences whose block tables begin alike share the items of
+that prefix: its keys and values are read once for all of them.
 
 Shape letters: T tokens, I items, S sequences.
 """
@@ -58,8 +58,8 @@ def part_size(context_len: int) -> int:
 def make_plan(
     batch: RaggedBatch, *, split_rows: int, tile_rows: int, window: int | None = None
 ) -> AttentionPlan:
-    """The work of one layer kind. Sequences with at most `split_rows` new tokens are split, others go in tiles of
-    `tile_rows` tokens; `window` leaves out what no row of an item can see.
+    """The work of one layer kind. Sequences with at most `split_rows` new tokens are split, others go in
+    tiles of `tile_rows` tokens; `window` leaves out what no row of an item can see.
     """
     starts, lengths = batch.query_starts, batch.context_lens
     num_tokens = int(starts[-1])
@@ -76,7 +76,7 @@ def make_plan(
         for token in range(int(starts[index]), int(starts[index + 1])):
             part_base[token], part_count[token] = total, parts
             total += parts
-    shared = {index: 0 for index in small}
+    shared = dict.fromkeys(small, 0)
     for members, length in _shared_prefixes(batch, small):
         rows = [token for index in members for token in range(int(starts[index]), int(starts[index + 1]))]
         for first in range(0, len(rows), split_rows):
@@ -115,7 +115,7 @@ def _reach(positions: NDArray[np.int32], rows: list[int], window: int | None) ->
 
 
 def _shared_prefixes(batch: RaggedBatch, small: list[int]) -> Iterator[tuple[list[int], int]]:
-    """Groups of sequences, and the positions that they share: whole parts, none of them being computed now."""
+    """Groups of sequences, and the positions that they share: whole parts, none being computed now."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index in small:
         size = part_size(int(batch.context_lens[index]))
@@ -144,8 +144,8 @@ class _Builder:
         self._rows.extend(rows)
 
     def cut(self, rows: list[int], sequence: int, begin: int, end: int, size: int, reach: int) -> None:
-        """One item for each part between begin (a part's first position) and end. A part that no row can see stays
-        an item without positions, so that its sum is written all the same.
+        """One item for each part between begin (a part's first position) and end. A part that no row can see
+        stays an item without positions, so that its sum is written all the same.
         """
         for first in range(begin, end, size):
             last = min(first + size, end)

@@ -1,0 +1,391 @@
+"""Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
+
+`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME]` prints registers per thread, spilled
+bytes and shared memory of each variant, and exits with 1 when one spills registers or asks for more shared
+memory than a block can have. The variants are those of real models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from engine.kernels.activation.triton_activation import gate_kernel
+from engine.kernels.attention.triton_attention import attention_kernel, launch_shape, merge_kernel
+from engine.kernels.linear.triton_linear import grouped_kernel, scaled_kernel, weight_only_kernel
+from engine.kernels.norm.triton_norm import rms_norm_kernel
+from engine.kernels.rope.triton_rope import rope_and_store_kernel
+from engine.kernels.sampling.triton_sampling import draw_kernel, process_logits_kernel
+
+# Shared memory that one block may ask for, in bytes.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+FIRST_ARCH_WITH_FLOAT8 = 89
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A kernel with everything that is decided at compile time."""
+
+    name: str
+    kernel: Any
+    # Parameter to type: "*bf16", "i32", "fp32"; the rest are constants.
+    types: Mapping[str, str]
+    constants: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 2
+    float8: bool = False
+    # Numbers that are multiples of 16 in real models, as launches find out, too.
+    multiples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What the machine code of one variant uses."""
+
+    name: str
+    arch: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing spills and a block's shared memory suffices."""
+        return not self.spilled_bytes and self.shared_bytes <= SHARED_LIMIT[self.arch]
+
+
+def variants() -> list[Variant]:
+    """Every kernel in the shapes of real models."""
+    return [
+        *_attention_variants(),
+        *_row_variants(),
+        *_sampling_variants(),
+        *_linear_variants(),
+    ]
+
+
+def _attention_variants() -> list[Variant]:
+    pointers = {
+        "positions": "*i32",
+        "part_base": "*i32",
+        "rows": "*i32",
+        "fields": "*i32",
+        "tables": "*i32",
+        "sums": "*fp32",
+        "stats": "*fp32",
+        "scales": "*fp32",
+        "sinks": "*fp32",
+        "q": "*bf16",
+        "out": "*bf16",
+        **dict.fromkeys(
+            ("num_items", "table_stride", "num_heads", "num_kv_heads", "block_size", "window"), "i32"
+        ),
+        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+    }
+    plain = {"TAIL": 0, "TAIL_BLOCK": 16} | dict.fromkeys(
+        ("SHARED_VALUE", "SCALED", "SOFT_CAP", "WINDOW", "SINKS"), False
+    )
+    latent: dict[str, object] = {"TAIL": 64, "TAIL_BLOCK": 64, "SHARED_VALUE": True}
+    scaled, local = {"SCALED": True}, {"SOFT_CAP": True, "WINDOW": True}
+    # Name, heads of a group, size of a value, type of the cache, changes.
+    shapes: list[tuple[str, int, int, str, dict[str, object]]] = [
+        ("llama", 4, 128, "*bf16", {}),
+        ("llama, int8 KV", 4, 128, "*i8", {**scaled}),
+        ("llama, fp8 KV", 4, 128, "*fp8e4nv", {**scaled}),
+        ("gemma", 2, 256, "*bf16", {**local}),
+        ("gpt-oss", 8, 64, "*bf16", {"SINKS": True, "WINDOW": True}),
+        ("deepseek", 128, 512, "*bf16", latent),
+    ]
+    made = []
+    for name, group, size, kind, changes in shapes:
+        for final in (True, False):
+            key_dim = size + int(str(changes.get("TAIL", 0)))
+            launch = launch_shape(group=group, key_dim=key_dim, final=final, quantized=kind != "*bf16")
+            sizes = dict.fromkeys(("MAIN", "MAIN_BLOCK", "VALUE_DIM", "VALUE_BLOCK"), size)
+            decided = {
+                "GROUP": launch.heads,
+                "CHUNKS": group // launch.heads,
+                "TILE": launch.tile,
+                "STEP": launch.step,
+            }
+            made.append(
+                Variant(
+                    name=f"{'prefill' if final else 'decode'} {name}",
+                    kernel=attention_kernel,
+                    types={**pointers, "keys": kind, "values": kind},
+                    constants={**plain, **sizes, **decided, **changes, "FINAL": final},
+                    num_warps=launch.num_warps,
+                    num_stages=launch.num_stages,
+                    float8="fp8" in kind,
+                )
+            )
+    merge_types = dict.fromkeys(("sums", "stats", "sinks"), "*fp32") | {
+        **dict.fromkeys(("part_base", "part_count"), "*i32"),
+        "out": "*bf16",
+        "num_heads": "i32",
+    }
+    merges = [
+        Variant(
+            name=f"attention merge, {size}",
+            kernel=merge_kernel,
+            types=merge_types,
+            constants={"VALUE_DIM": size, "BLOCK": size, "SINKS": sinks},
+        )
+        for size, sinks in ((128, False), (64, True), (512, False))
+    ]
+    return made + merges
+
+
+def _row_variants() -> list[Variant]:
+    norm_types = {
+        **dict.fromkeys(("x", "residual", "residual_out"), "*bf16"),
+        **dict.fromkeys(("weight", "scale_out"), "*fp32"),
+        "row_stride": "i32",
+        "width": "i32",
+        "eps": "fp32",
+    }
+    rope_types = {
+        **dict.fromkeys(("q", "k", "v", "q_out"), "*bf16"),
+        **dict.fromkeys(("cos", "sin", "scales"), "*fp32"),
+        "slots": "*i64",
+        **dict.fromkeys(
+            ("q_stride", "k_stride", "v_stride", "num_heads", "num_kv_heads", "half", "block_size"), "i32"
+        ),
+    }
+    norms = [
+        Variant(
+            name=f"norm 4096{name}",
+            kernel=rms_norm_kernel,
+            types={**norm_types, "out": out},
+            constants={"BLOCK": 4096, "HAS_RESIDUAL": True, "LIMIT": limit, "ROUND": out == "*i8"},
+            num_warps=8,
+            float8="fp8" in out,
+        )
+        for name, out, limit in (
+            ("", "*bf16", 0.0),
+            (" to int8", "*i8", 127.0),
+            (" to fp8", "*fp8e4nv", 448.0),
+        )
+    ]
+    ropes = [
+        Variant(
+            name=f"rope and store{name}",
+            kernel=rope_and_store_kernel,
+            types={**rope_types, "keys": kind, "values": kind},
+            constants={
+                "KEY_DIM": 128,
+                "VALUE_DIM": 128,
+                "BLOCK": 128,
+                "INTERLEAVED": False,
+                "LIMIT": limit,
+                "ROUND": kind == "*i8",
+            },
+            num_warps=1,
+            float8="fp8" in kind,
+        )
+        for name, kind, limit in (
+            ("", "*bf16", 0.0),
+            (", int8 KV", "*i8", 127.0),
+            (", fp8 KV", "*fp8e4nv", 448.0),
+        )
+    ]
+    gates = [
+        Variant(
+            name=f"gate {kind}",
+            kernel=gate_kernel,
+            types={"gate_and_up": "*bf16", "out": "*bf16", "size": "i32"},
+            constants={"KIND": kind, "BLOCK": 1024},
+        )
+        for kind in range(4)
+    ]
+    return norms + ropes + gates
+
+
+def _sampling_variants() -> list[Variant]:
+    floats = ("logits", "out", "repetition", "frequency", "presence", "biases")
+    processing = {
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(("count_row", "output_counts", "bias_row", "mask_row", "masks"), "*i32"),
+        "seen": "*i1",
+        **dict.fromkeys(("vocab_size", "mask_words"), "i32"),
+    }
+    drawing = {
+        **dict.fromkeys(("processed", "temperatures", "min_ps", "top_ps"), "*fp32"),
+        "top_ks": "*i32",
+        "noise_keys": "*i64",
+        "tokens": "*i64",
+        "allowed": "*i1",
+        "vocab_size": "i32",
+    }
+    everything = {"BLOCK": 4096, "PENALTIES": True, "BIASES": True, "MASKS": True}
+    return [
+        Variant(name="process logits", kernel=process_logits_kernel, types=processing, constants=everything),
+        Variant(name="draw", kernel=draw_kernel, types=drawing, constants={"BLOCK": 4096}, num_warps=8),
+    ]
+
+
+def _linear_variants() -> list[Variant]:
+    tile = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64}
+    sizes = dict.fromkeys(("rows", "inputs", "outputs"), "i32")
+    weight_only = {
+        **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+        **dict.fromkeys(("scale", "minimum"), "*fp32"),
+        **sizes,
+        "groups": "i32",
+        "x_stride": "i32",
+    }
+    scaled = {
+        **dict.fromkeys(("x_scale", "weight_scale"), "*fp32"),
+        "bias": "*bf16",
+        "out": "*bf16",
+        **sizes,
+    }
+    grouped = {
+        **dict.fromkeys(("x", "weights", "out"), "*bf16"),
+        **dict.fromkeys(("order", "weight_of_tile"), "*i32"),
+        "scale": "fp32",
+        "inputs": "i32",
+        "outputs": "i32",
+        "rows_per_input": "i32",
+    }
+    multiples = ("inputs", "outputs", "x_stride")
+    made = [
+        Variant(
+            multiples=multiples,
+            name=f"W{bits}A16",
+            kernel=weight_only_kernel,
+            types={**weight_only, "weight": kind},
+            constants={**tile, "BITS": bits, "MIDDLE": middle, "MINIMUM": bits == 4, "BIAS": False},
+        )
+        for bits, kind, middle in ((4, "*u8", 8), (8, "*i8", 0))
+    ]
+    for name, kind, blocked in (
+        ("W8A8", "*i8", False),
+        ("fp8", "*fp8e4nv", False),
+        ("fp8 128x128", "*fp8e4nv", True),
+    ):
+        made.append(
+            Variant(
+                multiples=multiples,
+                name=name,
+                kernel=scaled_kernel,
+                types={**scaled, "x": kind, "weight": kind},
+                constants={
+                    **tile,
+                    "INTEGER": kind == "*i8",
+                    "BLOCKED": blocked,
+                    "BIAS": False,
+                    "SCALE_BLOCK": 128,
+                },
+                float8="fp8" in kind,
+            )
+        )
+    for name, add in (("experts", False), ("adapters", True)):
+        made.append(
+            Variant(
+                name=f"grouped rows, {name}",
+                multiples=multiples,
+                kernel=grouped_kernel,
+                types=grouped,
+                constants={**tile, "ADD": add},
+            )
+        )
+    return made
+
+
+def compile_variant(variant: Variant, arch: int) -> Usage:
+    """Compiles one variant for one architecture; raises what Triton raises for code that it cannot."""
+    names = variant.kernel.arg_names
+    signature = {name: variant.types.get(name, "constexpr") for name in names}
+    # As launches find it: tensors begin at multiples of 16 bytes.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or name in variant.multiples
+    }
+    source = ASTSource(
+        fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned
+    )
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        # Releases differ in what they do unasked.
+        "enable_fp_fusion": True,
+    }
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, spilled = _assembled(str(compiled.asm["ptx"]), get_ptxas(arch).path)
+    return Usage(
+        name=variant.name,
+        arch=arch,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=int(compiled.metadata.shared),
+    )
+
+
+def _assembled(ptx: str, assembler: str) -> tuple[int, int]:
+    """Registers per thread and spilled bytes, as the assembler reports them."""
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None, "PTX names its target"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [
+            str(assembler),
+            "-v",
+            f"--gpu-name={target[1]}",
+            str(source),
+            "-o",
+            f"{folder}/kernel.cubin",
+        ]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    return max(registers, default=0), sum(spilled)
+
+
+def compile_all(archs: Sequence[int], only: str = "") -> list[Usage]:
+    """Usage of every variant on every architecture that has its types."""
+    wanted = [
+        (variant, arch)
+        for variant in variants()
+        for arch in archs
+        if only in variant.name and (not variant.float8 or arch >= FIRST_ARCH_WITH_FLOAT8)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda pair: compile_variant(*pair), wanted))
+
+
+def main() -> int:
+    """Prints a line per variant; 1 when one does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT), default=sorted(SHARED_LIMIT)
+    )
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    arguments = parser.parse_args()
+    usages = compile_all(arguments.arch, arguments.only)
+    print(f"{'kernel':34}{'arch':>6}{'registers':>11}{'spilled':>9}{'shared KiB':>12}")
+    for usage in usages:
+        print(
+            f"{usage.name:34}{'sm_' + str(usage.arch):>6}{usage.registers:>11}{usage.spilled_bytes:>9}"
+            f"{usage.shared_bytes / 1024:>12.1f}{'' if usage.fits else '   does not fit'}"
+        )
+    return 0 if all(usage.fits for usage in usages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Matrix products with quantized weights, and products of grouped rows, in Triton.
+
+The order of additions along K does not depend on the number of rows, and every launch of a weight has the
+same tile, so a row's result does not depend on the batch.
+
+Shape letters: M rows, K inputs, N outputs, G groups of inputs, X experts (or adapters).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.linear.formats import INT4_MIDDLE, Int4Weight, Int8Weight
+
+TILE_M, TILE_N, TILE_K = 64, 64, 64
+# float8 blocks of DeepSeek-V3: one scale for so many inputs (and outputs, in weights).
+FP8_BLOCK = 128
+
+
+@triton.jit
+def weight_only_kernel(
+    x,
+    weight,
+    scale,
+    minimum,
+    bias,
+    out,
+    rows,
+    inputs,
+    outputs,
+    groups,
+    x_stride,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """x [M, K] times a weight of 4 or 8 bits with one scale per output and group; TILE_K divides a group."""
+    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    place = tl.arange(0, TILE_K)
+    in_rows, in_columns = row < rows, column < outputs
+    row, column = row.to(tl.int64), column.to(tl.int64)
+    group_size = inputs // groups
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, inputs, TILE_K):
+        there = start + place < inputs
+        mask = in_rows[:, None] & there[None, :]
+        some = tl.load(x + row[:, None] * x_stride + (start + place)[None, :], mask=mask, other=0.0)
+        if BITS == 4:
+            half = tl.arange(0, TILE_K // 2)
+            at = weight + column[:, None] * (inputs // 2) + (start // 2 + half)[None, :]
+            inside = in_columns[:, None] & (start + 2 * half < inputs)[None, :]
+            packed = tl.load(at, mask=inside, other=0)
+            levels = tl.interleave(packed & 15, packed >> 4).to(tl.float32)
+        else:
+            at = weight + column[:, None] * inputs + (start + place)[None, :]
+            levels = tl.load(at, mask=in_columns[:, None] & there[None, :], other=0).to(tl.float32)
+        at_group = column * groups + start // group_size
+        factor = tl.load(scale + at_group, mask=in_columns, other=0.0)
+        if MINIMUM:
+            lowest = tl.load(minimum + at_group, mask=in_columns, other=0.0)
+            values = levels * factor[:, None] + lowest[:, None]
+        else:
+            values = (levels - MIDDLE) * factor[:, None]
+        total = tl.dot(some, tl.trans(values.to(some.dtype)), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    at = out + row[:, None] * outputs + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+def weight_only_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] in floating point -> [M, N] in x's type. Weights of AWQ, GPTQ and compressed-tensors
+    checkpoints come in this form (engine/quantization reads them).
+    """
+    if isinstance(weight, Int8Weight) and weight.smoothing is not None:
+        x = (x.float() * weight.smoothing).to(x.dtype)
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    assert x.stride(1) == 1, "inputs of a row lie side by side"
+    outputs, inputs = weight.shape
+    rows = x.shape[0]
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    is_int4 = isinstance(weight, Int4Weight)
+    minimum = weight.minimum if isinstance(weight, Int4Weight) else None
+    tile_k = min(TILE_K, weight.group_size & -weight.group_size) if weight.scale.shape[1] > 1 else TILE_K
+    if rows:
+        weight_only_kernel[(triton.cdiv(rows, TILE_M), triton.cdiv(outputs, TILE_N))](
+            x,
+            weight.packed if isinstance(weight, Int4Weight) else weight.values,
+            weight.scale,
+            minimum if minimum is not None else weight.scale,
+            bias if bias is not None else weight.scale,
+            out,
+            rows,
+            inputs,
+            outputs,
+            weight.scale.shape[1],
+            x.stride(0),
+            BITS=4 if is_int4 else 8,
+            MIDDLE=INT4_MIDDLE if is_int4 else 0,
+            MINIMUM=minimum is not None,
+            BIAS=bias is not None,
+            TILE_M=TILE_M,
+            TILE_N=TILE_N,
+            TILE_K=tile_k,
+        )
+    return out
+
+
+@triton.jit
+def scaled_kernel(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    rows,
+    inputs,
+    outputs,
+    INTEGER: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):
+    """Products of 8-bit inputs with 8-bit weights: int8, or float8. BLOCKED: one scale per row and
+    SCALE_BLOCK inputs (for weights also SCALE_BLOCK outputs, of which TILE_N is a divisor), else one per row
+    and per output.
+    """
+    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    place = tl.arange(0, TILE_K)
+    in_rows, in_columns = row < rows, column < outputs
+    row, column = row.to(tl.int64), column.to(tl.int64)
+    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
+    ZERO: tl.constexpr = 0 if INTEGER else 0.0
+    if INTEGER:
+        total = tl.zeros([TILE_M, TILE_N], tl.int32)
+    else:
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, inputs, TILE_K):
+        there = start + place < inputs
+        at = x + row[:, None] * inputs + (start + place)[None, :]
+        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
+        at = weight + column[:, None] * inputs + (start + place)[None, :]
+        other = tl.trans(tl.load(at, mask=in_columns[:, None] & there[None, :], other=ZERO))
+        if INTEGER:
+            total = tl.dot(some, other, total, out_dtype=tl.int32)
+        elif BLOCKED:
+            block = start // SCALE_BLOCK
+            left = tl.load(x_scale + row * blocks + block, mask=in_rows, other=0.0)
+            right = tl.load(weight_scale + tl.program_id(1) * TILE_N // SCALE_BLOCK * blocks + block)
+            total += tl.dot(some, other) * (left * right)[:, None]
+        else:
+            total = tl.dot(some, other, total)
+    result = total.to(tl.float32)
+    if not BLOCKED:
+        left = tl.load(x_scale + row, mask=in_rows, other=0.0)
+        right = tl.load(weight_scale + column, mask=in_columns, other=0.0)
+        result *= left[:, None] * right[None, :]
+    if BIAS:
+        result += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    at = out + row[:, None] * outputs + column[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+def scaled_product(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x [M, K] and weight [N, K], both int8 or both float8_e4m3 -> [M, N] in `dtype`.
+
+    Scales are float32: [M] and [N] (a scale per tensor is one repeated), or for float8 in blocks
+    [M, K/128] and [N/128, K/128], rounded up.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
+    blocked = x_scale.dim() == 2
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if rows:
+        scaled_kernel[(triton.cdiv(rows, TILE_M), triton.cdiv(outputs, TILE_N))](
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            bias if bias is not None else weight_scale,
+            out,
+            rows,
+            inputs,
+            outputs,
+            INTEGER=x.dtype == torch.int8,
+            BLOCKED=blocked,
+            BIAS=bias is not None,
+            TILE_M=TILE_M,
+            TILE_N=TILE_N,
+            TILE_K=TILE_K,
+            SCALE_BLOCK=FP8_BLOCK,
+        )
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedRows:
+    """Rows sorted by the weight that they meet, cut into tiles of TILE_M that have one weight each."""
+
+    order: Tensor  # [tiles * TILE_M] int32, row in the input; -1 fills up
+    weight_of_tile: Tensor  # [tiles] int32; -1 is no weight (and no product)
+
+    @classmethod
+    def of(cls, choice: Tensor, num_weights: int) -> GroupedRows:
+        """choice [R] int32: which weight row r meets; -1 is none. No synchronization with the host: the
+        number of tiles is the most that there can be.
+        """
+        device, num_rows = choice.device, choice.shape[0]
+        tiles = num_rows // TILE_M + min(num_weights + 1, num_rows)
+        counts = torch.zeros(num_weights + 1, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, (choice + 1).long(), torch.ones_like(choice, dtype=torch.int64))
+        padded = (counts + TILE_M - 1) // TILE_M * TILE_M
+        ends = padded.cumsum(0)
+        by_weight = torch.argsort(choice, stable=True)
+        within = torch.arange(num_rows, device=device) - (counts.cumsum(0) - counts)[choice[by_weight] + 1]
+        place = (ends - padded)[choice[by_weight] + 1] + within
+        order = torch.full((tiles * TILE_M,), -1, dtype=torch.int32, device=device)
+        order.scatter_(0, place, by_weight.int())
+        firsts = torch.arange(tiles, device=device) * TILE_M
+        weight_of_tile = torch.searchsorted(ends, firsts, right=True).int() - 1
+        weight_of_tile = torch.where(firsts < ends[-1], weight_of_tile, -1)
+        return cls(order=order, weight_of_tile=weight_of_tile)
+
+
+@triton.jit
+def grouped_kernel(
+    x,
+    weights,
+    out,
+    order,
+    weight_of_tile,
+    scale,
+    inputs,
+    outputs,
+    rows_per_input,
+    ADD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Tile t of rows times weights[weight_of_tile[t]]. Row r of the order reads x[r // rows_per_input]."""
+    chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
+    if chosen < 0:
+        return
+    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    present = row >= 0
+    row = tl.where(present, row, 0)
+    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    in_columns = column < outputs
+    place = tl.arange(0, TILE_K)
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, inputs, TILE_K):
+        there = start + place < inputs
+        at = x + (row // rows_per_input)[:, None] * inputs + (start + place)[None, :]
+        some = tl.load(at, mask=present[:, None] & there[None, :], other=0.0)
+        at = weights + (chosen * outputs + column)[:, None] * inputs + (start + place)[None, :]
+        other = tl.load(at, mask=in_columns[:, None] & there[None, :], other=0.0)
+        total = tl.dot(some, tl.trans(other).to(some.dtype), total, input_precision="ieee")
+    at = out + row[:, None] * outputs + column[None, :]
+    mask = present[:, None] & in_columns[None, :]
+    if ADD:
+        total = total * scale + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+
+
+def grouped_product(
+    x: Tensor, weights: Tensor, groups: GroupedRows, num_rows: int, *, rows_per_input: int = 1
+) -> Tensor:
+    """x [M, K], weights [X, N, K] -> [num_rows, N], row r being x[r // rows_per_input] times its weight:
+    experts with rows_per_input = active experts per token on the way in, and 1 on the way out. Rows without a
+    weight are zero.
+    """
+    out = torch.zeros(num_rows, weights.shape[1], dtype=x.dtype, device=x.device)
+    _grouped(x, weights, out, groups, rows_per_input, 1.0, add=False)
+    return out
+
+
+def add_adapters(
+    out: Tensor, x: Tensor, down: Tensor, up: Tensor, groups: GroupedRows, *, scale: float = 1.0
+) -> None:
+    """LoRA for mixed adapters: out [M, N] += scale * x [M, K] down[a]^T up[a]^T, a being the adapter of each
+    row.
+
+    down [X, rank, K], up [X, N, rank]. Rows without an adapter stay as they are.
+    """
+    shrunk = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float32, device=x.device)
+    _grouped(x, down, shrunk, groups, 1, 1.0, add=False)
+    _grouped(shrunk.to(x.dtype), up, out, groups, 1, scale, add=True)
+
+
+def _grouped(
+    x: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    groups: GroupedRows,
+    rows_per_input: int,
+    scale: float,
+    *,
+    add: bool,
+) -> None:
+    outputs, inputs = weights.shape[1:]
+    tiles = groups.weight_of_tile.shape[0]
+    if not tiles:
+        return
+    grouped_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
+        x,
+        weights,
+        out,
+        groups.order,
+        groups.weight_of_tile,
+        scale,
+        inputs,
+        outputs,
+        rows_per_input,
+        ADD=add,
+        TILE_M=TILE_M,
+        TILE_N=TILE_N,
+        TILE_K=TILE_K,
+    )

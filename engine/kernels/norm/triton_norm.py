@@ -1,0 +1,99 @@
+"""Root-mean-square norm in one pass over a row, with what models do right before and after it.
+
+Shape letters: T tokens, E elements of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Quantized = Literal["none", "int8", "fp8"]
+# Largest magnitude of each quantized type; 448 is the end of float8_e4m3.
+LIMITS: dict[str, float] = {"none": 0.0, "int8": 127.0, "fp8": 448.0}
+
+
+class Normed(NamedTuple):
+    """Results of one call; what was not asked for is None."""
+
+    out: Tensor  # [T, E]
+    residual: Tensor | None  # [T, E] x + residual, in x's type
+    scale: Tensor | None  # [T] float32: out * scale is the normed row
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    scale_out,
+    row_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One program per row. LIMIT > 0 quantizes the row to out's type; ROUND rounds to whole numbers first."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < width
+    values = tl.load(x + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        # The stream is kept in its own type, and normed as it is kept.
+        kept = values.to(residual_out.dtype.element_ty)
+        tl.store(residual_out + row * width + place, kept, mask=inside)
+        values = kept.to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / width
+    factors = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    normed = values * (1.0 / tl.sqrt(mean + eps)) * factors
+    if LIMIT > 0:
+        largest = tl.max(tl.abs(normed), axis=0)
+        scale = largest / LIMIT
+        # A row of zeros keeps its scale of zero, a row that is not finite one that is not.
+        usable = (scale > 0) & (scale < float("inf"))
+        normed = tl.where(usable, normed / scale, 0.0)
+        if ROUND:
+            # Half to even: adding and taking away 1.5 * 2**23 leaves the nearest whole number.
+            normed = (normed + 12582912.0) - 12582912.0
+        tl.store(scale_out + row, scale)
+    tl.store(out + row * width + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, quantized: Quantized = "none"
+) -> Normed:
+    """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; quantized per row if asked."""
+    rows, width = x.shape
+    assert x.stride(1) == 1, "elements of a row lie side by side"
+    kinds = {"none": x.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    out = torch.empty(rows, width, dtype=kinds[quantized], device=x.device)
+    stream = torch.empty(rows, width, dtype=x.dtype, device=x.device) if residual is not None else None
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device) if quantized != "none" else None
+    block = triton.next_power_of_2(width)
+    if rows:
+        rms_norm_kernel[(rows,)](
+            x,
+            residual if residual is not None else x,
+            weight,
+            out,
+            stream if stream is not None else out,
+            scale if scale is not None else weight,
+            x.stride(0),
+            width,
+            eps,
+            BLOCK=block,
+            HAS_RESIDUAL=residual is not None,
+            LIMIT=LIMITS[quantized],
+            ROUND=quantized == "int8",
+            num_warps=max(1, min(16, block // 512)),
+        )
+    return Normed(out, stream, scale)

@@ -1,0 +1,1 @@
+"""Penalties, masks, filters and the draw, over rows of logits."""

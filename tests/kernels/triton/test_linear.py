@@ -1,0 +1,120 @@
+"""Products in Triton against plain torch, over odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.linear.formats import Int4Weight, Int8Weight, pack_levels
+from engine.kernels.linear.triton_linear import (
+    TILE_M,
+    GroupedRows,
+    add_adapters,
+    grouped_product,
+    scaled_product,
+    weight_only_product,
+)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 1), (7, 96, 33), (65, 128, 70)])
+@pytest.mark.parametrize("group", [32, 0])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_int4(rows: int, inputs: int, outputs: int, group: int, asymmetric: bool) -> None:
+    groups = inputs // group if group else 1
+    weight = Int4Weight(
+        packed=pack_levels(whole(0, 16, outputs, inputs)),
+        scale=drawn(outputs, groups).abs(),
+        minimum=drawn(outputs, groups, seed=1) if asymmetric else None,
+        order=torch.randperm(inputs, generator=torch.Generator().manual_seed(2)) if asymmetric else None,
+    )
+    x, bias = drawn(rows, inputs, seed=3), drawn(outputs, seed=4)
+    expected = x @ weight.dequantize().T + bias
+    torch.testing.assert_close(weight_only_product(x, weight, bias), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (33, 100, 65)])
+def test_int8_weight_only(rows: int, inputs: int, outputs: int) -> None:
+    weight = Int8Weight(
+        values=whole(-127, 128, outputs, inputs).to(torch.int8),
+        scale=drawn(outputs, 1).abs(),
+        smoothing=drawn(inputs, seed=1).abs() + 0.5,
+    )
+    x = drawn(rows, inputs, seed=3)
+    torch.testing.assert_close(
+        weight_only_product(x, weight), x @ weight.dequantize().T, atol=1e-2, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (66, 130, 65)])
+def test_int8_with_int8(rows: int, inputs: int, outputs: int) -> None:
+    x = whole(-127, 128, rows, inputs).to(torch.int8)
+    weight = whole(-127, 128, outputs, inputs, seed=1).to(torch.int8)
+    x_scale, weight_scale, bias = drawn(rows).abs(), drawn(outputs, seed=2).abs(), drawn(outputs, seed=5)
+    exact = x.double() @ weight.double().T * x_scale.double()[:, None] * weight_scale.double() + bias
+    found = scaled_product(x, x_scale, weight, weight_scale, bias, dtype=torch.float32)
+    torch.testing.assert_close(found, exact.float(), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (5, 300, 200)])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_float8_with_float8(rows: int, inputs: int, outputs: int, blocked: bool) -> None:
+    x = drawn(rows, inputs).to(torch.float8_e4m3fn)
+    weight = drawn(outputs, inputs, seed=1).to(torch.float8_e4m3fn)
+    if blocked:
+        column, block = -(-inputs // 128), -(-outputs // 128)
+        x_scale, weight_scale = drawn(rows, column).abs(), drawn(block, column, seed=2).abs()
+        left = x.float() * x_scale.repeat_interleave(128, 1)[:, :inputs]
+        wide = weight_scale.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
+        expected = left @ (weight.float() * wide).T
+    else:
+        x_scale, weight_scale = drawn(rows).abs(), drawn(outputs, seed=2).abs()
+        expected = (x.float() * x_scale[:, None]) @ (weight.float() * weight_scale[:, None]).T
+    found = scaled_product(x, x_scale, weight, weight_scale, dtype=torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_grouped_rows_cover_every_row_once() -> None:
+    choice = torch.tensor([2, -1, 0, 2, 2, 0, -1] + [1] * 70, dtype=torch.int32)
+    groups = GroupedRows.of(choice, 4)
+    seen = []
+    for tile, weight in enumerate(groups.weight_of_tile.tolist()):
+        rows = [row for row in groups.order[tile * TILE_M : (tile + 1) * TILE_M].tolist() if row >= 0]
+        if weight >= 0:
+            assert {int(choice[row]) for row in rows} == {weight}
+            seen += rows
+    assert sorted(seen) == [row for row, weight in enumerate(choice.tolist()) if weight >= 0]
+
+
+def test_experts() -> None:
+    tokens, active, experts, hidden, size = 21, 2, 5, 40, 24
+    x, weights = drawn(tokens, hidden), drawn(experts, size, hidden, seed=1)
+    choice = whole(0, experts, tokens * active, seed=2).int()
+    groups = GroupedRows.of(choice, experts)
+    found = grouped_product(x, weights, groups, tokens * active, rows_per_input=active)
+    expected = torch.stack([weights[int(w)] @ x[row // active] for row, w in enumerate(choice)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_one_batch_are_mixed() -> None:
+    rows, hidden, rank, outputs, adapters = 9, 50, 8, 33, 3
+    x, down, up = (
+        drawn(rows, hidden),
+        drawn(adapters, rank, hidden, seed=1),
+        drawn(adapters, outputs, rank, seed=2),
+    )
+    choice = torch.tensor([0, -1, 2, 2, 1, -1, 0, 1, 2], dtype=torch.int32)
+    out = drawn(rows, outputs, seed=3)
+    expected = out.clone()
+    for row, adapter in enumerate(choice.tolist()):
+        if adapter >= 0:
+            expected[row] += 0.5 * (up[adapter] @ (down[adapter] @ x[row]))
+    add_adapters(out, x, down, up, GroupedRows.of(choice, adapters), scale=0.5)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
