@@ -32,16 +32,26 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Where the keys and values of one part lie. Positions outside [begin, end) read zeros.
+struct Places {
+  int64_t begin, end;
+  const char* keys[kPartTokens];
+  const char* values[kPartTokens];
+  alignas(64) float key_scales[kPartTokens];
+  alignas(64) float value_scales[kPartTokens];
+};
+
 // What a thread needs from unit to unit.
 struct Scratch {
   Buffer queries, scores, packed, weighted, running;
   std::vector<int64_t> positions;   // [R]
   std::vector<float> maxima, sums;  // [R] of the part
   std::vector<float> running_maxima, running_sums;
-  const char* keys[kPartTokens];
-  const char* values[kPartTokens];
-  alignas(64) float key_scales[kPartTokens];
-  alignas(64) float value_scales[kPartTokens];
+  Places places[2];  // of the part in work, and of the one after it
+};
+
+struct Positions {
+  int64_t first, last;
 };
 
 float exp_of(float x) {
@@ -99,17 +109,24 @@ class Worker {
         wide_((value_dim_ + 15) / 16 * 16),
         words_((key_dim_ + Math::kPerWord - 1) / Math::kPerWord) {}
 
-  void run(const Unit& unit, int64_t head) {
+  // Computes one unit; then, if there is one, `next` is what the thread does after it.
+  void run(const Unit& unit, int64_t head, const Unit* next, int64_t next_head) {
     head_ = head;
     members_ = plan_.members.data() + unit.first_member;
     num_members_ = unit.num_members;
     take_rows();
     if (unit.part == kWholeTile) {
-      whole_tile(plan_.tiles[members_[0]]);
-    } else {
-      compute_part(unit.part);
-      settle(unit.part);
+      whole_tile(unit);
+      located_ = false;
+      return;
     }
+    if (!located_) locate(here(), unit, head, unit.part);
+    located_ = next && next->part != kWholeTile;
+    there().end = 0;
+    if (located_) locate(there(), *next, next_head, next->part);
+    compute_part(unit.part);
+    settle(unit.part);
+    if (located_) turn_ = !turn_;
   }
 
  private:
@@ -141,45 +158,85 @@ class Worker {
         }
       }
     }
-    const auto range = std::minmax_element(scratch_.positions.begin(), scratch_.positions.end());
-    first_position_ = *range.first;
-    last_position_ = *range.second;
+  }
+
+  Places& here() { return scratch_.places[turn_]; }
+  Places& there() { return scratch_.places[!turn_]; }
+
+  // Positions of the first and the last query of a unit.
+  Positions span(const Unit& unit) const {
+    Positions all = {INT64_MAX, 0};
+    for (int64_t i = 0; i < unit.num_members; ++i) {
+      const Tile& tile = plan_.tiles[plan_.members[unit.first_member + i]];
+      all.first = std::min(all.first, tile.position);
+      all.last = std::max(all.last, tile.position + tile.num_tokens - 1);
+    }
+    return all;
   }
 
   int64_t first_visible(int64_t position) const {
     return args_.window && position >= args_.window ? position - args_.window + 1 : 0;
   }
 
-  // Where the part's keys and values lie. Positions outside [begin, end) read zeros.
-  void locate(int64_t part, int64_t begin, int64_t end) {
-    const int64_t sequence = plan_.tiles[members_[0]].sequence, block_size = cache_.block_size;
+  // Finds what a unit sees of a part: positions [begin, end) of it.
+  void locate(Places& places, const Unit& unit, int64_t head, int64_t part) const {
+    const Positions queries = span(unit);
+    const int64_t origin = part * kPartTokens, block_size = cache_.block_size;
+    places.begin = std::max<int64_t>(0, first_visible(queries.first) - origin);
+    places.end = std::min(kPartTokens, queries.last + 1 - origin);
+    if (places.begin >= places.end) return;
+    const int64_t sequence = plan_.tiles[plan_.members[unit.first_member]].sequence;
     const int64_t* table = step_.block_tables + sequence * step_.max_blocks;
-    const char* keys = static_cast<const char*>(cache_.keys);
-    const char* values = static_cast<const char*>(cache_.values ? cache_.values : cache_.keys);
     const int64_t key_bytes = key_dim_ * Cache::kBytes;
     const int64_t value_bytes = cache_.values ? cache_.value_dim * Cache::kBytes : key_bytes;
-    for (int64_t at = 0; at < kPartTokens; at += block_size) {
-      const bool some = at < end && at + block_size > begin;
-      const int64_t block = some ? table[(part * kPartTokens + at) / block_size] : 0;
-      const int64_t row = (block * cache_.num_heads + head_) * block_size;
-      for (int64_t place = 0; place < block_size; ++place) {
-        const bool seen = at + place >= begin && at + place < end;
-        scratch_.keys[at + place] = seen ? keys + (row + place) * key_bytes : kNothing;
-        scratch_.values[at + place] = seen ? values + (row + place) * value_bytes : kNothing;
-        if (cache_.scales) {
-          const float* scales = cache_.scales + 2 * (row + place);
-          scratch_.key_scales[at + place] = seen ? scales[0] : 0.0f;
-          scratch_.value_scales[at + place] = seen ? scales[cache_.values ? 1 : 0] : 0.0f;
-        }
+    const char* values = static_cast<const char*>(cache_.values ? cache_.values : cache_.keys);
+    const int64_t from = places.begin / kPanel * kPanel;
+    const int64_t to = std::min(kPartTokens, (places.end + kPanel - 1) / kPanel * kPanel);
+    clear(places, from, places.begin);
+    for (int64_t at = places.begin; at < places.end;) {
+      const int64_t place = at % block_size, count = std::min(block_size - place, places.end - at);
+      const int64_t row = (table[(origin + at) / block_size] * cache_.num_heads + head) * block_size + place;
+      const char* key = static_cast<const char*>(cache_.keys) + row * key_bytes;
+      const char* value = values + row * value_bytes;
+      for (int64_t i = 0; i < count; ++i) places.keys[at + i] = key + i * key_bytes;
+      for (int64_t i = 0; i < count; ++i) places.values[at + i] = value + i * value_bytes;
+      if (cache_.scales) {
+        const float* scales = cache_.scales + 2 * row;
+        for (int64_t i = 0; i < count; ++i) places.key_scales[at + i] = scales[2 * i];
+        for (int64_t i = 0; i < count; ++i) places.value_scales[at + i] = scales[2 * i + (cache_.values ? 1 : 0)];
       }
+      at += count;
+    }
+    clear(places, places.end, to);
+  }
+
+  static void clear(Places& places, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      places.keys[at] = places.values[at] = kNothing;
+      places.key_scales[at] = places.value_scales[at] = 0.0f;
     }
   }
 
-  // Maximum, sum and weighted values of every row over one part.
+  // Rows of what is computed two panels later: a part's keys, its values, then the next part's keys.
+  const char* const* ahead(int64_t step, int64_t panels) {
+    const Places& now = here();
+    const Places& later = there();
+    const int64_t place = step + 2;
+    if (place < panels) return now.keys + now.begin / kPanel * kPanel + place * kPanel;
+    if (place < 2 * panels) return now.values + now.begin / kPanel * kPanel + (place - panels) * kPanel;
+    const int64_t begin = later.begin / kPanel * kPanel + (place - 2 * panels) * kPanel;
+    return later.begin < later.end && begin < later.end ? later.keys + begin : nowhere();
+  }
+
+  static const char* const* nowhere() {
+    static const std::vector<const char*> rows(kPanel, kNothing);
+    return rows.data();
+  }
+
+  // Maximum, sum and weighted values of every row over the part that is located here.
   void compute_part(int64_t part) {
-    const int64_t origin = part * kPartTokens;
-    const int64_t end = std::min(kPartTokens, last_position_ + 1 - origin);
-    const int64_t begin = std::max<int64_t>(0, first_visible(first_position_) - origin);
+    const Places& places = here();
+    const int64_t origin = part * kPartTokens, begin = places.begin, end = places.end;
     if (begin >= end) {
       for (int64_t row = 0; row < rows_; ++row) {
         scratch_.maxima[row] = -INFINITY;
@@ -187,12 +244,14 @@ class Worker {
       }
       return;
     }
-    locate(part, begin, end);
-    const int64_t from = begin / kPanel * kPanel;
-    for (int64_t at = from; at < end; at += kPanel) {
+    const int64_t from = begin / kPanel * kPanel, panels = (end - from + kPanel - 1) / kPanel;
+    int64_t step = 0;
+    for (int64_t at = from; at < end; at += kPanel, ++step) {
+      const char* const* later = ahead(step, panels);
       const int64_t vectors = (std::min(kPanel, end - at) + kLanes - 1) / kLanes;
       for (int64_t v = 0; v < vectors; ++v) {
-        pack_keys<Math, Cache>(scratch_.keys + at + v * kLanes, key_dim_, packed_ + v * kLanes, kPanel);
+        pack_keys<Math, Cache>(places.keys + at + v * kLanes, later + v * kLanes, key_dim_, packed_ + v * kLanes,
+                               kPanel);
       }
       product<Math>(rows_, vectors, queries_, words_, packed_, kPanel, words_, scores_ + at, kPartTokens, true);
     }
@@ -201,9 +260,9 @@ class Worker {
       weigh(row, from, end, std::max(begin, first_visible(position) - origin),
             std::min(end, position + 1 - origin));
     }
-    for (int64_t at = from; at < end; at += kPanel) {
+    for (int64_t at = from; at < end; at += kPanel, ++step) {
       const int64_t count = std::min(kPanel, end - at);
-      pack_values<Math, Cache>(scratch_.values + at, count, value_dim_, packed_, wide_);
+      pack_values<Math, Cache>(places.values + at, ahead(step, panels), count, value_dim_, packed_, wide_);
       product<Math>(rows_, wide_ / kLanes, scores_ + at / Math::kPerWord, kPartTokens, packed_, wide_,
                     (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide_, at == from);
     }
@@ -216,7 +275,7 @@ class Worker {
     Vec most = nothing;
     for (int64_t i = from; i < end; i += kLanes) {
       Vec s = load(scores + i);
-      if (cache_.scales) s = mul(s, load(scratch_.key_scales + i));
+      if (cache_.scales) s = mul(s, load(here().key_scales + i));
       if (args_.soft_cap != 0.0f) s = mul(set1(args_.soft_cap), tanh(div(s, set1(args_.soft_cap))));
       if (i < low) s = select(first(low - i), nothing, s);
       if (i + kLanes > high) s = select(first(high > i ? high - i : 0), s, nothing);
@@ -229,7 +288,7 @@ class Worker {
     for (int64_t i = from; i < end; i += kLanes) {
       Vec weight = exp(sub(load(scores + i), base));
       total = add(total, weight);
-      if (cache_.scales) weight = mul(weight, load(scratch_.value_scales + i));
+      if (cache_.scales) weight = mul(weight, load(here().value_scales + i));
       Math::store_row(scores, i, first(kLanes), weight);
     }
     scratch_.maxima[row] = maximum;
@@ -237,9 +296,12 @@ class Worker {
   }
 
   // All parts of a tile of many rows, one after another.
-  void whole_tile(const Tile& tile) {
+  void whole_tile(const Unit& unit) {
+    const Tile& tile = plan_.tiles[members_[0]];
     start_running();
+    there().end = 0;
     for (int64_t part = first_visible(tile.position) / kPartTokens; part < tile.num_parts; ++part) {
+      locate(here(), unit, head_, part);
       compute_part(part);
       for (int64_t row = 0; row < rows_; ++row) {
         merge_row(scratch_.maxima[row], scratch_.sums[row], weighted_ + row * wide_,
@@ -308,7 +370,8 @@ class Worker {
   const KvCache& cache_;
   Scratch& scratch_;
   const int64_t group_, key_dim_, value_dim_, wide_, words_;
-  int64_t head_ = 0, rows_ = 0, num_members_ = 0, first_position_ = 0, last_position_ = 0;
+  int64_t head_ = 0, rows_ = 0, num_members_ = 0;
+  bool located_ = false, turn_ = false;
   const int64_t* members_ = nullptr;
   float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr, *running_ = nullptr;
 };
@@ -319,8 +382,13 @@ void attend(const AttentionArgs& args) {
   Worker<Math, Cache> worker(args, scratch);
   const AttentionPlan& plan = *args.plan;
   const int64_t heads = plan.num_kv_heads, count = static_cast<int64_t>(plan.units.size()) * heads;
-  for (int64_t taken = op_take(); taken < count; taken = op_take()) {
-    worker.run(plan.units[taken / heads], taken % heads);
+  // A thread knows its next unit while it computes one, so that it can call for its keys in time.
+  int64_t taken = op_take();
+  while (taken < count) {
+    const int64_t after = op_take();
+    const Unit* next = after < count ? &plan.units[after / heads] : nullptr;
+    worker.run(plan.units[taken / heads], taken % heads, next, after % heads);
+    taken = after;
   }
 }
 

@@ -97,10 +97,13 @@ inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_str
 
 #if defined(__AVX512F__)
 
-// 16 rows of up to 16 words each to columns; absent words are zero.
-inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
+// 16 rows of up to 16 words each to columns; absent words are zero. Meanwhile the same bytes of `ahead` are called
+// for, one cache line beside each load: calls in bulk are lost when the processor's miss buffers are full.
+inline void transpose(const char* const* rows, const char* const* ahead, int64_t offset, int64_t num_bytes,
+                      Vec out[16]) {
   const __mmask64 m = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
   __m512 r[16], t[16];
+  for (int i = 0; i < 16; ++i) _mm_prefetch(ahead[i] + offset, _MM_HINT_T1);
   for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi8(m, rows[i] + offset));
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
@@ -145,8 +148,10 @@ inline Vec pair_up(Vec low, Vec high) {
 
 #else
 
-inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+inline void transpose(const char* const* rows, const char* const* ahead, int64_t offset, int64_t num_bytes,
+                      Vec out[8]) {
   __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) _mm_prefetch(ahead[i] + offset, _MM_HINT_T1);
   for (int i = 0; i < 8; ++i) {
     if (num_bytes >= 32) {
       r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
@@ -206,6 +211,15 @@ struct Bfloat16Cache {
     }
   }
   static Vec values(const char* p, Mask m) { return load_bf16(reinterpret_cast<const uint16_t*>(p), m); }
+#if defined(__AVX512F__)
+  // Elements of two positions side by side; the second may be absent.
+  static Vec value_pair(const char* low, const char* high, Mask m) {
+    const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, low));
+    if (!high) return _mm512_castsi512_ps(a);
+    const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, high));
+    return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+  }
+#endif
 };
 
 struct Int8Cache {
@@ -227,17 +241,22 @@ struct Int8Cache {
     out[3] = d;
   }
   static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }
+#if defined(__AVX512F__)
+  static Vec value_pair(const char* low, const char* high, Mask m) {
+    return pair_up(values(low, m), high ? values(high, m) : zero());
+  }
+#endif
 };
 
-// Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride].
+// Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride]; calls for `ahead`.
 template <typename Math, typename Cache>
-inline void pack_keys(const char* const* rows, int64_t dim, float* packed, int64_t stride) {
+inline void pack_keys(const char* const* rows, const char* const* ahead, int64_t dim, float* packed, int64_t stride) {
   constexpr int64_t kElements = kLanes * 4 / Cache::kBytes;  // of one transposed piece
   constexpr int64_t kOut = 4 / Cache::kBytes / Math::kPerWord;  // vectors that a vector of words becomes
   const int64_t words = (dim + Math::kPerWord - 1) / Math::kPerWord;
   for (int64_t at = 0; at < dim; at += kElements) {
     Vec columns[kLanes];
-    transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
+    transpose(rows, ahead, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
     const int64_t begin = at / Math::kPerWord;
     float* to = packed + begin * stride;
     if (begin + kLanes * kOut <= words) {
@@ -260,17 +279,24 @@ inline void pack_keys(const char* const* rows, int64_t dim, float* packed, int64
 
 // Values of `count` positions to `packed` [words of positions, stride]; stride is a multiple of kLanes.
 template <typename Math, typename Cache>
-inline void pack_values(const char* const* rows, int64_t count, int64_t dim, float* packed, int64_t stride) {
+inline void pack_values(const char* const* rows, const char* const* ahead, int64_t count, int64_t dim,
+                        float* packed, int64_t stride) {
+  constexpr int64_t kLine = 64 / Cache::kBytes;
   for (int64_t row = 0; row < count; row += Math::kPerWord, packed += stride) {
+    for (int64_t part = 0; part < Math::kPerWord; ++part) {
+      for (int64_t i = 0; i < dim; i += kLine) {
+        _mm_prefetch(ahead[row + part] + i * Cache::kBytes, _MM_HINT_T1);
+      }
+    }
+    const bool single = Math::kPerWord == 2 && row + 1 == count;
     for (int64_t i = 0; i < dim; i += kLanes) {
       const Mask m = first(dim - i);
-      Vec v = Cache::values(rows[row] + i * Cache::kBytes, m);
-#if defined(__AVX512BF16__)
       if constexpr (Math::kPerWord == 2) {
-        v = pair_up(v, row + 1 < count ? Cache::values(rows[row + 1] + i * Cache::kBytes, m) : zero());
+        store(packed + i, Cache::value_pair(rows[row] + i * Cache::kBytes,
+                                            single ? nullptr : rows[row + 1] + i * Cache::kBytes, m));
+      } else {
+        store(packed + i, Cache::values(rows[row] + i * Cache::kBytes, m));
       }
-#endif
-      store(packed + i, v);
     }
   }
 }
