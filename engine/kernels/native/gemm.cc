@@ -116,9 +116,15 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
 
 inline void subtract_offsets(int32_t* totals, const int32_t* offsets, int64_t width) {
   float* floats = reinterpret_cast<float*>(totals);
-  for (int64_t column = 0; column < width; ++column) {
-    const float value = static_cast<float>(totals[column] - offsets[column]);
-    std::memcpy(floats + column, &value, sizeof(value));
+  for (int64_t column = 0; column < width; column += kWidth) {
+#if defined(__AVX512F__)
+    const __m512i exact = _mm512_sub_epi32(_mm512_loadu_si512(totals + column), _mm512_loadu_si512(offsets + column));
+    store(floats + column, _mm512_cvtepi32_ps(exact));
+#else
+    const __m256i exact = _mm256_sub_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(totals + column)),
+                                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(offsets + column)));
+    store(floats + column, _mm256_cvtepi32_ps(exact));
+#endif
   }
 }
 
@@ -126,12 +132,12 @@ inline void subtract_offsets(int32_t* totals, const int32_t* offsets, int64_t wi
 
 template <class Kind>
 void plain_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const typename Kind::Weight* panel,
-                 int64_t width, int64_t inputs, typename Kind::Total* totals) {
+                 int64_t width, int64_t inputs, typename Kind::Total* totals, const void* next) {
   const auto* data = static_cast<const typename Kind::Row*>(rows.data) + first_row * rows.stride;
   for (int64_t begin = 0; begin < inputs; begin += kInputBlock) {
     const int64_t count = std::min(kInputBlock, inputs - begin);
     multiply_rows<Kind>(data + begin, rows.stride, num_rows, panel + begin * width, width, count / Kind::kGroup,
-                        totals, begin == 0);
+                        totals, begin == 0, static_cast<const char*>(next));
   }
 }
 
@@ -142,7 +148,7 @@ void int8_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const int
     const int64_t count = std::min(kExpandBlock, inputs - begin);
     expand_int8(panel + begin * width, width, count, scratch.halves);
     multiply_rows<HalfKind>(data + begin, rows.stride, num_rows, scratch.halves, width, count / 2, totals,
-                            begin == 0);
+                            begin == 0, nullptr);
   }
 }
 
@@ -170,7 +176,7 @@ void grouped_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const 
             expand_int8(reinterpret_cast<const int8_t*>(panel) + begin * width, width, count, scratch.halves);
         }
         multiply_rows<HalfKind>(data + row * rows.stride + begin, rows.stride, height, scratch.halves, width,
-                                count / 2, scratch.floats, begin == start);
+                                count / 2, scratch.floats, begin == start, nullptr);
       }
       for (int64_t m = 0; m < height; ++m) {
         const Vector sum = spread(minimums ? rows.sums[(first_row + row + m) * groups + group] : 0.0f);
@@ -186,22 +192,25 @@ void grouped_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const 
 }
 
 // Rows [begin, end) against the panel that starts at output `column`.
-void panel_product(const GemmArgs& args, const Rows& rows, int64_t column, int64_t begin, int64_t end) {
+// `next` is the output at which the panel starts that the thread computes next.
+void panel_product(const GemmArgs& args, const Rows& rows, int64_t column, int64_t begin, int64_t end, int64_t next) {
   const PackedWeight& weight = args.weight;
   const int64_t width = std::min(kPanel, padded_outputs(weight) - column);
   const int64_t offset = column * weight.padded_inputs;
   float* totals = scratch.totals;
+  const char* following =
+      static_cast<const char*>(weight.data) + packed_bytes(weight.format, next, weight.padded_inputs);
   for (int64_t first = begin; first < end; first += kRowBlock) {
     const int64_t count = std::min(kRowBlock, end - first);
     const float* scales = weight.format == kInt8 || weight.format == kInt8Dynamic ? weight.scales + column : nullptr;
     switch (weight.format) {
       case kFloat32:
         plain_panel<FloatKind>(rows, first, count, static_cast<const float*>(weight.data) + offset, width,
-                               weight.inputs, totals);
+                               weight.inputs, totals, following);
         break;
       case kBfloat16:
         plain_panel<HalfKind>(rows, first, count, static_cast<const uint16_t*>(weight.data) + offset, width,
-                              weight.padded_inputs, totals);
+                              weight.padded_inputs, totals, following);
         break;
       case kInt8:
         int8_panel(rows, first, count, static_cast<const int8_t*>(weight.data) + offset, width,
@@ -209,7 +218,7 @@ void panel_product(const GemmArgs& args, const Rows& rows, int64_t column, int64
         break;
       case kInt8Dynamic:
         plain_panel<ByteKind>(rows, first, count, static_cast<const int8_t*>(weight.data) + offset, width,
-                              weight.padded_inputs, reinterpret_cast<int32_t*>(totals));
+                              weight.padded_inputs, reinterpret_cast<int32_t*>(totals), following);
         break;
       default: grouped_panel(rows, first, count, weight, column, width, totals);
     }
@@ -318,10 +327,16 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   int64_t piece = op_take();
   if (piece >= pieces) return;
   const Rows rows = prepare_rows(args, num_rows, thread);
-  for (; piece < pieces; piece = op_take()) {
+  while (piece < pieces) {
+    // The next piece is taken ahead, so that it can be fetched while this one is computed.
+    const int64_t after = op_take();
     const int64_t first = piece / row_pieces * group, begin = piece % row_pieces * row_piece;
-    for (int64_t panel = first; panel < std::min(first + group, panels); ++panel)
-      panel_product(args, rows, panel * kPanel, begin, std::min(begin + row_piece, num_rows));
+    const int64_t last = std::min(first + group, panels);
+    for (int64_t panel = first; panel < last; ++panel) {
+      const int64_t next = panel + 1 < last ? panel + 1 : after < pieces ? after / row_pieces * group : panel;
+      panel_product(args, rows, panel * kPanel, begin, std::min(begin + row_piece, num_rows), next * kPanel);
+    }
+    piece = after;
   }
 }
 

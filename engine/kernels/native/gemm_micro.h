@@ -16,8 +16,15 @@ constexpr int kTileRows = 6;
 #else
 constexpr int kTileRows = 6;
 #endif
-// How far ahead of its use a streamed weight is asked for, in bytes.
+// How far ahead of its use a weight that is streamed once is asked for, in bytes.
 constexpr int64_t kAhead = 4096;
+
+// What is fetched into the second cache while a tile is computed: four lines from `next` on, further by `step`
+// bytes with every group of inputs.
+struct Prefetch {
+  const char* next;
+  int64_t step;
+};
 
 // --- element types ---
 
@@ -58,7 +65,9 @@ struct HalfKind {
   using Column = __m512i;
   static Column column(const Weight* from) { return _mm512_loadu_si512(from); }
   static Sum step(Sum sum, Spread row, Column column) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)column);
+    // As text: compilers move the sums of the intrinsic from register to register in every step.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column));
+    return sum;
   }
 };
 #else
@@ -105,7 +114,10 @@ struct ByteKind {
     return _mm512_set1_epi32(four);
   }
   static Column column(const Weight* from) { return _mm512_loadu_si512(from); }
-  static Sum step(Sum sum, Spread row, Column column) { return _mm512_dpbusd_epi32(sum, row, column); }
+  static Sum step(Sum sum, Spread row, Column column) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column));
+    return sum;
+  }
 #else
   using Sum = __m256i;
   struct Spread {
@@ -139,7 +151,7 @@ struct ByteKind {
 // MR rows and NV vectors of columns. `stride` is the panel's width in outputs.
 template <class Kind, int MR, int NV>
 inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
-                 int64_t stride, int64_t groups, typename Kind::Total* totals, bool first) {
+                 int64_t stride, int64_t groups, typename Kind::Total* totals, bool first, Prefetch prefetch) {
   typename Kind::Sum sums[MR][NV];
   for (int m = 0; m < MR; ++m)
     for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kWidth);
@@ -147,11 +159,9 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
   const int64_t next = stride * Kind::kGroup;
   for (int64_t g = 0; g < groups; ++g) {
     typename Kind::Column columns[NV];
-    for (int v = 0; v < NV; ++v) {
-      if constexpr (MR <= 2)
-        _mm_prefetch(reinterpret_cast<const char*>(panel + v * kStep) + kAhead, _MM_HINT_T0);
-      columns[v] = Kind::column(panel + v * kStep);
-    }
+    for (int v = 0; v < 4; ++v) _mm_prefetch(prefetch.next + 64 * v, _MM_HINT_T0);
+    prefetch.next += prefetch.step;
+    for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
     for (int m = 0; m < MR; ++m) {
       const typename Kind::Spread row = Kind::spread_row(rows + m * row_stride + g * Kind::kGroup);
       for (int v = 0; v < NV; ++v) sums[m][v] = Kind::step(sums[m][v], row, columns[v]);
@@ -165,36 +175,46 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
 // MR rows against a whole panel of `width` columns.
 template <class Kind, int MR>
 inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
-                      int64_t width, int64_t groups, typename Kind::Total* totals, bool first) {
+                      int64_t width, int64_t groups, typename Kind::Total* totals, bool first,
+                      Prefetch prefetch) {
   // As many sums as fit the registers beside a row and its columns.
   constexpr int kMost = kWidth == 16 ? 4 : MR == 1 ? 8 : 2;
   constexpr int64_t kColumns = kMost * kWidth;
   int64_t column = 0;
   for (; column + kColumns <= width; column += kColumns)
-    tile<Kind, MR, kMost>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first);
+    tile<Kind, MR, kMost>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first,
+                            prefetch);
   constexpr int kLeast = kLane / kWidth;
   for (; column < width; column += kLane)
-    tile<Kind, MR, kLeast>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first);
+    tile<Kind, MR, kLeast>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first,
+                            prefetch);
 }
 
-// Any number of rows.
+// Any number of rows. `next` is what will be read after this panel; null where that is no stream.
 template <class Kind>
 inline void multiply(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
                      const typename Kind::Weight* panel, int64_t width, int64_t groups,
-                     typename Kind::Total* totals, bool first) {
+                     typename Kind::Total* totals, bool first, const char* next) {
+  const int64_t line = width * Kind::kGroup * static_cast<int64_t>(sizeof(typename Kind::Weight));
+  const int64_t tiles = (num_rows + 5) / 6;
+  // One tile reads the panel as a stream; of several, each fetches a part of what comes next.
+  const int64_t step = tiles == 1 ? line : (line / tiles + 63) / 64 * 64;
+  Prefetch prefetch{tiles == 1 ? reinterpret_cast<const char*>(panel) + kAhead : next, step};
+  if (next == nullptr) prefetch = {reinterpret_cast<const char*>(panel), 0};
   while (num_rows > 0) {
     // Seven to eleven rows go as two tiles of about equal height.
     const int64_t height = num_rows >= 12 || num_rows <= 6 ? (num_rows < 6 ? num_rows : 6) : (num_rows + 1) / 2;
     switch (height) {
-      case 1: tile_rows<Kind, 1>(rows, row_stride, panel, width, groups, totals, first); break;
-      case 2: tile_rows<Kind, 2>(rows, row_stride, panel, width, groups, totals, first); break;
-      case 3: tile_rows<Kind, 3>(rows, row_stride, panel, width, groups, totals, first); break;
-      case 4: tile_rows<Kind, 4>(rows, row_stride, panel, width, groups, totals, first); break;
-      case 5: tile_rows<Kind, 5>(rows, row_stride, panel, width, groups, totals, first); break;
-      default: tile_rows<Kind, 6>(rows, row_stride, panel, width, groups, totals, first); break;
+      case 1: tile_rows<Kind, 1>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
+      case 2: tile_rows<Kind, 2>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
+      case 3: tile_rows<Kind, 3>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
+      case 4: tile_rows<Kind, 4>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
+      case 5: tile_rows<Kind, 5>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
+      default: tile_rows<Kind, 6>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
     }
     rows += height * row_stride;
     totals += height * kPanel;
+    if (tiles > 1) prefetch.next += prefetch.step * groups;
     num_rows -= height;
   }
 }
