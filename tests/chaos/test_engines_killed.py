@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMIT_S, Stack, eventually, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -85,3 +88,63 @@ def test_killed_engines_change_nothing_that_a_client_reads(engines: Stack) -> No
     disturbed = asyncio.run(ask_all(engines, kills=3))
     assert disturbed == undisturbed
     engines.assert_nothing_leaked()
+
+
+# --- the bundled model: the grammar's state is found again from the tokens so far ---------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 30},
+        "done": {"const": True},
+    },
+    "required": ["numbers", "done"],
+    "additionalProperties": False,
+}
+NUM_GUIDED = 6
+
+
+@needs_weights
+def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
+    async def guided(client: openai.AsyncOpenAI, stack: Stack, number: int, begun: asyncio.Event) -> str:
+        stream = await client.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": f"Count to {number}."}],
+            temperature=0,
+            max_tokens=600,
+            stream=True,
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+        )
+        text = ""
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+            if text.count(",") > 3:
+                begun.set()
+        return text
+
+    async def all_of_them(stack: Stack, *, kill: bool) -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{stack.url}/v1", api_key=stack.state.api_key, max_retries=0, timeout=LIMIT_S
+        ) as client:
+            begun = [asyncio.Event() for _ in range(NUM_GUIDED)]
+            answers = [
+                asyncio.ensure_future(guided(client, stack, number, event))
+                for number, event in enumerate(begun)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            if kill:
+                os.kill(stack.pid("engine-0"), signal.SIGKILL)
+            return await asyncio.gather(*answers)
+
+    with running_stack(tmp_path, "--engines", "2") as stack:
+        undisturbed = asyncio.run(all_of_them(stack, kill=False))
+        disturbed = asyncio.run(all_of_them(stack, kill=True))
+        (address,) = stack.addresses("gateway", "metrics")
+        exposed = httpx.get(f"http://{address}/metrics", trust_env=False).text
+        assert 'millrace_resubmissions_total{outcome="continued"}' in exposed
+        assert disturbed == undisturbed
+        for text in disturbed:
+            assert len(json.loads(text)["numbers"]) == 30
+        assert eventually(lambda: "engine-0 is ready again" in stack.output.read_text()), stack.transcript()
+        stack.assert_nothing_leaked()
