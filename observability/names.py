@@ -499,6 +499,14 @@ MEMORY_PLAN = Metric(
     ("part",),
 )
 
+MEMORY_USED = Metric(
+    "millrace_engine_memory_used_bytes",
+    "gauge",
+    "By",
+    "What parts of the memory plan really take: weights, kv_cache (written blocks), workspace (peak).",
+    ("part",),
+)
+
 # Every service.
 BUILD_INFO = Metric(
     "millrace_build_info", "gauge", "1", "Always 1; the labels name service, version and model.",

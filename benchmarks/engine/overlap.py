@@ -1,8 +1,8 @@
 """Planning step n + 1 while step n runs, against the plain loop: the same tokens, sooner.
 
-The real core loop and scheduler, messages encoded as for the front; the simulated device sleeps as long as a
-step of 64 decoding sequences would take on an accelerator. What the plain loop adds to that is planning, results
-and encoding, during which a real device would stand still.
+The real core loop and scheduler, messages encoded as for the front; the simulated device sleeps as long as
+a step of 64 decoding sequences would take on an accelerator. The plain loop adds planning, taking results in
+and encoding to that, during which a real device would stand still.
 
     python -m benchmarks.engine.overlap [--json OUT]
 """

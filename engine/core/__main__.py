@@ -7,6 +7,7 @@ that gRPC, protobuf and tracing never take the GIL from a step.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import logging
@@ -18,6 +19,7 @@ from engine.config import EngineConfig
 from engine.core import messages
 from engine.core.frames import CoreSocket, PeerGone
 from engine.core.loop import EngineLoop
+from engine.core.memory import MemoryWatch
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts
@@ -58,13 +60,15 @@ def make_scheduler(config: EngineConfig, model: ModelConfig, memory: MemoryPlan)
 class ProgressReport:
     """Passes on the stages of start-up, but not every tensor of them."""
 
-    def __init__(self, connection: CoreSocket) -> None:
+    def __init__(self, connection: CoreSocket, watch: MemoryWatch) -> None:
         self._connection = connection
+        self._watch = watch
         self._stage = ""
         self._reported = 0.0
 
     def __call__(self, stage: str, fraction: float) -> None:
         """A part of a stage is done; reported when the stage is new, done, or another tenth further."""
+        self._watch.stage(stage, fraction)
         if stage != self._stage or fraction - self._reported >= 0.1 or fraction >= 1 > self._reported:
             self._stage, self._reported = stage, fraction
             self._connection.send(messages.Progress(stage, fraction))
@@ -76,13 +80,21 @@ def serve_core(connection: CoreSocket) -> int:
     config, model = start.config, start.model
     name = "simulated" if config.simulated else "torch"
     builder: Builder = importlib.import_module(RUNNERS[name]).build
+    watch = MemoryWatch()
     try:
-        runner, memory, facts = builder(config, model, ProgressReport(connection))
+        runner, memory, facts = builder(config, model, ProgressReport(connection, watch))
     except ConfigError as error:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG
     scheduler = make_scheduler(config, model, memory)
-    loop = EngineLoop(scheduler, runner, connection, overlap=_overlaps(config, facts))
+    watch.start()
+    loop = EngineLoop(
+        scheduler,
+        runner,
+        connection,
+        overlap=_overlaps(config, facts),
+        memory_use=functools.partial(watch.use, memory),
+    )
     # What start-up left behind lives as long as the process; collections need not look at it again.
     gc.collect()
     gc.freeze()

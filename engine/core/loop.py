@@ -11,7 +11,7 @@ from engine.core import messages
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.scheduler.isolation import Verdict
-from engine.types import RequestFailure, SchedulerOutput, StepResult
+from engine.types import MemoryUse, RequestFailure, SchedulerOutput, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 _IDLE_REPORT_S = 1.0
 # Pause before looking again when there is work that no plan can take up yet, in seconds.
 _STALLED_S = 0.01
+# Memory use is measured and reported this often, in seconds.
+_MEMORY_REPORT_S = 5.0
 
 
 class Mailbox(Protocol):
@@ -66,12 +68,16 @@ class EngineLoop:
         *,
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        memory_use: Callable[[int], MemoryUse] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._overlap = overlap
         self._clock = clock
+        # Takes the number of blocks that were ever written.
+        self._memory_use = memory_use
+        self._memory_due_s = 0.0
         self._launched: _Launched | None = None
         self._checks: list[int] = []
         self._totals: list[messages.StepTotals] = []
@@ -174,14 +180,19 @@ class EngineLoop:
         self.stopped = True
 
     def publish(self) -> None:
-        """Reports events and load."""
+        """Reports events and load, and now and then memory."""
+        now, memory = self._clock(), None
+        if self._memory_use is not None and now >= self._memory_due_s:
+            self._memory_due_s = now + _MEMORY_REPORT_S
+            memory = self._memory_use(self._scheduler.num_touched_blocks)
         self._mailbox.send(
             messages.StepDone(
                 self._last_step_id,
                 self._scheduler.take_events(),
                 self._scheduler.take_kv_events(),
-                self._scheduler.load(self._clock()),
+                self._scheduler.load(now),
                 tuple(self._totals),
+                memory,
             )
         )
         self._totals.clear()

@@ -9,6 +9,7 @@ from engine.types import (
     FinishReason,
     KvEvent,
     MemoryPlan,
+    MemoryUse,
     ModelFacts,
     Request,
     RequestFailure,
@@ -101,6 +102,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     kv_events: tuple[KvEvent, ...]
     load: SchedulerLoad
     totals: tuple[StepTotals, ...] = ()
+    # What the parts of the memory plan really take; now and then.
+    memory: MemoryUse | None = None
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):

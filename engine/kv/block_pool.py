@@ -29,6 +29,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockHash, int] = {}
+        # Blocks that were allocated at least once; the others' memory was never touched.
+        self.num_touched = 0
 
     @property
     def num_available(self) -> int:
@@ -68,6 +70,7 @@ class BlockPool:
         """
         if self._free:
             block_id = self._free.pop()
+            self.num_touched = max(self.num_touched, block_id + 1)
         else:
             if not self._evictable:
                 raise IndexError("no block is free")

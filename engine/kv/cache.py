@@ -56,6 +56,11 @@ class KvCache:
         return self._pool.num_blocks
 
     @property
+    def num_touched(self) -> int:
+        """Blocks that were written at least once since the start."""
+        return self._pool.num_touched
+
+    @property
     def num_available(self) -> int:
         """Blocks not referenced by any sequence: free and cached ones."""
         return self._pool.num_available

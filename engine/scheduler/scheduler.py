@@ -181,6 +181,11 @@ class Scheduler:
         return self._state.cache.num_blocks
 
     @property
+    def num_touched_blocks(self) -> int:
+        """Blocks that were written at least once since the start."""
+        return self._state.cache.num_touched
+
+    @property
     def has_work(self) -> bool:
         """Whether a plan made now could contain anything."""
         return bool(self._state.groups or self._state.released or self._state.outlived)

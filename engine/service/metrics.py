@@ -14,6 +14,7 @@ from engine.types import (
     FinishReason,
     FirstTokenTimings,
     MemoryPlan,
+    MemoryUse,
     SchedulerCounters,
     SchedulerLoad,
     TokenEvent,
@@ -75,10 +76,20 @@ class EngineMetrics:
         for change in step.kv_events:
             if isinstance(change, BlocksEvicted):
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))
+        if step.memory is not None:
+            self._take_memory(step.memory)
         for totals in step.totals:
             self.metrics.observe(names.STEP_SECONDS, totals.seconds, kind=totals.kind)
             self.metrics.observe(names.STEP_TOKENS, totals.num_tokens)
             self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences)
+
+    def _take_memory(self, memory: MemoryUse) -> None:
+        for part, num_bytes in (
+            ("weights", memory.weights_bytes),
+            ("kv_cache", memory.kv_cache_bytes),
+            ("workspace", memory.workspace_bytes),
+        ):
+            self.metrics.set(names.MEMORY_USED, num_bytes, part=part)
 
     def _take_load(self, load: SchedulerLoad) -> None:
         metrics = self.metrics

@@ -7,7 +7,7 @@ process without a second declaration. Times are seconds of CLOCK_MONOTONIC unles
 from engine.types.events import ChoiceStatistics, FinishReason, FirstTokenTimings, RequestFailure, TokenEvent
 from engine.types.kv_events import BlocksEvicted, BlocksStored, KvEvent
 from engine.types.load import SchedulerCounters, SchedulerLoad
-from engine.types.memory import MemoryPlan
+from engine.types.memory import MemoryPlan, MemoryUse
 from engine.types.model_facts import ModelFacts
 from engine.types.request import GrammarSpec, Request
 from engine.types.sampling import SamplingParams, TokenLogprobs
@@ -22,6 +22,7 @@ __all__ = [
     "GrammarSpec",
     "KvEvent",
     "MemoryPlan",
+    "MemoryUse",
     "ModelFacts",
     "NewSequence",
     "Request",

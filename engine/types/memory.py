@@ -22,3 +22,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def capacity_tokens(self) -> int:
         """Tokens that fit into the KV cache."""
         return self.num_blocks * self.block_size
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What parts of the plan really take, in bytes, measured."""
+
+    weights_bytes: int = 0
+    # On a CPU, blocks that were written at least once; on an accelerator, all of them.
+    kv_cache_bytes: int = 0
+    # Peak since start-up of what is neither.
+    workspace_bytes: int = 0

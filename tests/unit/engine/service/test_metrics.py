@@ -11,6 +11,7 @@ from engine.types import (
     FinishReason,
     FirstTokenTimings,
     MemoryPlan,
+    MemoryUse,
     SchedulerCounters,
     SchedulerLoad,
     TokenEvent,
@@ -115,6 +116,15 @@ def test_steps_and_cache_changes_are_observed() -> None:
     assert _value(metrics, f"{names.STEP_TOKENS.name}_sum") == 48
     assert _value(metrics, f"{names.STEP_SEQUENCES.name}_sum") == 5
     assert _value(metrics, names.EVICTIONS.name) == 2
+
+
+def test_what_the_memory_really_takes_is_exposed_beside_the_plan() -> None:
+    use = MemoryUse(weights_bytes=90, kv_cache_bytes=40, workspace_bytes=70)
+    metrics = _taken(StepDone(1, [], (), LOAD, memory=use))
+    parts = [
+        _value(metrics, names.MEMORY_USED.name, part=part) for part in ("weights", "kv_cache", "workspace")
+    ]
+    assert parts == [90, 40, 70]
 
 
 def test_the_memory_plan_is_exposed_once_ready() -> None:

@@ -1,0 +1,78 @@
+"""What the parts of the memory plan really take, beside what was predicted.
+
+On a CPU by the process's resident memory: its growth while the weights were loaded, the blocks of the cache
+that were ever written (untouched pages cost nothing), and the rest of the peak since, which is workspace. On
+an accelerator by the allocator's own counts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.types import MemoryPlan, MemoryUse
+
+_STATUS = Path("/proc/self/status")
+# Stage in which the cache is allocated: what was loaded before it are the weights.
+_CACHE_STAGE = "allocate KV cache"
+
+
+def _host_bytes(field: str) -> int:
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def _cuda() -> Any:
+    """The accelerator's allocator, when the runner uses one."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+class MemoryWatch:
+    """Follows one engine; made when its libraries are imported and nothing is loaded."""
+
+    def __init__(self) -> None:
+        # The interpreter and its libraries, which no plan counts.
+        self._before = _host_bytes("VmRSS")
+        self._loaded = 0
+        self._allocated = 0
+
+    def stage(self, stage: str, fraction: float) -> None:
+        """A part of start-up is done."""
+        cuda = _cuda()
+        now = int(cuda.memory_allocated()) if cuda is not None else _host_bytes("VmRSS") - self._before
+        if stage != _CACHE_STAGE:
+            self._loaded = now
+        elif fraction >= 1:
+            self._allocated = max(0, now - self._loaded)
+
+    def start(self) -> None:
+        """Start-up is over: peaks count from here."""
+        cuda = _cuda()
+        if cuda is not None:
+            cuda.reset_peak_memory_stats()
+            return
+        try:
+            # 5 resets the peak of resident memory (proc(5)).
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def use(self, plan: MemoryPlan, num_touched_blocks: int) -> MemoryUse:
+        """What is used now, in bytes; `num_touched_blocks` were written at least once."""
+        cuda = _cuda()
+        if cuda is not None:
+            cache, peak = self._allocated, int(cuda.max_memory_allocated())
+        else:
+            cache = num_touched_blocks * plan.block_size * plan.kv_bytes_per_token
+            peak = _host_bytes("VmHWM") - self._before
+        return MemoryUse(
+            weights_bytes=self._loaded,
+            kv_cache_bytes=cache,
+            workspace_bytes=max(0, peak - self._loaded - cache),
+        )

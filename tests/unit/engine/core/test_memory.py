@@ -1,0 +1,26 @@
+"""Predicted and real memory of a small model."""
+
+from __future__ import annotations
+
+from engine.core.memory import MemoryWatch
+from tests.unit.engine.driver import memory_plan
+
+MEGABYTE = 1 << 20
+
+
+def test_growth_is_booked_under_its_part() -> None:
+    watch = MemoryWatch()
+    weights = b"w" * (40 * MEGABYTE)
+    watch.stage("load weights", 1.0)
+    watch.stage("allocate KV cache", 0.0)
+    watch.stage("allocate KV cache", 1.0)
+    watch.start()
+    plan = memory_plan(num_blocks=64, block_size=4)
+    before = watch.use(plan, 0)
+    workspace = b"x" * (30 * MEGABYTE)
+    del workspace
+    after = watch.use(plan, 10)
+    assert len(weights) <= before.weights_bytes < len(weights) + 20 * MEGABYTE
+    assert after.kv_cache_bytes == 10 * plan.block_size * plan.kv_bytes_per_token
+    # A peak that is over still counts.
+    assert 25 * MEGABYTE < after.workspace_bytes - before.workspace_bytes < 45 * MEGABYTE
