@@ -43,6 +43,9 @@ def locate(model: ModelConfig, *, simulated: bool) -> Path:
     the bundled checkpoint stands in.
     """
     path = Path(model.path)
+    if path.suffix == ".gguf":
+        # The tokenizer lies beside the weights.
+        path = path.parent
     if (path / "tokenizer.json").is_file():
         return path
     if path.is_dir():

@@ -118,6 +118,15 @@ def test_refusals_say_why(qwen: Family, form: Any, field: str, part: str) -> Non
     assert part in refused.message
 
 
+@pytest.mark.parametrize("form", [JsonObjectFormat(), JsonSchemaFormat('{"type": "object"}')])
+def test_white_space_stands_after_colons_and_commas_alone(qwen: Family, form: Any) -> None:
+    request = GrammarRequest(response_format=form)
+    for text in ('{"a": 1, "b": [2, {}]}', '{"a":1,"b":[2,{}]}', '{"a": "x  y"}'):
+        assert qwen.accepts(request, text)
+    for text in ('{ "a": 1}', '{"a" : 1}', '{"a":  1}', '{"a": 1 }', '{"a": 1,\n"b": 2}', ' {"a": 1}'):
+        assert not qwen.accepts(request, text)
+
+
 def test_not_strict_reports_what_is_not_enforced(qwen: Family) -> None:
     built = qwen.build(schema_format({"type": "array", "uniqueItems": True, "maxItems": 4}, strict=False))
     assert isinstance(built, Built)

@@ -14,9 +14,10 @@ from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
 from tokenizer_svc.types import EnforcementReport, KeywordStatus
 
-# White space between the parts of an answer: none, a space or two, or a new line with its indentation. Any
-# more would let a weak model spend its tokens on nothing.
-LAYOUT = {"whitespace_pattern": r"\x20{1,2}|\x0D?\x0A[\x20\x09]{0,8}"}
+# White space in an answer: a space after a colon or comma, or none. Wherever more is allowed, a name's
+# closing quote alone is a token to be drawn, which no model has seen without its colon, and a weak one gets
+# lost.
+LAYOUT = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
 
 _META = jsonschema_rs.Draft202012Validator({"$ref": "https://json-schema.org/draft/2020-12/schema"})
 # Keywords whose values have the same shape in every draft; elsewhere older forms are understood.
