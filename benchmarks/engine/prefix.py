@@ -31,6 +31,7 @@ def main() -> None:
     for name, caching in (("baseline: no prefix cache", False), ("ours: prefix cache", True)):
         outcome = simulate(workload(), config, Device(), prefix_caching=caching)
         first = [each.ttft_s or 0.0 for each in outcome.served]
+        slots = sum(each for each, _ in outcome.kv_use)
         gaps = [gap for each in outcome.served for gap in each.gaps_s]
         rows.append(
             {
@@ -38,6 +39,7 @@ def main() -> None:
                 "TTFT p50 ms": percentile(first, 0.5) * 1000,
                 "TTFT p99 ms": percentile(first, 0.99) * 1000,
                 "ITL p99 ms": percentile(gaps, 0.99) * 1000,
+                "KV waste %": 100 * (1 - sum(each for _, each in outcome.kv_use) / slots),
             }
         )
     publish("A shared prefix of 1,024 tokens (simulated device)", rows, options.json)
