@@ -16,8 +16,9 @@ VERSION = "0.3.36"
 SLOTS = 64
 # Its converter knows tokenizers by a hash of what they do; ours is of Qwen's kind.
 CONVERT = (
-    "import sys; sys.path.insert(0, {source!r}); import convert_hf_to_gguf as convert; "
-    "convert.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; "
+    "import sys; sys.path.insert(0, {source!r}); "
+    "import convert_hf_to_gguf as convert; import conversion.base as base; "
+    "base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; "
     "sys.argv = ['convert', {checkpoint!r}, '--outtype', {kind!r}, '--outfile', {target!r}]; convert.main()"
 )
 
