@@ -12,11 +12,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def checkpoint_fingerprint(path: str | Path) -> str:
-    """SHA-256 of the checkpoint's tokenizer file, lower-case hex.
+    """SHA-256 of the checkpoint's tokenizer file, lower-case hex. That of a GGUF file lies beside it.
 
     Raises FileNotFoundError when the directory has none of tokenizer.json, tokenizer.model and vocab.json.
     """
     directory = Path(path)
+    if directory.suffix == ".gguf":
+        directory = directory.parent
     for name in _TOKENIZER_FILES:
         file = directory / name
         if file.is_file():

@@ -47,6 +47,8 @@ def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
         return "engine.native is off"
     if device != "cpu":
         return f"they are for CPUs and engine.device is {device}"
+    if config.cache.kv_dtype == "fp8":
+        return "engine.cache.kv_dtype = 'fp8' is read by torch alone"
     if config.attention_backend not in ("auto", "native"):
         return f"engine.attention_backend = {config.attention_backend!r} asks for another back end"
     return why_not_lowered(spec, block_size=config.cache.block_size)

@@ -213,7 +213,7 @@ def _q4_1(rows: Tensor) -> WeightFormat:
 
 
 def _q4_k(rows: Tensor) -> WeightFormat:
-    """float16 scale of scales and of minima, 8 scales and 8 minima of 6 bits in 12 bytes, 128 bytes of levels.
+    """float16 scale of scales and of minima, 8 scales and minima of 6 bits in 12 bytes, 128 bytes of levels.
 
     32 bytes of levels hold one group of 32 in their low, and the next one in their high four bits.
     """

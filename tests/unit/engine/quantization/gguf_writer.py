@@ -24,13 +24,14 @@ def write(
     kinds: Mapping[str, Kind],
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
+    rope_theta: float = 500.0,
 ) -> None:
     """Stores `model` in the types that `kinds` gives for parts of GGUF names ("" is every matrix), and gives
     the model the weights that this stands for.
     """
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
-    _describe(writer, config, arch, metadata or {})
+    _describe(writer, config, arch, metadata or {}, rope_theta)
     number = {name: arch_number for arch_number, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     with torch.no_grad():
@@ -51,7 +52,9 @@ def write(
     writer.close()
 
 
-def _describe(writer: gguf.GGUFWriter, config: Any, arch: str, metadata: Mapping[str, Any]) -> None:
+def _describe(
+    writer: gguf.GGUFWriter, config: Any, arch: str, metadata: Mapping[str, Any], rope_theta: float
+) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -59,7 +62,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any, arch: str, metadata: Mapping
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(500.0)
+    writer.add_rope_freq_base(rope_theta)
     writer.add_vocab_size(config.vocab_size)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from engine.model.families import read_spec
 from engine.model.plan import make_plan, plan_input
 from services.config import ModelConfig
 from services.errors import ConfigError
+from services.supervisor import checkpoint
+from services.vocabulary import checkpoint_fingerprint
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.gguf_writer import write
 from tests.unit.engine.quantization.test_stored import assert_equals
+from tokenizer_svc.checkpoint import locate
 
 THETA = {"rope_type": "default", "rope_theta": 500.0}
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "rope_parameters": THETA}
@@ -209,3 +213,16 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     first.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.gguf is missing"):
         read_headers(first)
+
+
+def test_every_service_finds_the_tokenizer_beside_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for asked in (file, tmp_path):
+        with pytest.raises(ConfigError, match=r"no tokenizer\.json; copy tokenizer\.json"):
+            checkpoint.resolve(str(asked))
+    shutil.copy("models/millrace-nano/tokenizer.json", tmp_path)
+    assert checkpoint.resolve(str(file)) == file
+    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+    assert locate(ModelConfig(path=str(file)), simulated=False) == tmp_path
+    assert checkpoint_fingerprint(file) == checkpoint_fingerprint("models/millrace-nano")
