@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.sampling.native import native_logprobs, sampling_library
 from engine.types import TokenLogprobs
 
 
@@ -18,18 +19,25 @@ def token_logprobs(
 
     Tokens that are excluded [R, V] are no alternatives; fewer are reported where too few are left.
     """
-    normalized = torch.log_softmax(logits, dim=-1)
-    chosen = normalized.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    most = max(num_alternatives)
-    if most == 0:
-        return [TokenLogprobs(token, value) for token, value in zip(tokens, chosen, strict=True)]
-    eligible = normalized if excluded is None else normalized.masked_fill(excluded, float("-inf"))
-    best = torch.topk(eligible, min(most, logits.shape[1]), dim=-1)
-    values = [[value for value in row if value > float("-inf")] for row in best.values.tolist()]
-    ids = best.indices.tolist()
+    library = sampling_library() if logits.device.type == "cpu" else None
+    if library is not None:
+        chosen, ids, values = native_logprobs(library, logits, tokens, max(num_alternatives), excluded)
+    else:
+        chosen, ids, values = logprobs_by_torch(logits, tokens, max(num_alternatives), excluded)
     return [
-        TokenLogprobs(
-            token, chosen[row], tuple(ids[row][: len(values[row])][:count]), tuple(values[row][:count])
-        )
+        TokenLogprobs(token, chosen[row], tuple(ids[row][:count]), tuple(values[row][:count]))
         for row, (token, count) in enumerate(zip(tokens, num_alternatives, strict=True))
     ]
+
+
+def logprobs_by_torch(
+    logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """What `native_logprobs` reports, without native kernels."""
+    normalized = torch.log_softmax(logits, dim=-1)
+    chosen = normalized.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    eligible = normalized if excluded is None else normalized.masked_fill(excluded, float("-inf"))
+    best = torch.topk(eligible, min(num_best, logits.shape[1]), dim=-1)
+    values = [[value for value in row if value > float("-inf")] for row in best.values.tolist()]
+    ids = [row[: len(left)] for row, left in zip(best.indices.tolist(), values, strict=True)]
+    return chosen, ids, values

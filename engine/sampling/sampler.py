@@ -4,6 +4,8 @@ Order: penalties, biases and allowed tokens, stop tokens before min_tokens, gram
 top-k, top-p; then Gumbel-max with counter-based noise, or the most likely token where the temperature is 0. A
 feature that no row uses costs nothing, and no feature looks at more than its own row.
 
+On a CPU the native kernels do all of it where they can be had; what follows here is their reference.
+
 Shape letters: R rows, V vocabulary.
 """
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
+from engine.sampling.native import native_sample, sampling_library
 from engine.sampling.noise import gumbel, row_keys
 from engine.sampling.table import NO_ROW, SamplingTable
 
@@ -48,6 +51,15 @@ class Drawn:
 
 def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
     """Draws one token per row of logits [R, V] (float32, left as it is)."""
+    library = sampling_library() if logits.device.type == "cpu" else None
+    if library is None:
+        return sample_by_torch(logits, table, rows)
+    tokens, finite, allowed, processed = native_sample(library, logits, table, rows)
+    return Drawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
+
+
+def sample_by_torch(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
+    """`sample` without native kernels."""
     options = table.options[rows.slots]
     device = logits.device
     finite = torch.isfinite(logits).all(-1)

@@ -1,0 +1,189 @@
+"""Draws and reports by the native kernels (engine/kernels/native/sampling.h), for logits in main memory.
+
+Shape letters: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
+from engine.sampling.noise import row_keys
+from engine.sampling.table import NO_ROW, SamplingTable
+
+if TYPE_CHECKING:
+    from engine.sampling.sampler import SamplingRows
+
+# Mirror of SampleRow.
+SAMPLE_ROW = np.dtype(
+    [
+        ("key", np.int64),
+        ("top_k", np.int64),
+        ("counts", np.int64),
+        ("seen", np.int64),
+        ("bias", np.int64),
+        ("mask", np.int64),
+        ("first_stop", np.int64),
+        ("num_stops", np.int64),
+        ("first_draft", np.int64),
+        ("num_drafts", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+    ]
+)
+_COPIED = ("top_k", "temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+class SampleArgs(ctypes.Structure):
+    """Mirror of sampling.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("processed", c_void_p),
+        ("rows", c_void_p),
+        ("stop_ids", c_void_p),
+        ("draft_tokens", c_void_p),
+        ("tokens", c_void_p),
+        ("finite", c_void_p),
+        ("allowed", c_void_p),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+    )
+
+
+class LogprobArgs(ctypes.Structure):
+    """Mirror of sampling.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("tokens", c_void_p),
+        ("excluded", c_void_p),
+        ("chosen", c_void_p),
+        ("best_ids", c_void_p),
+        ("best", c_void_p),
+        ("num_best", c_int64),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+    )
+
+
+@cache
+def sampling_library() -> NativeLibrary | None:
+    """The native library, or None where it cannot be had."""
+    try:
+        return load_native()
+    except NativeUnavailableError:
+        return None
+
+
+def native_sample(
+    library: NativeLibrary, logits: Tensor, table: SamplingTable, rows: SamplingRows
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], Tensor]:
+    """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits [R, V]
+    for logits [R, V] in float32.
+    """
+    logits = logits.contiguous()
+    count, vocab_size = logits.shape
+    options = table.options[rows.slots]
+    described = np.zeros(count, SAMPLE_ROW)
+    for name in _COPIED:
+        described[name] = options[name]
+    described["key"] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    kept = _describe_wide(described, options, table, rows)
+    changed = any(described[name].any() for name in ("counts", "bias", "mask", "num_stops"))
+    processed = torch.empty_like(logits) if changed else logits
+    tokens = np.zeros(count, np.int64)
+    finite, allowed = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    args = SampleArgs(
+        logits=logits.data_ptr(),
+        processed=processed.data_ptr() if changed else None,
+        rows=described.ctypes.data,
+        stop_ids=kept[0].ctypes.data,
+        draft_tokens=kept[1].ctypes.data,
+        tokens=tokens.ctypes.data,
+        finite=finite.ctypes.data,
+        allowed=allowed.ctypes.data,
+        num_rows=count,
+        vocab_size=vocab_size,
+    )
+    library.run([Op(library, "sample", args, kept)], num_threads=torch.get_num_threads())
+    return tokens, finite, allowed, processed
+
+
+def _describe_wide(
+    described: NDArray[np.void], options: NDArray[np.void], table: SamplingTable, rows: SamplingRows
+) -> list[NDArray[np.generic]]:
+    """Points rows at what is as wide as the vocabulary, and at their stop tokens and drafts. Returns the stop
+    tokens, the drafts and whatever else must outlive the call.
+    """
+    vocab_size = table.vocab_size
+    wide = (
+        ("bias", "bias_row", table.biases.rows, 4),
+        ("counts", "count_row", table.output_counts.rows, 4),
+        ("seen", "count_row", table.seen.rows, 1),
+    )
+    for name, index, stored, size in wide:
+        at = options[index]
+        described[name] = np.where(at == NO_ROW, 0, stored.data_ptr() + at * vocab_size * size)
+    stops: list[int] = []
+    for row in np.flatnonzero(rows.positions < options["min_tokens"]).tolist():
+        found = table.stop_ids.get(int(rows.slots[row]), ())
+        described["first_stop"][row], described["num_stops"][row] = len(stops), len(found)
+        stops.extend(found)
+    order = np.argsort(rows.draft_rows, kind="stable")
+    drafts = np.ascontiguousarray(rows.draft_tokens[order], np.int64)
+    numbers = np.bincount(rows.draft_rows, minlength=len(described))
+    described["num_drafts"] = numbers
+    described["first_draft"] = np.cumsum(numbers) - numbers
+    kept: list[NDArray[np.generic]] = [np.array(stops, np.int64), drafts]
+    if rows.grammar_masks is not None and rows.grammar_rows.size:
+        masks = np.ascontiguousarray(rows.grammar_masks, np.int32)
+        at = np.arange(len(rows.grammar_rows)) * masks.strides[0]
+        described["mask"][rows.grammar_rows] = masks.ctypes.data + at
+        kept.append(masks)
+    return kept
+
+
+def native_logprobs(
+    library: NativeLibrary, logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Log-probabilities of tokens [R] under logits [R, V] in float32, and ids and log-probabilities of the
+    num_best most likely that are not excluded [R, V] (fewer where too few are left), best first.
+    """
+    logits = logits.contiguous()
+    count, vocab_size = logits.shape
+    num_best = min(num_best, vocab_size)
+    asked = np.array(tokens, np.int64)
+    chosen = np.empty(count, np.float32)
+    ids, best = np.empty((count, num_best), np.int64), np.empty((count, num_best), np.float32)
+    hidden = None if excluded is None else excluded.contiguous()
+    args = LogprobArgs(
+        logits=logits.data_ptr(),
+        tokens=asked.ctypes.data,
+        excluded=None if hidden is None else hidden.data_ptr(),
+        chosen=chosen.ctypes.data,
+        best_ids=ids.ctypes.data,
+        best=best.ctypes.data,
+        num_best=num_best,
+        num_rows=count,
+        vocab_size=vocab_size,
+    )
+    library.run([Op(library, "logprobs", args, hidden)], num_threads=torch.get_num_threads())
+    numbers = (ids >= 0).sum(-1).tolist()
+    return (
+        chosen.tolist(),
+        [row[:number] for row, number in zip(ids.tolist(), numbers, strict=True)],
+        [row[:number] for row, number in zip(best.tolist(), numbers, strict=True)],
+    )
