@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import grpc
 from opentelemetry import propagate
 
 from services import tls
+
+# gRPC's asyncio has one thread that waits for completions. Its newer event engine reads sockets on threads of
+# its own, which wake that one, which wakes the event loop; without it the waiting thread reads the sockets
+# itself, and every message is spared a change of threads. Read when the first channel or server is made.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 # Vocabularies and long prompts travel in one message.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
