@@ -2,9 +2,10 @@
 
 A request has twenty spans over all services, and services answer a thousand requests a second: what a span
 costs on the path of a request, and what its encoding takes from the interpreter, decide how much tracing
-everything costs. So a span here is its fields; nothing is validated or copied, and its bytes (otlp.py) are
-written in the background, many spans at a time. The interfaces are OpenTelemetry's, so everything else of it
-works with these spans.
+everything costs. So a span here is its fields, nothing is validated or copied, and when it ends only its
+bytes are kept (otlp.py): spans that wait as objects are walked by the garbage collector again and again, and
+encoded many at a time they keep the interpreter from the requests. The interfaces are OpenTelemetry's, so
+everything else of it works with these spans.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from observability.otlp import encode, encode_inherited, encode_resource
+from observability.otlp import encode, encode_inherited, encode_resource, encode_span
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class RecordedSpan(Span):
 
     __slots__ = (
         "attributes",
+        "context",
         "end_ns",
         "events",
         "inherited",
@@ -103,6 +105,8 @@ class RecordedSpan(Span):
         self.attributes = attributes
         self.links = links
         self.start_ns = start_ns
+        # Made when somebody asks for it.
+        self.context: SpanContext | None = None
         # 0 while it is open.
         self.end_ns = 0
         self.status: Status | None = None
@@ -116,7 +120,11 @@ class RecordedSpan(Span):
 
     def get_span_context(self) -> SpanContext:
         """Its ids."""
-        return SpanContext(self.trace_id, self.span_id, False, _SAMPLED, self.trace_state)
+        context = self.context
+        if context is None:
+            context = SpanContext(self.trace_id, self.span_id, False, _SAMPLED, self.trace_state)
+            self.context = context
+        return context
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
         """Adds attributes."""
@@ -161,8 +169,10 @@ class RecordedSpan(Span):
         )
 
 
-# Takes spans within so many seconds; whether it did.
-Export: TypeAlias = Callable[[Sequence[RecordedSpan], float], bool]
+# Takes what was kept of spans within so many seconds; whether it did.
+Export: TypeAlias = Callable[[Sequence[Any], float], bool]
+# What is kept of a span that has ended.
+Keep: TypeAlias = Callable[[RecordedSpan], Any]
 # What a span takes from the context it starts in.
 Inherit: TypeAlias = Callable[[Context | None], Inherited]
 
@@ -184,7 +194,7 @@ class OtlpExport:
             EXPORT_METHOD, request_serializer=None, response_deserializer=None
         )
 
-    def __call__(self, spans: Sequence[RecordedSpan], timeout_s: float) -> bool:
+    def __call__(self, spans: Sequence[bytes], timeout_s: float) -> bool:
         """Sends one batch."""
         try:
             self._export(encode(spans, self._resource), timeout=timeout_s)
@@ -207,12 +217,14 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
         export: Export,
         inherit: Inherit,
         *,
+        keep: Keep = encode_span,
         sample_ratio: float = 1.0,
         delay_s: float = 0.5,
         max_queued: int = 20_000,
         timeout_s: float = 3.0,
     ) -> None:
         self._export = export
+        self._keep = keep
         self._bound = round(sample_ratio * 2**64)
         self._delay_s = delay_s
         self._max_queued = max_queued
@@ -220,7 +232,7 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
         self._inherit = inherit
         # Of our own: seeding the global one must not make two processes' ids collide.
         self._random_bits = random.Random().getrandbits
-        self._ended: deque[RecordedSpan] = deque()
+        self._ended: deque[Any] = deque()
         self._sending = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._send_forever, name="spans", daemon=True)
@@ -278,7 +290,7 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
     def take(self, span: RecordedSpan) -> None:
         """A span has ended."""
         if len(self._ended) < self._max_queued:
-            self._ended.append(span)
+            self._ended.append(self._keep(span))
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Sends what has ended; False when the receiver did not take it."""

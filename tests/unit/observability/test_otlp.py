@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceState
 
 from observability.decode import decode
-from observability.otlp import MalformedOtlp, count_spans, encode, encode_resource
+from observability.otlp import MalformedOtlp, count_spans, encode, encode_resource, encode_span
 from observability.recorder import Inherited, RecordedSpan, SpanRecorder
 
 _RESOURCE = encode_resource({"service.name": "gateway", "service.namespace": "millrace"})
@@ -36,7 +36,9 @@ def recorder() -> Any:
 
 
 def _parsed(*spans: RecordedSpan) -> Any:
-    request = trace_service_pb2.ExportTraceServiceRequest.FromString(encode(spans, _RESOURCE))
+    request = trace_service_pb2.ExportTraceServiceRequest.FromString(
+        encode(map(encode_span, spans), _RESOURCE)
+    )
     (group,) = request.resource_spans
     assert [pair.value.string_value for pair in group.resource.attributes] == ["gateway", "millrace"]
     (scope,) = group.scope_spans
@@ -68,7 +70,7 @@ def test_attributes_are_read_as_they_were_written(
     recorder: SpanRecorder, attributes: dict[str, Any], inherited: dict[str, Any]
 ) -> None:
     span = _span(recorder, attributes=attributes, inherited=Inherited(inherited))
-    (stored,) = decode(encode([span], _RESOURCE))
+    (stored,) = decode(encode([encode_span(span)], _RESOURCE))
     expected = {**inherited, **attributes}
     assert stored.attributes == expected
     assert {key: type(value) for key, value in stored.attributes.items()} == {
@@ -121,7 +123,7 @@ def test_events_links_state_and_status(recorder: SpanRecorder) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 700])
 def test_spans_are_counted_without_being_read(recorder: SpanRecorder, count: int) -> None:
     spans = [_span(recorder, attributes={"text": "x" * (number % 300)}) for number in range(count)]
-    assert count_spans(encode(spans, _RESOURCE)) == count
+    assert count_spans(encode(map(encode_span, spans), _RESOURCE)) == count
 
 
 def test_counting_passes_over_fields_it_does_not_know() -> None:

@@ -21,7 +21,7 @@ class Exported:
 
     def __init__(self) -> None:
         self._spans: list[RecordedSpan] = []
-        self.recorder = SpanRecorder(self._take, tracing.identity_attributes)
+        self.recorder = SpanRecorder(self._take, tracing.identity_attributes, keep=lambda span: span)
 
     def _take(self, spans: Sequence[RecordedSpan], timeout_s: float) -> bool:
         self._spans += spans
