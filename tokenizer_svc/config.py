@@ -40,7 +40,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tokenizer.compile]`: processes that compile grammars, and their budgets."""
 
-    workers: int = 3
+    workers: int = 4
     # A compilation that takes more processor time is killed and refused.
     time_limit_s: float = 2.0
     # Address space that one compilation may add to its worker.

@@ -105,8 +105,10 @@ class WorkerPool:
             if job is None:
                 return
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
-            worker = self._idle.pop()
-            if self._is_suspect(job.tenant):
+            suspect = self._is_suspect(job.tenant)
+            # New workers, which touch their memory for the first time, stand at the front.
+            worker = self._idle.pop(0 if suspect else -1)
+            if suspect:
                 worker.give_way(wholly=True)
             task = asyncio.create_task(self._serve(worker, job))
             self._tasks[task] = (worker, job)
@@ -195,8 +197,12 @@ class WorkerPool:
         return WorkerReply(refused=Refused(message=message, field="response_format", overrun=cause))
 
     async def _replace(self, worker: Worker) -> None:
-        await worker.kill()
-        self._idle.append(await self._nursery.worker())
+        try:
+            self._idle.insert(0, await self._nursery.worker())
+            self._dispatch()
+        finally:
+            # Comes second: giving back its memory takes a while.
+            await worker.kill()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
