@@ -78,6 +78,8 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model: str
+    # LoRA adapter that answers; "" for the base model.
+    adapter: str = ""
     created_unix_s: int
     # Tier that the request is really served under.
     service_tier: str

@@ -107,7 +107,7 @@ class OutcomeRecorder:
                 tier=tier.name,
                 output_bucket=length_bucket(usage.completion_tokens),
                 speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
-                pool="",
+                pool=tier.config.pool,
             )
         meter = generation.meter
         metrics.merge(names.ITL, meter.gap_counts, meter.gaps_s, model=model, tier=tier.name)
@@ -123,8 +123,8 @@ class OutcomeRecorder:
             prompt_bucket=length_bucket(usage.prompt_tokens),
             cache="hit" if usage.cached_prompt_tokens else "miss",
             guided=str(request.response_format is not None).lower(),
-            adapter="",
-            pool="",
+            adapter=generation.info.adapter,
+            pool=tier.config.pool,
         )
         for part, seconds in ttft_parts(usage.ttft).items():
             metrics.observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=tier.name)

@@ -5,8 +5,8 @@ came by.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
 
 from opentelemetry.context import Context
@@ -263,6 +263,7 @@ class Pipeline:
             info=AnswerInfo(
                 request_id=request_id,
                 model=request.model,
+                adapter=self._adapter(request.model),
                 created_unix_s=int(time.time()),
                 service_tier=call.tier.name,
                 prompt_token_ids=prepared.token_ids,
@@ -338,8 +339,29 @@ class _Call:
         self.trace: Context = telemetry.under(span, caller.trace)
         self._telemetry = telemetry
 
-    def span_below(self, name: SpanName, attributes: Mapping[str, Any] | None = None) -> Any:
-        """A current span around a block; the request's own where it is not recorded."""
+    def span_below(self, name: SpanName) -> _Step | nullcontext[Span]:
+        """A span around a block; the request's own where it is not recorded."""
         if not self.span.is_recording():
             return nullcontext(self.span)
-        return self._telemetry.span(name, parent=self.trace, attributes=attributes)
+        return _Step(self._telemetry, name, self.trace)
+
+
+class _Step:
+    """A span that ends with its block. It is not made current: no step looks for a current span."""
+
+    __slots__ = ("_span", "_telemetry")
+
+    def __init__(self, telemetry: Telemetry, name: SpanName, parent: Context) -> None:
+        self._telemetry = telemetry
+        self._span = telemetry.start(name, parent=parent)
+
+    def __enter__(self) -> Span:
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        error = "" if kind is None else kind.__name__
+        if error and self._telemetry.config.capture_content:
+            error = f"{error}: {failure}"
+        self._telemetry.end(self._span, error=error)

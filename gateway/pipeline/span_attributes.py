@@ -110,6 +110,12 @@ def at_end(
         (names.TPOT_TARGET_MS, tier.config.tpot_target_ms),
     )
     found |= {key: value for key, value in optional if value is not None}
+    # Absent for the base model, and for tiers that are served by every engine.
+    found |= {
+        key: value
+        for key, value in ((names.ADAPTER, generation.info.adapter), (names.POOL, tier.config.pool))
+        if value
+    }
     if usage.ttft is not None:
         found[names.TTFT_MS] = usage.ttft.total_s * 1000
         found |= {TTFT_PARTS[part]: seconds * 1000 for part, seconds in ttft_parts(usage.ttft).items()}
