@@ -1,0 +1,1 @@
+"""Kernels one by one, beside the peers and the machine's limits."""
