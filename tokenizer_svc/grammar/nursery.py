@@ -66,15 +66,15 @@ class Worker:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError("the worker died") from error
 
-    async def kill(self) -> None:
-        """Ends the process at once and waits for its end."""
+    def kill(self) -> None:
+        """Ends the process; again does no harm. How soon it is gone depends on its priority."""
+        if self._handle < 0:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        with contextlib.suppress(ConnectionError):
-            while await self._reader.read(_STREAM_LIMIT):
-                pass
         self._writer.close()
         os.close(self._handle)
+        self._handle = -1
 
 
 class Nursery:

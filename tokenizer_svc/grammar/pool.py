@@ -79,7 +79,9 @@ class WorkerPool:
             _fail(job, MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
         workers = [worker for worker, _ in under_way.values()] + self._idle
         self._idle = []
-        await asyncio.gather(*(worker.kill() for worker in workers), self._nursery.close())
+        for worker in workers:
+            worker.kill()
+        await self._nursery.close()
 
     async def run(self, request: WorkRequest, *, tenant: str) -> WorkerReply:
         """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait."""
@@ -197,12 +199,8 @@ class WorkerPool:
         return WorkerReply(refused=Refused(message=message, field="response_format", overrun=cause))
 
     async def _replace(self, worker: Worker) -> None:
-        try:
-            self._idle.insert(0, await self._nursery.worker())
-            self._dispatch()
-        finally:
-            # Comes second: giving back its memory takes a while.
-            await worker.kill()
+        worker.kill()
+        self._idle.insert(0, await self._nursery.worker())
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
