@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gateway.config import AdmissionConfig
 from gateway.tiers import Tier
@@ -24,8 +25,7 @@ from services.errors import MillraceError, Reason
 _MIN_RETRY_AFTER_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class EngineQueue:
+class EngineQueue(msgspec.Struct, frozen=True):
     """What waits at one engine, by its own report and by what was submitted since."""
 
     num_running: int
@@ -36,8 +36,7 @@ class EngineQueue:
     prefill_tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """What a new request has before it."""
 
     # Until it would be started, in seconds; 0 when nothing is known.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gateway.limits.store import WINDOW_MS
 
 
-@dataclass(frozen=True, slots=True)
-class WindowView:
+class WindowView(msgspec.Struct, frozen=True):
     """A window as last seen."""
 
     limit: int

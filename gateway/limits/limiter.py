@@ -18,7 +18,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gateway.config import LimitsConfig
 from gateway.identity import Identity

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from gateway.limits.store import MeterChange, Settlement, WindowChange, WindowDemand
 
 
-@dataclass(frozen=True, slots=True)
-class MeterHold:
+class MeterHold(msgspec.Struct, frozen=True):
     """A charge on a monthly meter, in the meter's unit (tokens or billionths of the currency unit)."""
 
     key: str
@@ -22,15 +22,14 @@ class MeterHold:
     charged: int
 
 
-@dataclass(slots=True)
-class Holds:
+class Holds(msgspec.Struct):
     """Everything that a reservation has charged and will have to correct."""
 
     bucket: int = 0
-    windows: list[WindowDemand] = field(default_factory=list)
+    windows: list[WindowDemand] = []
     # (key, lease id)
-    leases: list[tuple[str, str]] = field(default_factory=list)
-    meters: list[MeterHold] = field(default_factory=list)
+    leases: list[tuple[str, str]] = []
+    meters: list[MeterHold] = []
     # Completion tokens that are paid for.
     completion_tokens: int = 0
     # The most that the request may generate by its own word; None when it does not say.

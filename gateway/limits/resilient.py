@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, Protocol
+
+from msgspec.structs import replace
 
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.store import (

@@ -9,9 +9,10 @@ Every charge is a demand on several counters that is granted on all of them or o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 WINDOW_MS = 60_000
 # Charges of the same half second leave the window together, up to half a second late, never early: no
@@ -28,8 +29,7 @@ class Kind(StrEnum):
     METER = "meter"
 
 
-@dataclass(frozen=True, slots=True)
-class WindowDemand:
+class WindowDemand(msgspec.Struct, frozen=True):
     """`amount` more in the window of `key`, if its sum stays within `limit`."""
 
     key: str
@@ -37,8 +37,7 @@ class WindowDemand:
     amount: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseDemand:
+class LeaseDemand(msgspec.Struct, frozen=True):
     """A slot of `key`, held as `lease_id`, if fewer than `limit` are held."""
 
     key: str
@@ -46,8 +45,7 @@ class LeaseDemand:
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class MeterDemand:
+class MeterDemand(msgspec.Struct, frozen=True):
     """`base` plus up to `units` times `unit_cost` more on the meter of `key`, within `limit`.
 
     Fewer units are granted when the rest of the limit is smaller; the demand is refused when not even the
@@ -61,8 +59,7 @@ class MeterDemand:
     units: int
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """Charges that are granted together or not at all."""
 
     windows: tuple[WindowDemand, ...] = ()
@@ -73,8 +70,7 @@ class Demand:
         return bool(self.windows or self.leases or self.meters)
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     """The demand was charged."""
 
     # Bucket that the window amounts were charged to; needed to give them back.
@@ -87,8 +83,7 @@ class Granted:
     meter_sums: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The demand was not charged; `kind` and `index` name the counter of the demand that refused it."""
 
     kind: Kind
@@ -100,8 +95,7 @@ class Refused:
     retry_after_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WindowChange:
+class WindowChange(msgspec.Struct, frozen=True):
     """Adds `delta` to a window without asking. Negative: gives back what was charged to `bucket`.
 
     What has left the window cannot be given back; what is added counts from now.
@@ -112,24 +106,21 @@ class WindowChange:
     delta: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseReturn:
+class LeaseReturn(msgspec.Struct, frozen=True):
     """Frees a slot."""
 
     key: str
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class MeterChange:
+class MeterChange(msgspec.Struct, frozen=True):
     """Adds `delta`, positive or negative, to a meter without asking."""
 
     key: str
     delta: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True):
     """Corrections after the fact; they are always applied."""
 
     windows: tuple[WindowChange, ...] = ()
