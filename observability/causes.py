@@ -81,6 +81,10 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
         verdict = f"{largest.milliseconds:.0f} of {total_ms:.0f} ms: {largest.text}"
         if cause is Cause.LONG_PREFILL and neighbours:
             verdict += f" ({_name(neighbours[0])})"
+    elif request_span(spans) is None:
+        # Services export apart from each other: a part of the trace says nothing about the whole.
+        cause = None
+        verdict = "the gateway's part of its trace is not here yet; ask again in a moment"
     else:
         cause = None
         verdict = "nothing held it back" + (

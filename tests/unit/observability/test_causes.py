@@ -35,6 +35,13 @@ def test_a_request_that_nothing_held_back_is_told_what_it_did_itself() -> None:
     assert explanation.verdict.startswith("nothing held it back: generating")
 
 
+def test_a_trace_without_the_gateways_part_is_not_judged() -> None:
+    """What Envoy exported first says how long it took, and nothing about why."""
+    explanation = explain(request_trace()[:1])
+    assert explanation.cause is None
+    assert "not here yet" in explanation.verdict
+
+
 def test_a_small_delay_is_listed_but_not_blamed() -> None:
     explanation = explain(
         request_trace(
