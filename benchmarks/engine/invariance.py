@@ -27,7 +27,7 @@ _NUM_REQUESTS, _NUM_TOKENS = 32, 64
 def prompts() -> list[list[int]]:
     """Random prompts of many lengths."""
     rng = random.Random(6)
-    return [[rng.randrange(300, 3000) for _ in range(3 + index * 29 % 150)] for index in range(_NUM_REQUESTS)]
+    return [[rng.randrange(300, 1000) for _ in range(3 + index * 29 % 150)] for index in range(_NUM_REQUESTS)]
 
 
 class _Engine:

@@ -217,6 +217,7 @@ class TorchRunner:
             seconds=time.monotonic() - self._began_s,
             num_sequences=len(drafts),
             num_drafts=sum(drafts),
+            num_accepted=sum(outcome.num_accepted for outcome in outcomes),
             decodes_only=all(
                 each.samples and each.num_tokens == 1 + count
                 for each, count in zip(inputs.scheduled, drafts, strict=True)

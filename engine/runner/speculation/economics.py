@@ -18,19 +18,21 @@ from statistics import median
 
 from engine.runner.speculation.progress import DraftProgress
 
-# A draft must gain so much more than it costs, since costs are measured with noise.
-MARGIN = 1.15
+# A draft must gain so much more than it costs: at least, as costs are measured with noise, and at most. In
+# between decides what steps with drafts really gained.
+LEAST_MARGIN, MOST_MARGIN = 1.15, 4.0
+_MARGIN_UP, _MARGIN_DOWN, _BALANCE_FADING = 1.1, 0.9, 0.9
 # Decided drafts that the experience with other sequences counts for.
 _PRIOR = 6.0
 # Decay of that experience per round, and where it begins.
 _FADING, _FIRST_SHARE, _FIRST_WEIGHT = 0.98, 0.6, 12.0
 # Steps with drafts after which a plain one is measured again.
 _REFRESH_STEPS = 64
-# Steps between trials where nothing pays: at first, and at most.
-_FIRST_TRIAL, _LAST_TRIAL = 16, 256
+# Steps between trials where nothing pays: at first, and at most. Look-ups cost little.
+_FIRST_TRIAL, _LAST_TRIAL, _LAST_LOOKUP_TRIAL = 16, 256, 32
 _TRIAL_DRAFTS = 2
 # Rounds over which what a draft model reads first must pay, and tokens that a round adds anyway.
-_READ_ROUNDS, _FEW_TOKENS = 32, 8
+_READ_ROUNDS, _FEW_TOKENS = 8, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +42,40 @@ class StepCost:
     seconds: float
     num_sequences: int
     num_drafts: int
+    num_accepted: int = 0
     # Whether every sequence decoded.
     decodes_only: bool
 
 
+class _Recent:
+    """Median of the latest few measurements; 0 while there are none."""
+
+    __slots__ = ("_values", "value")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=9)
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Takes one in."""
+        self._values.append(value)
+        self.value = median(self._values)
+
+
 @dataclass
 class _Costs:
-    """Latest measurements for batches of one size, in seconds."""
+    """Measurements for batches of one size, in seconds."""
 
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    per_row: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    per_draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    per_read: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    plain: _Recent = field(default_factory=_Recent)
+    per_row: _Recent = field(default_factory=_Recent)
+    per_draft: _Recent = field(default_factory=_Recent)
+    per_read: _Recent = field(default_factory=_Recent)
     steps_since_plain: int = 0
     steps_since_trial: int = 0
     trial_interval: int = _FIRST_TRIAL
+    margin: float = LEAST_MARGIN
+    # What drafts saved less what they cost, in plain steps, over the latest steps with drafts.
+    balance: float = 0.0
 
 
 class Economics:
@@ -64,6 +85,8 @@ class Economics:
         self.max_drafts = max_drafts
         self.min_acceptance = min_acceptance
         self._sizes: dict[int, _Costs] = {}
+        # Time of the latest proposal.
+        self._proposing_s = 0.0
         self._accepted = _FIRST_SHARE * _FIRST_WEIGHT
         self._tried = _FIRST_WEIGHT
 
@@ -73,23 +96,36 @@ class Economics:
             return
         costs = self._costs(step.num_sequences)
         if not step.num_drafts:
-            costs.plain.append(step.seconds)
+            costs.plain.add(step.seconds)
             costs.steps_since_plain = 0
             return
         costs.steps_since_plain += 1
-        if costs.plain:
-            costs.per_row.append(max(0.0, step.seconds - median(costs.plain)) / step.num_drafts)
+        if costs.plain.value:
+            costs.per_row.add(max(0.0, step.seconds - costs.plain.value) / step.num_drafts)
+            self._settle(costs, step)
+
+    def _settle(self, costs: _Costs, step: StepCost) -> None:
+        """Compares a step with drafts, proposing included, with the plain steps that it stood for."""
+        plain_s = costs.plain.value
+        saved = 1 + step.num_accepted / step.num_sequences
+        spent = (step.seconds + self._proposing_s) / plain_s
+        costs.balance = _BALANCE_FADING * costs.balance + saved - spent
+        if costs.balance < 0:
+            costs.margin = min(costs.margin * _MARGIN_UP, MOST_MARGIN)
+        else:
+            costs.margin = max(costs.margin * _MARGIN_DOWN, LEAST_MARGIN)
 
     def proposed(self, num_sequences: int, num_rounds: int, seconds: float, num_read: int = 0) -> None:
         """Books what proposing took: so many drafts one after another, or look-ups. `num_read` tokens were
         read before, beyond those that every round adds.
         """
         costs = self._costs(num_sequences)
+        self._proposing_s = seconds
         if not num_read:
-            costs.per_draft.append(seconds / num_rounds)
+            costs.per_draft.add(seconds / num_rounds)
             return
-        drafting = num_rounds * median(costs.per_draft) if costs.per_draft else 0.0
-        costs.per_read.append(max(0.0, seconds - drafting) / num_read)
+        drafting = num_rounds * costs.per_draft.value
+        costs.per_read.add(max(0.0, seconds - drafting) / num_read)
 
     def verified(self, progress: DraftProgress, num_drafted: int, num_accepted: int) -> None:
         """Books how drafts fared."""
@@ -109,7 +145,7 @@ class Economics:
         if not self.min_acceptance:
             return [self.max_drafts] * len(sequences)
         costs = self._costs(len(sequences))
-        if not costs.plain or costs.steps_since_plain >= _REFRESH_STEPS:
+        if not costs.plain.value or costs.steps_since_plain >= _REFRESH_STEPS:
             # Without a plain step nothing can be compared.
             return [0] * len(sequences)
         chosen = [0] * len(sequences)
@@ -127,7 +163,8 @@ class Economics:
         if costs.steps_since_trial < costs.trial_interval:
             return chosen
         costs.steps_since_trial = 0
-        costs.trial_interval = min(2 * costs.trial_interval, _LAST_TRIAL)
+        last = _LAST_LOOKUP_TRIAL if looks_up else _LAST_TRIAL
+        costs.trial_interval = min(2 * costs.trial_interval, last)
         return self._trial(sequences, looks_up)
 
     def _trial(self, sequences: list[DraftProgress], looks_up: bool) -> list[int]:
@@ -149,20 +186,22 @@ class Economics:
         share = self.acceptance(progress)
         if share < self.min_acceptance:
             return 0
-        worth = median(costs.plain) / num_sequences
-        per_row = median(costs.per_row) if costs.per_row else 0.0
-        proposing = median(costs.per_draft) if costs.per_draft else 0.0
-        found = (progress.num_found + 1) / (progress.num_lookups + 2)
-        first = 0.0
-        if not looks_up and costs.per_read:
-            first = self.extra_tokens(progress) * median(costs.per_read) / _READ_ROUNDS
-        best, most = 0, 0.0
-        expected = 0.0
+        worth = costs.plain.value / num_sequences
+        each = costs.per_row.value
+        if looks_up:
+            # Paid once, found or not.
+            first = costs.per_draft.value * (progress.num_lookups + 2) / (progress.num_found + 1)
+        else:
+            first = self.extra_tokens(progress) * costs.per_read.value / _READ_ROUNDS
+            each += costs.per_draft.value / num_sharing
+        best, most, gain = 0, 0.0, -costs.margin * first
+        probability = share
         for count in range(1, self.max_drafts + 1):
-            expected += share**count
-            cost = first + count * per_row
-            cost += proposing / found if looks_up else count * proposing / num_sharing
-            gain = expected * worth - MARGIN * cost
+            more = probability * worth - costs.margin * each
+            if more <= 0:
+                break
+            gain += more
+            probability *= share
             if gain > most:
                 best, most = count, gain
         return best

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SpeculationConfig
-from engine.runner.speculation.economics import Economics, StepCost
+from engine.runner.speculation.economics import LEAST_MARGIN, Economics, StepCost
 from engine.runner.speculation.ngram import continuation
 from engine.runner.speculation.progress import DraftProgress
 from engine.runner.torch_runner import TorchRunner
@@ -176,6 +176,9 @@ def measured(*, plain_s: float, per_row_s: float, per_draft_s: float, num_sequen
             StepCost(seconds=seconds, num_sequences=num_sequences, num_drafts=num_drafts, decodes_only=True)
         )
         economics.proposed(num_sequences, 2, 2 * per_draft_s)
+    for costs in economics._sizes.values():
+        # These steps accepted nothing; what they teach is not the matter here.
+        costs.margin, costs.balance = LEAST_MARGIN, 0.0
     return economics
 
 
@@ -201,6 +204,17 @@ def test_drafts_are_as_many_as_pay_in_measured_time(
 ) -> None:
     economics = measured(plain_s=1.0, per_row_s=per_row_s, per_draft_s=per_draft_s)
     assert economics.drafts([with_acceptance(share)], looks_up=False) == [expected]
+
+
+def test_drafts_that_turn_out_to_lose_time_stop() -> None:
+    """The estimate says that they pay, the steps say otherwise."""
+    economics = measured(plain_s=1.0, per_row_s=0.0, per_draft_s=0.2)
+    hopeful = with_acceptance(0.6)
+    assert economics.drafts([hopeful], looks_up=False) != [0]
+    for _ in range(30):
+        economics.proposed(1, 2, 0.4)
+        economics.stepped(StepCost(seconds=1.0, num_sequences=1, num_drafts=2, decodes_only=True))
+    assert economics.drafts([hopeful], looks_up=False) == [0]
 
 
 def test_a_draft_models_forwards_are_shared_and_paid_by_those_who_profit() -> None:
