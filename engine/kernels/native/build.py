@@ -41,6 +41,9 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE),
     "amx": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
+# AMX without its instructions, for tests on processors that lack them; never chosen.
+EMULATED = "emulated_tiles"
+EMULATED_FLAGS = (*LEVELS["avx512_bf16"], "-DMILLRACE_EMULATE_TILES")
 # Level to the flags of /proc/cpuinfo that it needs.
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"})
 NEEDS: dict[str, frozenset[str]] = {
@@ -55,13 +58,19 @@ class BuildError(Exception):
     """The library is not there and cannot be built; the message says why."""
 
 
+def processor() -> str:
+    """What /proc/cpuinfo says of the first processor's kind; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    kinds = ("vendor_id", "cpu family", "model", "stepping", "microcode", "flags")
+    return "\n".join(line for line in lines[:40] if line.startswith(kinds))
+
+
 def machine_levels() -> list[str]:
     """Levels that this processor has, best last; none on other architectures and systems."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return []
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    line = next((line for line in processor().splitlines() if line.startswith("flags")), "")
     flags = set(line.partition(":")[2].split())
     return [level for level, needs in NEEDS.items() if needs <= flags]
 
@@ -80,6 +89,10 @@ def library_path(level: str) -> Path:
             if not target.exists():
                 _compile(compiler, level, target)
     return target
+
+
+def _flags(level: str) -> tuple[str, ...]:
+    return EMULATED_FLAGS if level == EMULATED else LEVELS[level]
 
 
 def _cache_folder() -> Path:
@@ -114,7 +127,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @cache
 def _source_hash(level: str) -> str:
-    digest = hashlib.sha256(" ".join((*FLAGS, *LEVELS[level])).encode())
+    digest = hashlib.sha256(" ".join((*FLAGS, *_flags(level))).encode())
     for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -136,7 +149,7 @@ def _compile(compiler: str, level: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         commands = [
-            [compiler, *FLAGS, *LEVELS[level], "-c", str(source), "-o", str(made)]
+            [compiler, *FLAGS, *_flags(level), "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as workers:

@@ -327,6 +327,7 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   int64_t piece = op_take();
   if (piece >= pieces) return;
   const Rows rows = prepare_rows(args, num_rows, thread);
+  [[maybe_unused]] const TileShapes shapes;
   while (piece < pieces) {
     // The next piece is taken ahead, so that it can be fetched while this one is computed.
     const int64_t after = op_take();
@@ -348,4 +349,19 @@ extern "C" int64_t millrace_gemm_workspace(int64_t max_rows, int64_t padded_inpu
   const int64_t row = padded_inputs * static_cast<int64_t>(sizeof(HalfKind::Row)) + 4 + padded_inputs;
   const int64_t alone = padded_rows(std::max<int64_t>(1, kPrivateElements / padded_inputs)) * row + 64;
   return std::max(padded_rows(max_rows) * row, alone * num_threads) + 64;
+}
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Asks the system for what the level needs, once per process and before the first product. 0 when granted.
+extern "C" int64_t millrace_prepare() {
+#if defined(__AMX_TILE__)
+  // ARCH_REQ_XCOMP_PERM for the state of tiles; threads that start later have it, too.
+  return syscall(SYS_arch_prctl, 0x1023, 18);
+#else
+  return 0;
+#endif
 }

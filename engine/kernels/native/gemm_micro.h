@@ -9,10 +9,8 @@
 
 namespace millrace {
 
-#if defined(__AMX_TILE__)
+#if defined(__AMX_TILE__) || defined(MILLRACE_EMULATE_TILES)
 constexpr int kTileRows = 32;
-#elif defined(__AVX512F__)
-constexpr int kTileRows = 6;
 #else
 constexpr int kTileRows = 6;
 #endif

@@ -6,16 +6,28 @@ Whoever makes an op keeps alive what its args point to.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import logging
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.kernels.native.build import BuildError, library_path, machine_levels
+from engine.kernels.native.build import BuildError, library_path, machine_levels, processor
 
+_log = logging.getLogger(__name__)
+
+# Levels whose instructions need the system's consent, and the module that tries them out.
+CHECKED_LEVELS = frozenset({"amx"})
+SELF_CHECK = "engine.kernels.linear.self_check"
+SELF_CHECK_LIMIT_S = 120.0
 # Forces a level below the machine's best, for tests and comparisons.
 LEVEL_VARIABLE = "MILLRACE_NATIVE_LEVEL"
 
@@ -136,14 +148,48 @@ class NativeLibrary:
         return found
 
 
-@cache
-def load_level(level: str) -> NativeLibrary:
-    """The library of one level that the machine has, built if need be. Raises NativeUnavailableError."""
+def open_level(level: str) -> NativeLibrary:
+    """The library of one level, built if need be, without any check. Raises NativeUnavailableError."""
     try:
-        path = library_path(level)
-        return NativeLibrary(level, path)
+        library = NativeLibrary(level, library_path(level))
     except (BuildError, OSError) as error:
         raise NativeUnavailableError(str(error)) from error
+    if library.function("millrace_prepare")():
+        raise NativeUnavailableError(f"the system does not let this process use {level}")
+    return library
+
+
+@cache
+def load_level(level: str) -> NativeLibrary:
+    """The library of one level that the machine has. Raises NativeUnavailableError when it does not work."""
+    if level in CHECKED_LEVELS:
+        _check(level)
+    return open_level(level)
+
+
+def _check(level: str) -> None:
+    """Runs the level in a child process first, once per library and kind of machine."""
+    try:
+        path = library_path(level)
+    except BuildError as error:
+        raise NativeUnavailableError(str(error)) from error
+    machine = hashlib.sha256(f"{platform.release()} {processor()}".encode()).hexdigest()[:12]
+    passed = path.with_name(f"{path.stem}-{machine}.passed")
+    if passed.exists():
+        return
+    command = [sys.executable, "-m", SELF_CHECK, level]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SELF_CHECK_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailableError(f"the self-check of {level} did not end") from error
+    if result.returncode:
+        said = (result.stdout + result.stderr).strip().splitlines()[-1:] or ["it said nothing"]
+        raise NativeUnavailableError(f"the self-check of {level} failed ({result.returncode}): {said[0]}")
+    with contextlib.suppress(OSError):
+        passed.touch()
 
 
 @cache
@@ -155,8 +201,12 @@ def load_native() -> NativeLibrary:
     forced = os.environ.get(LEVEL_VARIABLE)
     if forced:
         if forced not in levels:
-            raise NativeUnavailableError(
-                f"{LEVEL_VARIABLE} = {forced!r}: this machine has {', '.join(levels)}"
-            )
+            known = ", ".join(levels)
+            raise NativeUnavailableError(f"{LEVEL_VARIABLE} = {forced!r}: this machine has {known}")
         return load_level(forced)
-    return load_level(levels[-1])
+    for level in reversed(levels[1:]):
+        try:
+            return load_level(level)
+        except NativeUnavailableError as error:
+            _log.warning("native kernels: %s is not used: %s", level, error)
+    return load_level(levels[0])

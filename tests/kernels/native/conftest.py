@@ -5,13 +5,26 @@ from __future__ import annotations
 import pytest
 
 from engine.kernels.native import NativeLibrary, NativeUnavailableError
-from engine.kernels.native.build import machine_levels
+from engine.kernels.native.build import EMULATED, machine_levels
 from engine.kernels.native.library import load_level
 
+LEVELS = machine_levels()
 
-@pytest.fixture(scope="session", params=machine_levels() or ["none"])
+
+@pytest.fixture(scope="session", params=LEVELS or ["none"])
 def native(request: pytest.FixtureRequest) -> NativeLibrary:
     """Each level's library; skipped where it cannot be built."""
+    try:
+        return load_level(request.param)
+    except (NativeUnavailableError, KeyError) as error:
+        pytest.skip(f"no native library: {error}")
+
+
+@pytest.fixture(
+    scope="session", params=[*LEVELS, EMULATED] if "avx512_bf16" in LEVELS else LEVELS or ["none"]
+)
+def product_level(request: pytest.FixtureRequest) -> NativeLibrary:
+    """As `native`, and AMX's tiles in plain C++ besides."""
     try:
         return load_level(request.param)
     except (NativeUnavailableError, KeyError) as error:

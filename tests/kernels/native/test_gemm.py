@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.linear import self_check
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
 from engine.kernels.linear.native import (
     NativePacker,
@@ -18,7 +19,15 @@ from engine.kernels.linear.native import (
     make_workspace,
     product_ops,
 )
-from engine.kernels.native import NativeLibrary
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, library
+from engine.kernels.native.build import machine_levels
+
+
+@pytest.fixture
+def native(product_level: NativeLibrary) -> NativeLibrary:
+    """Every level that has products of its own."""
+    return product_level
+
 
 SHAPES = [(1, 1), (7, 5), (16, 64), (63, 130), (64, 4200), (65, 33), (200, 96), (257, 515), (1000, 64)]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 13, 32, 97, 200)
@@ -151,3 +160,25 @@ def test_a_product_in_torch(native: NativeLibrary) -> None:
     x = torch.randn(5, 72)
     assert torch.allclose(product(x), x @ weight.T, atol=1e-4)
     assert product(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_self_check_tells_sound_from_wrong(
+    native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "SHAPES", ((130, 320),))
+    assert self_check.largest_error(native.level) <= 1
+    original = NativeProduct.__call__
+    monkeypatch.setattr(NativeProduct, "__call__", lambda product, x: original(product, x) * 1.5)
+    assert self_check.largest_error(native.level) > 1
+
+
+def test_a_level_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not machine_levels():
+        pytest.skip("no native library")
+    level = machine_levels()[-1]
+    monkeypatch.setattr(library, "CHECKED_LEVELS", frozenset({level}))
+    monkeypatch.setattr(library, "SELF_CHECK", "no_such_module")
+    with pytest.raises(
+        NativeUnavailableError, match=rf"self-check of {level} failed \(1\): .*no_such_module"
+    ):
+        library.load_level.__wrapped__(level)
