@@ -4,8 +4,8 @@
 
 The text is held out: documents of models/corpus from the evaluation split (no name, record or sum in a
 question occurs in training), drawn with a seed of their own. Perplexity is that of the assistant's tokens;
-"all tokens" counts the questions as well. "same" is the share of positions whose likeliest token is float32's,
-and "shift" the mean absolute change of a token's log-probability.
+"all tokens" counts the questions as well. "same" is the share of positions whose likeliest token is that of
+float32, and "shift" the mean absolute change of a token's log-probability.
 
 The AWQ, GPTQ, compressed-tensors and GGUF checkpoints are the bundled weights rounded to nearest and stored
 in those formats: they show what the formats and their readers do, not what those methods' calibration gains.

@@ -100,6 +100,8 @@ class ConfigReader:
         theta = parameters.pop("rope_theta", None) or self.number("rope_theta", default_theta)
         kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         parameters.pop("type", None)
+        # The name that the first Phi-3 checkpoints have for it.
+        kind = "longrope" if kind == "su" else kind
         partial = parameters.pop("partial_rotary_factor", None) or self.number("partial_rotary_factor", 1.0)
         max_positions = self.integer("max_position_embeddings")
         # Phi-3 keeps the original length beside the scaling, and there it has priority.
