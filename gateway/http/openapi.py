@@ -138,6 +138,16 @@ _CHOICE = {
     "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
     "stop_reason": _NULLABLE_STRING,
     "logprobs": {"type": ["object", "null"]},
+    # Only of complete answers whose schema was not enforced wholly.
+    "verdict": _object(
+        {
+            "valid": {"type": "boolean"},
+            "keyword": _STRING,
+            "schema_path": _STRING,
+            "instance_path": _STRING,
+            "message": _STRING,
+        }
+    ),
 }
 _HEAD = {
     "id": _STRING,
@@ -193,8 +203,10 @@ _ANSWERS: Mapping[str, Any] = {
         },
         "time_to_first_token",
     ),
-    "ChatCompletion": _object({**_HEAD, "choices": _list(_object({**_CHOICE, "message": _MESSAGE}))}),
-    "Completion": _object({**_HEAD, "choices": _list(_object({**_CHOICE, "text": _STRING}))}),
+    "ChatCompletion": _object(
+        {**_HEAD, "choices": _list(_object({**_CHOICE, "message": _MESSAGE}, "verdict"))}
+    ),
+    "Completion": _object({**_HEAD, "choices": _list(_object({**_CHOICE, "text": _STRING}, "verdict"))}),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
     "Tokens": _object(
