@@ -222,3 +222,13 @@ def test_older_config_form_reads_the_same(tmp_path: Path) -> None:
             torch_dtype="float32",
         )
         assert read_spec(tmp_path) == newer
+
+
+def test_first_name_of_longrope_is_known(tmp_path: Path) -> None:
+    """The first Phi-3 checkpoints call it "su"."""
+    from engine.model.families import read_spec
+
+    make_checkpoint(tmp_path, "llama", rope_parameters=LONGROPE)
+    expected = read_spec(tmp_path).ropes
+    edit_config(tmp_path, rope_parameters=LONGROPE | {"rope_type": "su"})
+    assert read_spec(tmp_path).ropes == expected
