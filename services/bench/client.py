@@ -70,6 +70,8 @@ class _Connection(asyncio.Protocol):
         self._pending = b""
         self._last_events: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
+        # Whether anything of the present response has come.
+        self.answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -84,6 +86,7 @@ class _Connection(asyncio.Protocol):
         """Sends one request and returns when its response is complete; fills `record`."""
         assert self.transport is not None
         self._record, self._pending, self._last_events = record, b"", []
+        self.answered = False
         self._finished = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         record.start_s = time.perf_counter()
@@ -96,6 +99,7 @@ class _Connection(asyncio.Protocol):
         record.read_events(self._last_events)
 
     def data_received(self, data: bytes) -> None:
+        self.answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -126,6 +130,8 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self._record is not None
+        if not self._parser.should_keep_alive():
+            self.closed = True
         if self._record.status != 200:
             self._record.error = self._pending.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
         if self._finished is not None and not self._finished.done():
@@ -152,13 +158,24 @@ class Client:
         record = RequestRecord(index=request.index, tier=request.tier, prompt_tokens=request.prompt_tokens)
         head = self._target.head("POST", request.path, len(request.body))
         try:
-            connection = await self._take()
-            await connection.send(head + request.body, record)
+            connection = await self._send(head + request.body, record)
         except OSError as error:
             record.error = f"{type(error).__name__}: {error}"
             return record
         self._idle.append(connection)
         return record
+
+    async def _send(self, request: bytes, record: RequestRecord) -> _Connection:
+        """Sends on a connection that is kept, or on a new one when the server has closed that meanwhile."""
+        while True:
+            connection, is_new = await self._take()
+            try:
+                await connection.send(request, record)
+            except OSError:
+                if is_new or connection.answered:
+                    raise
+                continue
+            return connection
 
     async def models(self) -> list[str]:
         """Ids that the server lists; raises ConfigError when it cannot be asked."""
@@ -190,12 +207,13 @@ class Client:
             if connection.transport is not None:
                 connection.transport.close()
 
-    async def _take(self) -> _Connection:
+    async def _take(self) -> tuple[_Connection, bool]:
+        """A connection, and whether it is new."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
-                return connection
+                return connection, False
         _, protocol = await asyncio.get_running_loop().create_connection(
             _Connection, self._target.host, self._target.port, ssl=self._tls
         )
-        return protocol
+        return protocol, True

@@ -31,7 +31,7 @@ def workload(**changes: object) -> Workload:
 
 @asynccontextmanager
 async def server(
-    *, fail_every: int = 0, cut: bool = False
+    *, fail_every: int = 0, cut: bool = False, hang_up: bool = False
 ) -> AsyncIterator[tuple[Target, list[dict[str, object]]]]:
     """Streams max_tokens chunks, in one-byte-shifted writes, so that events straddle reads."""
     received: list[dict[str, object]] = []
@@ -68,6 +68,9 @@ async def server(
                     return
             writer.write(b"0\r\n\r\n")
             await writer.drain()
+            if hang_up:
+                writer.close()
+                return
 
     listener = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -102,6 +105,13 @@ async def test_a_stream_that_is_cut_is_a_failure() -> None:
             target, workload(num_requests=2), "nano", on_progress=lambda record: None
         )
     assert all(not record.ok and "ConnectionError" in record.error for record in records)
+
+
+async def test_a_server_that_hangs_up_after_each_answer_is_asked_again() -> None:
+    async with server(hang_up=True) as (target, received):
+        records, _ = await run_workload(target, workload(), "nano", on_progress=lambda _: None)
+    assert all(record.ok for record in records)
+    assert len(received) == len(records)
 
 
 async def test_models_are_listed_and_an_absent_server_is_named() -> None:
