@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 # grpc's stubs do not know it.
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
-# Submissions in one message; prompts may be long.
-_MAX_TOGETHER = 64
+# Submissions in one message: more would save little, and let the engine wait for the first.
+_MAX_TOGETHER = 8
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 # The service ends a call at its own time limit; what it has not answered so long after that is given up.
 _GRACE_S = 2.0
+# Calls in one message: more would save little, and let the service wait for the first and us for the last.
+_MAX_TOGETHER = 8
 
 
 class PrepareStream:
@@ -94,12 +96,13 @@ class PrepareStream:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            calls, self._outbox = self._outbox, []
-            try:
-                await call.write(tokenizer_pb2.PrepareStreamRequest(calls=calls))
-            except (grpc.RpcError, asyncio.InvalidStateError):
-                # The reader learns why.
-                return
+            while self._outbox:
+                calls, self._outbox = self._outbox[:_MAX_TOGETHER], self._outbox[_MAX_TOGETHER:]
+                try:
+                    await call.write(tokenizer_pb2.PrepareStreamRequest(calls=calls))
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    # The reader learns why.
+                    return
 
     async def _read(self, call: Any) -> None:
         read = call.read
