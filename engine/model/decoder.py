@@ -89,6 +89,9 @@ class TorchPacking:
 class Decoder:
     """A loaded model. Not thread-safe; nothing in it changes after loading."""
 
+    # Rows of a step are padded to a multiple of this.
+    row_multiple = ROW_MULTIPLE
+
     def __init__(
         self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None = None
     ) -> None:
@@ -125,6 +128,9 @@ class Decoder:
     def device(self) -> torch.device:
         """Where the model is."""
         return self.embedding.device
+
+    def wake(self) -> None:
+        """A step follows shortly."""
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:

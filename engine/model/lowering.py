@@ -74,6 +74,9 @@ class NativePacking:
 class NativeDecoder:
     """A decoder whose steps are native programs; `model` has packed weights. Not thread-safe."""
 
+    # Rows of a step are padded to a multiple of this.
+    row_multiple = 1
+
     def __init__(
         self, model: Decoder, library: NativeLibrary, *, num_threads: int, max_tokens: int = 256
     ) -> None:
@@ -91,6 +94,10 @@ class NativeDecoder:
         self._body: Program | None = None
         self._hidden = torch.empty(0, 0)
         self._head = self._build_head(16)
+
+    def wake(self) -> None:
+        """A step follows shortly: the threads get up while it is prepared."""
+        self.library.wake(self._pool)
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache], attention: AttentionBackend) -> Tensor:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`, which are the

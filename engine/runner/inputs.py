@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.attention import RaggedBatch
-from engine.kernels.linear import ROW_MULTIPLE
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.types import ScheduledSequence
@@ -36,38 +35,46 @@ def prepare_inputs(
     block_size: int,
     spare_slot: int,
     device: torch.device,
+    row_multiple: int,
 ) -> StepInputs:
-    """Builds the step. Block tables already hold the plan's new blocks. Rows are padded to a multiple of 16;
-    padding reads token 0 and writes to `spare_slot`.
+    """Builds the step. Block tables already hold the plan's new blocks. Rows are padded to a multiple of
+    `row_multiple`; padding reads token 0 and writes to `spare_slot`.
     """
     states = [table.states[sequence.sequence_id] for sequence in scheduled]
     slots = np.array([state.slot for state in states], np.int64)
     starts = np.array([sequence.start for sequence in scheduled], np.int64)
     lens = np.array([sequence.num_tokens for sequence in scheduled], np.int64)
     ends = starts + lens
-    table.ensure_columns(int(ends.max()))
-    for sequence, slot, end in zip(scheduled, slots.tolist(), ends.tolist(), strict=True):
+    longest = int(ends.max())
+    table.ensure_columns(longest)
+    for sequence, slot, end in zip(scheduled, slots, ends, strict=True):
         if sequence.draft_token_ids:
             # Beyond num_tokens, so not part of the sequence until they are accepted.
             table.tokens[slot, end - len(sequence.draft_token_ids) : end] = sequence.draft_token_ids
-    query_starts = np.concatenate(([0], np.cumsum(lens)))
+    query_starts = np.zeros(len(states) + 1, np.int64)
+    np.cumsum(lens, out=query_starts[1:])
     total = int(query_starts[-1])
-    owner = np.repeat(np.arange(len(states)), lens)
-    positions = np.arange(total) - query_starts[owner] + starts[owner]
-    token_ids = table.tokens[slots[owner], positions]
-    places = table.blocks[slots[owner], positions // block_size] * block_size + positions % block_size
+    if total == len(states):
+        # One token each: plain decoding.
+        owners, positions = slots, starts
+    else:
+        order = np.repeat(np.arange(len(states)), lens)
+        owners = slots[order]
+        positions = np.arange(total) - query_starts[order] + starts[order]
+    # Rows: token ids, positions, slots.
+    rows = np.zeros((3, total + -total % row_multiple), np.int64)
+    rows[0, :total] = table.tokens[owners, positions]
+    rows[1, :total] = positions
+    rows[2, :total] = table.blocks[owners, positions // block_size] * block_size + positions % block_size
+    rows[2, total:] = spare_slot
     num_blocks = -(-ends // block_size)
-    columns = np.arange(int(num_blocks.max()))
-    tables = np.where(columns < num_blocks[:, None], table.blocks[slots][:, : columns.size], 0)
-    padding = -total % ROW_MULTIPLE
-
-    def padded(values: NDArray[np.int64], fill: int) -> torch.Tensor:
-        return torch.from_numpy(np.pad(values, (0, padding), constant_values=fill)).to(device)
-
+    columns = np.arange(-(-longest // block_size))
+    tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
+    token_ids, padded_positions, places = torch.from_numpy(rows).to(device).unbind()
     batch = ForwardBatch(
-        token_ids=padded(token_ids, 0),
-        positions=padded(positions, 0),
-        slots=padded(places, spare_slot),
+        token_ids=token_ids,
+        positions=padded_positions,
+        slots=places,
         ragged=RaggedBatch(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),

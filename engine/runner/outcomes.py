@@ -30,9 +30,20 @@ class SampledStep:
     drawn: Drawn
     masks: GrammarMasks | None
 
+    @property
+    def one_row_each(self) -> bool:
+        """Whether nobody has drafts."""
+        return len(self.rows.members) == self.rows.tokens.size
+
 
 def conclude(step: SampledStep) -> list[SequenceResult]:
     """Each sampling sequence's outcome, in the order of `rows.members`. Moves grammars along."""
+    drawn = step.drawn
+    if step.masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all():
+        return [
+            SequenceResult(step.inputs.scheduled[member].sequence_id, (token,))
+            for member, token in zip(step.rows.members, drawn.tokens.tolist(), strict=True)
+        ]
     problems = iter(step.masks.problems if step.masks else ())
     grammar_s = step.masks.seconds / len(step.masks.problems) if step.masks else 0.0
     return [
@@ -84,6 +95,8 @@ def logprob_reports(
     Beams continue with the alternatives, so for them those that masks exclude are left out.
     """
     wanted, slots = table.sampling.logprobs, step.rows.slots
+    if not wanted:
+        return [()] * len(outcomes)
     picked = [
         (index, start + place, token, wanted[int(slots[start])])
         for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))

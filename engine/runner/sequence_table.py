@@ -137,6 +137,13 @@ class SequenceTable:
         self.tokens[slot, start:end] = tokens
         self.num_tokens[slot] = end
 
+    def append_one_each(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Appends one sampled token to each of several sequences."""
+        ends = self.num_tokens[slots]
+        self.ensure_columns(int(ends.max()) + 1)
+        self.tokens[slots, ends] = tokens
+        self.num_tokens[slots] = ends + 1
+
     def ensure_columns(self, num_tokens: int) -> None:
         """Makes room for sequences of num_tokens tokens."""
         if num_tokens > self.tokens.shape[1]:

@@ -74,6 +74,7 @@ class TorchRunner:
         grammar: GrammarEngine,
         proposer: Proposer,
         num_threads: int,
+        overlaps: bool = True,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -88,13 +89,23 @@ class TorchRunner:
             device=self.device,
             grammar=grammar,
         )
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
-        )
+        # Where nobody plans while a step runs, a second thread would only cost the way to it and back.
+        self._thread: ThreadPoolExecutor | None = None
+        if overlaps:
+            self._thread = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
+            )
 
     def launch(self, plan: SchedulerOutput) -> PendingTorchStep:
-        """Queues a plan."""
-        return PendingTorchStep(self._thread.submit(self._execute, plan))
+        """Queues a plan, or executes it at once when steps do not overlap."""
+        if self._thread is not None:
+            return PendingTorchStep(self._thread.submit(self._execute, plan))
+        done: Future[StepResult] = Future()
+        try:
+            done.set_result(self._execute(plan))
+        except Exception as error:
+            done.set_exception(error)
+        return PendingTorchStep(done)
 
     def num_states(self) -> int:
         """Live sequences."""
@@ -102,12 +113,14 @@ class TorchRunner:
 
     def close(self) -> None:
         """Ends the threads; the memory goes with the object."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
         self.grammar.close()
 
     @torch.inference_mode()
     def _execute(self, plan: SchedulerOutput) -> StepResult:
         started = time.monotonic()
+        self.model.wake()
         self._apply(plan)
         failed = [
             SequenceResult(sequence.sequence_id, (), failure=self.table.states[sequence.sequence_id].failure)
@@ -125,6 +138,7 @@ class TorchRunner:
             block_size=self.storage.block_size,
             spare_slot=self.storage.spare_slot,
             device=self.device,
+            row_multiple=self.model.row_multiple,
         )
         pending_masks = self._start_masks(inputs)
         self._began_s = time.monotonic()
@@ -187,7 +201,7 @@ class TorchRunner:
         step = SampledStep(inputs=inputs, rows=rows, logits=logits, drawn=drawn, masks=masks)
         outcomes = conclude(step)
         reports = logprob_reports(step, outcomes, self.table)
-        self._append(inputs, rows, outcomes)
+        self._append(step, outcomes)
         proposals = self._propose(inputs, rows, outcomes)
         for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
             results.append(
@@ -204,6 +218,9 @@ class TorchRunner:
         self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]
     ) -> dict[int, tuple[int, ...]]:
         """Drafts for the next step of the sequences that go on."""
+        guided = any(state.matcher is not None for state in inputs.states)
+        if self.proposer.config.method == "off" and not guided:
+            return {}
         alive = []
         for member, outcome in zip(rows.members, outcomes, strict=True):
             state = inputs.states[member]
@@ -226,16 +243,21 @@ class TorchRunner:
         found = self.proposer.propose([state for _, state in alive], self.table, step)
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
 
-    def _append(self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]) -> None:
+    def _append(self, step: SampledStep, outcomes: list[SequenceResult]) -> None:
         """Makes the new tokens part of their sequences."""
+        rows, table = step.rows, self.table
+        if step.one_row_each and all(outcome.token_ids for outcome in outcomes):
+            table.append_one_each(rows.slots, step.drawn.tokens)
+            table.sampling.append(rows.slots, step.drawn.tokens)
+            return
         slots: list[int] = []
         tokens: list[int] = []
         for member, outcome in zip(rows.members, outcomes, strict=True):
-            slot = int(inputs.slots[member])
-            self.table.append(slot, outcome.token_ids)
+            slot = int(step.inputs.slots[member])
+            table.append(slot, outcome.token_ids)
             slots.extend([slot] * len(outcome.token_ids))
             tokens.extend(outcome.token_ids)
-        self.table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))
+        table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))
 
 
 def build(
@@ -288,6 +310,7 @@ def build(
         grammar=GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids),
         proposer=Proposer(config.speculation, draft),
         num_threads=config.num_threads,
+        overlaps=device_name != "cpu" or config.scheduler.overlap == "on",
     )
     facts = ModelFacts(
         max_model_len=plan.max_model_len,

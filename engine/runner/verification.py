@@ -39,24 +39,25 @@ class LogitRows:
 def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
     """The rows whose logits are wanted."""
     members = [index for index, sequence in enumerate(inputs.scheduled) if sequence.samples]
-    tokens: list[int] = []
-    slots: list[int] = []
-    positions: list[int] = []
-    starts = [0]
-    for index in members:
-        num_drafts = len(inputs.scheduled[index].draft_token_ids)
-        end, slot, state = int(inputs.query_starts[index + 1]), int(inputs.slots[index]), inputs.states[index]
-        first_output = int(table.num_tokens[slot]) - state.num_prompt
-        tokens.extend(range(end - num_drafts - 1, end))
-        slots.extend([slot] * (num_drafts + 1))
-        positions.extend(range(first_output, first_output + num_drafts + 1))
-        starts.append(len(tokens))
+    sampling = np.array(members, np.int64)
+    slots, ends = inputs.slots[sampling], inputs.query_starts[sampling + 1]
+    num_prompt = np.array([inputs.states[index].num_prompt for index in members], np.int64)
+    num_drafts = np.array([len(inputs.scheduled[index].draft_token_ids) for index in members], np.int64)
+    first_rows, first_outputs = ends - num_drafts - 1, table.num_tokens[slots] - num_prompt
+    if not num_drafts.any():
+        starts = list(range(len(members) + 1))
+        return LogitRows(
+            members=members, starts=starts, tokens=first_rows, slots=slots, positions=first_outputs
+        )
+    counts = num_drafts + 1
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    within = np.arange(int(bounds[-1])) - np.repeat(bounds[:-1], counts)
     return LogitRows(
         members=members,
-        starts=starts,
-        tokens=np.array(tokens, np.int64),
-        slots=np.array(slots, np.int64),
-        positions=np.array(positions, np.int64),
+        starts=bounds.tolist(),
+        tokens=np.repeat(first_rows, counts) + within,
+        slots=np.repeat(slots, counts),
+        positions=np.repeat(first_outputs, counts) + within,
     )
 
 

@@ -1,0 +1,133 @@
+"""Products over packed weights against torch's, and against what the machine's memory and units give.
+
+`python -m benchmarks.kernels.cpu [--json FILE] [--threads N]`: first the read bandwidth of all threads
+together, then for each shape and number of rows the time of ours and of torch's bfloat16 product, the bytes
+of weights read per second and the arithmetic rate. The share of the roofline is the least time that reading
+the weights or multiplying (at the best rate that any of our products of that type reached in this run) would
+take, over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from collections.abc import Callable
+from ctypes import c_int64
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine.report import publish
+from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.native import NativePacker, gemm_args, make_workspace, product_ops
+from engine.kernels.native import NativeLibrary, Op, load_native
+from engine.kernels.native.library import Program
+from engine.kernels.native.streaming import StreamArgs
+
+# (outputs, inputs): projections of the 0.6 B and the 40 M checkpoint.
+SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072), (1024, 512), (3072, 512))
+ROWS = (1, 8, 32, 512)
+# Copies of a weight, so that it comes from memory and not from a cache.
+FOOTPRINT_BYTES = 192 << 20
+REPEATS = 5
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    """The fastest of a few runs."""
+    run()
+    found = float("inf")
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        found = min(found, time.perf_counter() - started)
+    return found
+
+
+def read_bandwidth(library: NativeLibrary, threads: int) -> float:
+    """Bytes per second that all threads read from a buffer far larger than the caches, on huge pages."""
+    packer = NativePacker(library, num_threads=threads)
+    num_bytes = 1 << 30
+    address = packer.arena.take(num_bytes)
+    ctypes.memset(address, 1, num_bytes)
+    args = StreamArgs(address, num_bytes, 0)
+    program = Program(library, [Op(library, "stream", args)])
+    return num_bytes / best_seconds(lambda: program.run(library.pool(threads)))
+
+
+def weights_of(outputs: int, inputs: int) -> dict[str, tuple[WeightFormat, float]]:
+    """Each format with its bytes per weight."""
+    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    scale = torch.rand(outputs, 1) / 64
+    packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return {
+        "bfloat16": (DenseWeight(values=torch.randn(outputs, inputs).bfloat16()), 2.0),
+        "w8a8": (Int8Weight(values=levels, scale=scale, activations="int8"), 1.0),
+        "int8": (Int8Weight(values=levels, scale=scale), 1.0),
+        "int4": (Int4Weight(packed=packed, scale=torch.rand(outputs, inputs // 64) / 8), 0.5),
+    }
+
+
+def measure(library: NativeLibrary, weight: WeightFormat, copies: int, rows: int, threads: int) -> float:
+    """Seconds of one product."""
+    outputs, inputs = weight.shape
+    packer = NativePacker(library, num_threads=threads)
+    packed = [packer.pack(weight) for _ in range(copies)]
+    x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
+    workspace, count = make_workspace(library, rows, inputs, threads), c_int64(rows)
+    pointers = (ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+    ops = [op for each in packed for op in product_ops(library, gemm_args(each, *pointers))]
+    program = Program(library, ops)
+    return best_seconds(lambda: program.run(library.pool(threads))) / copies
+
+
+def measure_torch(outputs: int, inputs: int, copies: int, rows: int) -> float:
+    """Seconds of torch's bfloat16 product."""
+    weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(copies)]
+    x = torch.randn(rows, inputs).bfloat16()
+    return best_seconds(lambda: [torch.nn.functional.linear(x, each) for each in weights]) / copies
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
+    parser.add_argument("--threads", type=int, default=0, help="0: one per CPU")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first ones")
+    options = parser.parse_args()
+    library = load_native()
+    threads = library.num_threads(options.threads)
+    torch.set_num_threads(threads)
+    bandwidth = read_bandwidth(library, threads)
+    found = []
+    for outputs, inputs in SHAPES[: options.shapes]:
+        for name, (weight, width) in weights_of(outputs, inputs).items():
+            size = outputs * inputs * width
+            copies = max(1, int(FOOTPRINT_BYTES / size))
+            for rows in ROWS:
+                ours = measure(library, weight, copies if rows < 512 else 2, rows, threads)
+                theirs = (
+                    measure_torch(outputs, inputs, max(1, copies // 4), rows) if name == "bfloat16" else 0.0
+                )
+                found.append((name, outputs, inputs, rows, size, ours, theirs))
+    best = {name: max(2 * o * k * m / s for n, o, k, m, _, s, _ in found if n == name) for name, *_ in found}
+    rows_out = [
+        {
+            "weights": name,
+            "outputs": outputs,
+            "inputs": inputs,
+            "rows": rows,
+            "ours us": ours * 1e6,
+            "torch bfloat16 us": theirs * 1e6,
+            "read GB/s": size / ours / 1e9,
+            "GFLOP/s": 2 * rows * outputs * inputs / ours / 1e9,
+            "share of roofline": max(size / bandwidth, 2 * rows * outputs * inputs / best[name]) / ours,
+        }
+        for name, outputs, inputs, rows, size, ours, theirs in found
+    ]
+    notes = f"read bandwidth of {threads} threads: {bandwidth / 1e9:.1f} GB/s; level {library.level}"
+    publish("Products over packed weights", rows_out, options.json, notes)
+
+
+if __name__ == "__main__":
+    main()
