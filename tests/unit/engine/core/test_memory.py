@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import mmap
+
 from engine.core.memory import MemoryWatch
 from tests.unit.engine.driver import memory_plan
 
 MEGABYTE = 1 << 20
 
 
+def fresh(num_megabytes: int) -> mmap.mmap:
+    """Written memory of its own, whatever the heap has left over."""
+    memory = mmap.mmap(-1, num_megabytes * MEGABYTE)
+    for _ in range(num_megabytes):
+        memory.write(b"w" * MEGABYTE)
+    return memory
+
+
 def test_growth_is_booked_under_its_part() -> None:
     watch = MemoryWatch()
-    weights = b"w" * (40 * MEGABYTE)
+    weights = fresh(40)
     watch.stage("load weights", 1.0)
     watch.stage("allocate KV cache", 0.0)
     watch.stage("allocate KV cache", 1.0)
     watch.start()
     plan = memory_plan(num_blocks=64, block_size=4)
     before = watch.use(plan, 0)
-    workspace = b"x" * (30 * MEGABYTE)
-    del workspace
+    fresh(30).close()
     after = watch.use(plan, 10)
     assert len(weights) <= before.weights_bytes < len(weights) + 20 * MEGABYTE
     assert after.kv_cache_bytes == 10 * plan.block_size * plan.kv_bytes_per_token
