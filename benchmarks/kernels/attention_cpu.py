@@ -146,9 +146,7 @@ def main() -> int:
     num_threads = torch.get_num_threads()
     rates = measure_machine()
     read, gemm = rates.read_bytes_per_s / 1e9, rates.gemm_flops_per_s / 1e9
-    print(
-        f"{num_threads} threads; memory reads {read:.1f} GB/s, torch multiplies {gemm:.0f} GFLOP/s"
-    )
+    print(f"{num_threads} threads; memory reads {read:.1f} GB/s, torch multiplies {gemm:.0f} GFLOP/s")
     print(f"{'':32}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'GFLOP/s':>9}")
     results = []
     for case in CASES:

@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, ReferenceAttention
 from engine.kernels.native import NativeLibrary
-from engine.kernels.paged_cache import LayerCache
+from engine.kernels.paged_cache import LayerCache, QuantizedCache
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 SHAPES = [
@@ -74,16 +74,16 @@ def test_equals_reference(
 
 def poison_scales(cache: LayerCache, lengths: list[int], tables: np.ndarray) -> None:
     """filled_cache poisons floating-point tensors; levels of slots that nobody wrote may be anything, too."""
-    keys = cache.tensors()[0]
-    if keys.dtype != torch.int8:
+    if not isinstance(cache, QuantizedCache):
         return
+    keys, values = cache.keys, cache.values
     written = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
     for row, length in enumerate(lengths):
         places = torch.arange(length)
         written[torch.from_numpy(tables[row])[places // 16], places % 16] = True
-    for tensor in cache.tensors():
-        if tensor.dtype == torch.int8:
-            tensor.transpose(1, 2)[~written] = 127
+    for levels in (keys, values):
+        assert levels is not None
+        levels.transpose(1, 2)[~written] = 127
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 40])
