@@ -1,0 +1,97 @@
+"""The stream of Prepare calls: answers find their calls; a stream that breaks fails its own calls alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+from gateway.tokenizer.stream import PrepareStream
+from services.errors import MillraceError, Reason
+from services.server import GrpcServer
+from services.status import to_detail
+
+
+class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Answers in reverse order; "refuse" is refused, "break" ends the stream."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+        self.num_messages = 0
+
+    async def PrepareStream(self, requests: Any, context: Any) -> Any:
+        self.num_streams += 1
+        async for message in requests:
+            self.num_messages += 1
+            if any(call.request.text == "break" for call in message.calls):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            answers = [self._answer(call) for call in reversed(message.calls)]
+            yield tokenizer_pb2.PrepareStreamResponse(answers=answers)
+
+    def _answer(self, call: Any) -> Any:
+        if call.request.text == "refuse":
+            error = MillraceError(Reason.TEMPLATE_FAILED, "no", field="messages")
+            return tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(error))
+        ids = [len(call.request.text)]
+        return tokenizer_pb2.PrepareAnswer(id=call.id, response=tokenizer_pb2.PrepareResponse(token_ids=ids))
+
+
+@asynccontextmanager
+async def streaming() -> AsyncIterator[tuple[Service, PrepareStream]]:
+    service = Service()
+    server = GrpcServer("127.0.0.1:0")
+    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, service, "")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stream = PrepareStream(tokenizer_pb2_grpc.TokenizerServiceStub(channel))
+        yield service, stream
+        await stream.close()
+    await server.stop(0)
+
+
+async def prepare(stream: PrepareStream, text: str) -> list[int]:
+    answer = await stream.call(tokenizer_pb2.PrepareRequest(text=text), "", "", 20.0)
+    return list(answer.token_ids)
+
+
+async def test_answers_find_their_calls_and_share_messages() -> None:
+    async with streaming() as (service, stream):
+        texts = ["x" * size for size in range(40)]
+        answers = await asyncio.gather(*(prepare(stream, text) for text in texts))
+        assert answers == [[len(text)] for text in texts]
+        assert service.num_streams == 1
+        assert service.num_messages < len(texts)
+
+
+async def test_refusal_is_the_call_s_own() -> None:
+    async with streaming() as (_, stream):
+        refused, answered = await asyncio.gather(
+            prepare(stream, "refuse"), prepare(stream, "fine"), return_exceptions=True
+        )
+        assert isinstance(refused, MillraceError)
+        assert (refused.reason, refused.field) == (Reason.TEMPLATE_FAILED, "messages")
+        assert answered == [4]
+
+
+async def test_stream_that_breaks_fails_its_calls_and_is_opened_again() -> None:
+    async with streaming() as (service, stream):
+        assert await prepare(stream, "one") == [3]
+        with pytest.raises(MillraceError) as lost:
+            await prepare(stream, "break")
+        assert lost.value.reason is Reason.TOKENIZER_UNAVAILABLE
+        assert await prepare(stream, "four") == [4]
+        assert service.num_streams == 2
+
+
+async def test_call_that_is_given_up_leaves_the_others_alone() -> None:
+    async with streaming() as (_, stream):
+        abandoned = asyncio.ensure_future(prepare(stream, "a"))
+        kept = asyncio.ensure_future(prepare(stream, "bb"))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        assert await kept == [2]
