@@ -98,7 +98,7 @@ inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_str
 #if defined(__AVX512F__)
 
 // 16 rows of up to 16 words each to columns; absent words are zero. Meanwhile the same bytes of `ahead` are called
-// for, one cache line beside each load: calls in bulk are lost when the processor's miss buffers are full.
+// for, one cache line beside each load: in bulk, ahead of the panel, the same calls did not help.
 inline void transpose(const char* const* rows, const char* const* ahead, int64_t offset, int64_t num_bytes,
                       Vec out[16]) {
   const __mmask64 m = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
