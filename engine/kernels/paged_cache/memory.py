@@ -1,7 +1,7 @@
 """Memory for the cache on huge pages.
 
-A step reads the history in pieces of a few KiB, strewn over gigabytes: with pages of 4 KiB far more of them than
-the processor's buffers hold address translations.
+A step reads the history in pieces of a few KiB, strewn over gigabytes: with pages of 4 KiB far more of them
+than the processor's buffers hold address translations.
 """
 
 from __future__ import annotations
