@@ -24,7 +24,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 # Folder of built libraries; the default is below the user's cache.
-CACHE_VARIABLE = "MILLRACE_NATIVE_CACHE"
+CACHE_VARIABLE = "NATIVE_KERNELS_CACHE"
 # No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
 # whether it fell into a loop's vector body or its tail.
 FLAGS = (

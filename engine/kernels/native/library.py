@@ -29,7 +29,7 @@ CHECKED_LEVELS = frozenset({"amx"})
 SELF_CHECK = "engine.kernels.linear.self_check"
 SELF_CHECK_LIMIT_S = 120.0
 # Forces a level below the machine's best, for tests and comparisons.
-LEVEL_VARIABLE = "MILLRACE_NATIVE_LEVEL"
+LEVEL_VARIABLE = "NATIVE_KERNELS_LEVEL"
 
 
 class NativeUnavailableError(Exception):

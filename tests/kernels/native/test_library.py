@@ -38,7 +38,7 @@ def test_args_of_another_size_are_refused(native: NativeLibrary) -> None:
 
 def test_several_processes_build_at_once(tmp_path: Path) -> None:
     code = "from engine.kernels.native import load_native; print(load_native().path)"
-    environment = {**os.environ, "MILLRACE_NATIVE_CACHE": str(tmp_path), "MILLRACE_NATIVE_LEVEL": "avx2"}
+    environment = {**os.environ, "NATIVE_KERNELS_CACHE": str(tmp_path), "NATIVE_KERNELS_LEVEL": "avx2"}
     command = [sys.executable, "-c", code]
     found = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {process.communicate()[0].strip() for process in found}
@@ -56,7 +56,7 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
         "from engine.kernels.native import *\ntry:\n    load_native()\n"
         "except NativeUnavailableError as error:\n    print(error)"
     )
-    environment = {**os.environ, "MILLRACE_NATIVE_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
+    environment = {**os.environ, "NATIVE_KERNELS_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
