@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -29,6 +32,38 @@ FILES = {
 @pytest.fixture(params=FILES.values(), ids=FILES)
 def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
     return load(*request.param, variables={"API_KEY_SHA256": _HASH})
+
+
+@pytest.fixture(scope="module")
+def specification() -> jsonschema_rs.Validator:
+    """The Compose specification's own JSON schema."""
+    folder = resources.files("check_jsonschema") / "builtin_schemas/vendor"
+    return jsonschema_rs.validator_for(json.loads((folder / "compose-spec.json").read_text()))
+
+
+def _problems(specification: jsonschema_rs.Validator, document: dict[str, Any]) -> list[str]:
+    plain = json.loads(json.dumps(document))
+    return [f"{error.instance_path}: {error.message}" for error in specification.iter_errors(plain)]
+
+
+@pytest.mark.parametrize("name", sorted({name for files in FILES.values() for name in files}))
+def test_every_file_fits_the_specification(specification: jsonschema_rs.Validator, name: str) -> None:
+    assert _problems(specification, load(name, variables={"API_KEY_SHA256": _HASH})) == []
+
+
+def test_what_files_make_together_fits_the_specification(
+    specification: jsonschema_rs.Validator, compose: dict[str, Any]
+) -> None:
+    assert _problems(specification, compose) == []
+
+
+def test_the_specification_refuses_what_it_does_not_know(specification: jsonschema_rs.Validator) -> None:
+    compose = load()
+    compose["services"]["engine"]["readonly"] = True
+    compose["services"]["envoy"]["cap_drop"] = "ALL"
+    problems = " ".join(_problems(specification, compose))
+    assert "readonly" in problems
+    assert "cap_drop" in problems
 
 
 def test_every_service_is_hardened_and_limited(compose: dict[str, Any]) -> None:
