@@ -1,7 +1,7 @@
 """What one Prepare call costs the service's processor: unary calls beside calls on one stream, in one run.
 
-Starts the service and sends the same short chats over both, so many at a time; the service's own processor time
-is read from the kernel.
+Starts the service and sends the same short chats over both, so many at a time; the service's own processor
+time is read from the kernel.
 
     python benchmarks/tokenizer_prepare.py [--calls 3000] [--concurrency 32] [--json OUT]
 """
@@ -31,9 +31,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def request(number: int) -> tokenizer_pb2.PrepareRequest:
     """A short chat."""
-    who = context_pb2.RequestContext(
-        request_id="bench", tenant="t", issued_unix_ms=round(time.time() * 1000)
-    )
+    who = context_pb2.RequestContext(request_id="bench", tenant="t", issued_unix_ms=round(time.time() * 1000))
     messages = [
         chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, content="You are brief and helpful."),
         chat_pb2.Message(role=chat_pb2.ROLE_USER, content=f"What is the weather in Zurich? ({number})"),

@@ -121,7 +121,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too) or int4 (by groups).
+    # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too) or int4 (by
+    # groups).
     # Checkpoints that are quantized already are served as they are.
     quantize: Literal["off", "int8", "w8a8", "int4"] = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from millrace.common.v1 import context_pb2
 
-from gateway.auth.convert import write_tier
+from gateway.auth.convert import signed_context
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
 from observability.tracing import Telemetry, context_from_traceparent
-from services.context import CONTEXT_HEADER, sign, to_header
+from services.context import CONTEXT_HEADER
 from services.errors import MillraceError, Reason
 from services.status import to_status
 
@@ -105,8 +104,15 @@ class Authorizer:
                     names.TIER: principal.tier,
                 },
             )
-            context = self._context(principal, request_id, traceparent, tracestate)
-            return self._allowed(principal, context)
+            signed = signed_context(
+                principal,
+                self._tiers.named(principal.tier),
+                self._secret,
+                request_id=request_id,
+                traceparent=traceparent,
+                tracestate=tracestate,
+            )
+            return self._allowed(principal, signed)
         finally:
             self._metrics.observe(
                 names.AUTHORIZE_SECONDS, time.monotonic() - started_s, span=span.get_span_context()
@@ -129,9 +135,9 @@ class Authorizer:
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, principal: Principal, context: context_pb2.RequestContext) -> Answer:
+    def _allowed(self, principal: Principal, context: str) -> Answer:
         added = [
-            (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
+            (CONTEXT_HEADER.encode(), context.encode()),
             (TENANT_HEADER.encode(), principal.tenant.encode()),
             (KEY_HEADER.encode(), principal.key_id.encode()),
             _REMOVED,
@@ -146,22 +152,6 @@ class Authorizer:
             self._directory.key_limits(principal.key_id),
         )
         return any(limit.requests_per_minute is not None for limit in limits)
-
-    def _context(
-        self, principal: Principal, request_id: str, traceparent: str, tracestate: str
-    ) -> context_pb2.RequestContext:
-        context = context_pb2.RequestContext(
-            request_id=request_id,
-            tenant=principal.tenant,
-            key_id=principal.key_id,
-            cache_salt=principal.cache_salt,
-            allowed_models=principal.allowed_models,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            issued_unix_ms=time.time_ns() // 1_000_000,
-        )
-        write_tier(context, self._tiers.named(principal.tier), tenant_weight=principal.tenant_weight)
-        return context
 
 
 def is_grpc(content_type: str) -> bool:

@@ -145,11 +145,11 @@ async def test_completions_name_the_field(stack: Deployment, extra: dict[str, An
 
 
 async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) -> None:
-    response = await stack.chat(prompt_cache_key="k", prediction=None, store=False, user="u")
+    response = await stack.chat(prompt_cache_retention="24h", prediction=None, store=False, user="u")
     assert response.status_code == 200
     warnings = response.headers.get_list("x-millrace-warning")
     assert len(warnings) == 1
-    assert warnings[0].startswith("prompt_cache_key ")
+    assert warnings[0].startswith("prompt_cache_retention ")
 
 
 async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Deployment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -239,10 +240,12 @@ def test_mistake_in_a_services_configuration_is_one_clear_message(tmp_path: Path
 
 def test_failed_start_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "millrace.toml").write_text(CONFIG)
-    # Every service starts, and the engine cannot: its cache would have no block.
-    stack = start_stack(
-        tmp_path, "--simulated", environment={"MILLRACE_ENGINE__SIMULATION__NUM_BLOCKS": "-5"}
-    )
+    # Every service starts, and the tokenizer cannot: its file is cut off.
+    model = tmp_path / "model"
+    shutil.copytree("models/millrace-nano", model)
+    whole = (model / "tokenizer.json").read_bytes()
+    (model / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    stack = start_stack(tmp_path, "--simulated", "--model", str(model))
     seen: dict[int, psutil.Process] = {}
     while stack.process.poll() is None:
         try:
@@ -251,4 +254,4 @@ def test_failed_start_leaves_nothing_behind(tmp_path: Path) -> None:
             break
     assert stack.process.wait(START_LIMIT_S) != 0
     assert_gone(list(seen.values()))
-    assert "engine-0" in stack.output.read_text()
+    assert "tokenizer" in stack.output.read_text()

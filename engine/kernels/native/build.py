@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from engine.kernels.native.config import CACHE_VARIABLE, cache_folder, named_compiler
+
 FOLDER = Path(__file__).parent
-# Folder of built libraries; the default is below the user's cache.
-CACHE_VARIABLE = "NATIVE_KERNELS_CACHE"
 # No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
 # whether it fell into a loop's vector body or its tail.
 FLAGS = (
@@ -96,9 +96,7 @@ def _flags(level: str) -> tuple[str, ...]:
 
 
 def _cache_folder() -> Path:
-    named = os.environ.get(CACHE_VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(named) if named else Path(base) / "millrace" / "native"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK) or any(folder.glob("*.so"))
@@ -134,8 +132,8 @@ def _source_hash(level: str) -> str:
 
 
 def _compiler() -> str | None:
-    named = os.environ.get("CXX", "").split()
-    return next((path for name in (*named[:1], "g++", "clang++") if (path := shutil.which(name))), None)
+    names = (named_compiler(), "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 @cache

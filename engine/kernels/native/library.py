@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.kernels.native.build import BuildError, library_path, machine_levels, processor
+from engine.kernels.native.config import LEVEL_VARIABLE, child_environment, forced_level
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ _log = logging.getLogger(__name__)
 CHECKED_LEVELS = frozenset({"amx"})
 SELF_CHECK = "engine.kernels.linear.self_check"
 SELF_CHECK_LIMIT_S = 120.0
-# Forces a level below the machine's best, for tests and comparisons.
-LEVEL_VARIABLE = "NATIVE_KERNELS_LEVEL"
 
 
 class NativeUnavailableError(Exception):
@@ -178,10 +177,14 @@ def _check(level: str) -> None:
     if passed.exists():
         return
     command = [sys.executable, "-m", SELF_CHECK, level]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SELF_CHECK_LIMIT_S, check=False
+            command,
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=SELF_CHECK_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailableError(f"the self-check of {level} did not end") from error
@@ -198,7 +201,7 @@ def load_native() -> NativeLibrary:
     levels = machine_levels()
     if not levels:
         raise NativeUnavailableError("the processor has no AVX2, or this is not Linux on x86-64")
-    forced = os.environ.get(LEVEL_VARIABLE)
+    forced = forced_level()
     if forced:
         if forced not in levels:
             known = ", ".join(levels)
