@@ -29,6 +29,9 @@ _KNOWN = {
     "configMapGenerator",
     "secretGenerator",
     "patches",
+    "replacements",
+    # It tells the real one where names are that get a hash suffix; here none does.
+    "configurations",
 }
 
 
@@ -52,19 +55,25 @@ def _accumulate(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
             manifests = [*manifests, *filter(None, yaml.safe_load_all(path.read_text()))]
     for name in rules.get("components", ()):
         manifests = _accumulate((folder / name).resolve(), manifests)
+    _transform(rules, folder, manifests)
+    return manifests
+
+
+def _transform(rules: dict[str, Any], folder: Path, manifests: list[Manifest]) -> None:
     for entry in rules.get("configMapGenerator", ()):
         _generate("ConfigMap", "data", entry, folder, manifests)
     for entry in rules.get("secretGenerator", ()):
         _generate("Secret", "stringData", entry, folder, manifests)
     for patch in rules.get("patches", ()):
         _patch(manifests, patch)
+    for entry in rules.get("replacements", ()):
+        _replace(manifests, entry)
     for entry in rules.get("labels", ()):
         _label(manifests, entry["pairs"])
     if "namespace" in rules:
         for manifest in manifests:
             if manifest["kind"] != "Namespace":
                 manifest["metadata"]["namespace"] = rules["namespace"]
-    return manifests
 
 
 def _generate(kind: str, field: str, entry: dict[str, Any], folder: Path, manifests: list[Manifest]) -> None:
@@ -95,6 +104,23 @@ def _patch(manifests: list[Manifest], patch: dict[str, Any]) -> None:
     merged = _merge(manifest, change, "")
     manifest.clear()
     manifest.update(merged)
+
+
+def _replace(manifests: list[Manifest], entry: dict[str, Any]) -> None:
+    value: Any = find(manifests, entry["source"]["kind"], entry["source"]["name"])
+    assert value is not None, f"no {entry['source']} to copy from"
+    for key in entry["source"]["fieldPath"].split("."):
+        value = value[key]
+    for target in entry["targets"]:
+        manifest = find(manifests, target["select"]["kind"], target["select"]["name"])
+        assert manifest is not None, f"no {target['select']} to copy into"
+        for path in target["fieldPaths"]:
+            *parents, last = path.split(".")
+            place: Any = manifest
+            for key in parents:
+                place = place[key]
+            assert last in place, f"{path} is not there to be replaced"
+            place[last] = copy.deepcopy(value)
 
 
 def _merge(base: Any, change: Any, key: str) -> Any:

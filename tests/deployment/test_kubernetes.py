@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import kubernetes_validate
 import pytest
 import yaml
 
 from observability import names
-from tests.deployment import kustomize, settings
+from tests.deployment import custom_resources, kustomize, settings
 from tests.deployment.composition import load
 from tests.deployment.containerfile import REPOSITORY, parse
 from tests.deployment.kustomize import Manifest, find
@@ -23,7 +24,7 @@ from tests.deployment.kustomize import Manifest, find
 K8S = REPOSITORY / "k8s"
 TARGETS = ("base", "overlays/local", "overlays/production")
 WORKLOADS = ("Deployment", "StatefulSet")
-# Kinds of operators that are not part of Kubernetes.
+# Kinds of operators that are not part of Kubernetes, without a schema here.
 CUSTOM = {"ScaledObject"}
 # Secret keys that the documentation tells people to make.
 SECRET_KEYS = {"context_secret", "keys_entries", "ledger_url", "postgres_password"}
@@ -46,32 +47,59 @@ def _containers(manifests: list[Manifest], *, init: bool = True) -> Iterator[tup
             yield f"{name}/{container['name']}", container
 
 
+def _validate(manifest: Manifest) -> None:
+    if manifest["kind"] in custom_resources.KINDS:
+        custom_resources.validate(manifest)
+    elif manifest["kind"] not in CUSTOM:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def _stage(folder: Path, *components: str) -> Path:
+    """A copy of the manifests with an overlay of the base and these components; the overlay's folder."""
+    staged = folder / "k8s"
+    shutil.copytree(K8S, staged)
+    names = [f"../components/{name}" for name in components]
+    rules = {"namespace": "millrace", "resources": ["../base"], "components": names}
+    (staged / "overlays/kustomization.yaml").write_text(yaml.safe_dump(rules))
+    return staged / "overlays"
+
+
 def test_manifests_fit_the_schemas(manifests: list[Manifest]) -> None:
-    version = kubernetes_validate.latest_version()
-    checked = 0
+    assert len(manifests) >= 20
     for manifest in manifests:
-        if manifest["kind"] not in CUSTOM:
-            kubernetes_validate.validate(manifest, version, strict=True)
-            checked += 1
-    assert checked >= 20
+        _validate(manifest)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+
+
+@needs_kubectl
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_real_kustomize_renders_the_same(target: str) -> None:
+    _compare_with_the_real(K8S / target)
+
+
+@needs_kubectl
+def test_the_real_kustomize_renders_the_optional_components_the_same(tmp_path: Path) -> None:
+    _compare_with_the_real(_stage(tmp_path, "gpu", "mtls", "leaderworkerset", "inferencepool"))
+
+
+def _compare_with_the_real(folder: Path) -> None:
     rendered = subprocess.run(
-        ["kubectl", "kustomize", str(K8S / target)], capture_output=True, text=True, check=True
+        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True
     ).stdout
     # Names of generated maps end in a hash of their content.
-    plain = re.sub(
-        r"\b((?:millrace|envoy|collector|jaeger|prometheus)-[a-z]+)-[a-z0-9]{10}\b", r"\1", rendered
-    )
-    theirs = {_key(manifest): manifest for manifest in yaml.safe_load_all(plain)}
-    ours = {_key(manifest): manifest for manifest in kustomize.build(K8S / target)}
+    generated = re.compile(r"\b((?:millrace|envoy|collector|jaeger|prometheus)-[a-z]+)-[a-z0-9]{10}\b")
+    theirs = {_key(each): each for each in yaml.safe_load_all(generated.sub(r"\1", rendered))}
+    ours = {_key(manifest): manifest for manifest in kustomize.build(folder)}
     assert theirs.keys() == ours.keys()
     for key, manifest in ours.items():
         if manifest["kind"] != "Secret":
             assert _plain(theirs[key]) == _plain(manifest), key
+    # A name that kept its place while the map got another would be found nowhere.
+    full = {_key(each) for each in yaml.safe_load_all(rendered)}
+    for name in re.findall(r"configMap(?:Ref)?:\s+name: (\S+)", rendered):
+        assert ("ConfigMap", name) in full, name
 
 
 def _key(manifest: Manifest) -> tuple[str, str]:
@@ -292,25 +320,70 @@ def test_autoscaling_asks_for_metrics_that_exist() -> None:
             assert find(manifests, reference["kind"], reference["name"])
 
 
-def test_components_can_be_added_one_by_one(tmp_path: Path) -> None:
-    for component in sorted((K8S / "components").iterdir()):
-        folder = K8S / "overlays"
-        rules = {"resources": ["../base"], "components": [f"../components/{component.name}"]}
-        # A kustomization anywhere in the tree would do; this one is not written into it.
-        staged = tmp_path / component.name
-        shutil.copytree(K8S, staged)
-        (staged / folder.name / "kustomization.yaml").write_text(yaml.safe_dump(rules))
-        for manifest in kustomize.build(staged / folder.name):
-            if manifest["kind"] not in CUSTOM:
-                kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+@pytest.mark.parametrize("component", sorted(folder.name for folder in (K8S / "components").iterdir()))
+def test_components_can_be_added_one_by_one(tmp_path: Path, component: str) -> None:
+    for manifest in kustomize.build(_stage(tmp_path, component)):
+        _validate(manifest)
+
+
+@pytest.mark.parametrize("others", [(), ("cpu",), ("gpu",), ("gpu", "mtls")])
+def test_a_group_of_engines_is_the_stateful_set_s_pod(tmp_path: Path, others: tuple[str, ...]) -> None:
+    manifests = kustomize.build(_stage(tmp_path, *others, "leaderworkerset"))
+    group = find(manifests, "LeaderWorkerSet", "engine-group")
+    engine = find(manifests, "StatefulSet", "engine")
+    assert group is not None
+    assert engine is not None
+    assert engine["spec"]["replicas"] == 0, "the engines would be there twice"
+    assert group["spec"]["leaderWorkerTemplate"]["workerTemplate"] == engine["spec"]["template"]
+    # An engine does not span pods: every further pod would be found as an engine of its own.
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 1
+
+
+def test_an_inference_pool_s_pods_take_its_requests(tmp_path: Path) -> None:
+    manifests = kustomize.build(_stage(tmp_path, "inferencepool"))
+    pool = find(manifests, "InferencePool", "millrace")
+    assert pool is not None
+    name = pool["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+    (target,) = pool["spec"]["targetPorts"]
+    open_ports = {port["containerPort"] for port in dict(_containers(manifests))[f"{name}/{name}"]["ports"]}
+    assert target["number"] in open_ports
+    policy = find(manifests, "NetworkPolicy", name)
+    assert policy is not None
+    assert {"ports": [{"protocol": "TCP", "port": target["number"]}]} in policy["spec"]["ingress"]
+    picker = find(manifests, "NetworkPolicy", "endpoint-picker")
+    assert picker is not None
+    reference = pool["spec"]["endpointPickerRef"]
+    assert picker["spec"]["podSelector"]["matchLabels"] == {"inferencepool": reference["name"]}
+    assert picker["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": reference["port"]["number"]}]
+
+
+def test_the_names_told_to_an_endpoint_picker_are_those_of_the_metrics() -> None:
+    text = (K8S / "components/inferencepool/kustomization.yaml").read_text()
+    told = set(re.findall(r"-metric: (\w+)$", text, re.MULTILINE))
+    assert told == {metric.name for metric in names.INFERENCE_EXTENSION.values()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("InferencePool", {"targetPorts": []}),
+        ("InferencePool", {"targetPorts": [{"number": 70000}]}),
+        ("InferencePool", {"endpointPickerRef": {"name": "picker"}}),
+        ("InferencePool", {"extensionRef": {"name": "picker"}}),
+        ("LeaderWorkerSet", {"startupPolicy": "Together"}),
+        ("LeaderWorkerSet", {"leaderWorkerTemplate": {"size": 1}}),
+    ],
+)
+def test_the_schemas_of_other_kinds_refuse(tmp_path: Path, kind: str, change: dict[str, Any]) -> None:
+    manifests = kustomize.build(_stage(tmp_path, "leaderworkerset", "inferencepool"))
+    (manifest,) = [each for each in manifests if each["kind"] == kind]
+    custom_resources.validate(manifest)
+    with pytest.raises(jsonschema_rs.ValidationError):
+        custom_resources.validate({**manifest, "spec": {**manifest["spec"], **change}})
 
 
 def test_mutual_tls_reaches_everything_that_speaks_inside(tmp_path: Path) -> None:
-    staged = tmp_path / "k8s"
-    shutil.copytree(K8S, staged)
-    rules = {"resources": ["../base"], "components": ["../components/mtls", "../components/tls"]}
-    (staged / "overlays/kustomization.yaml").write_text(yaml.safe_dump(rules))
-    manifests = kustomize.build(staged / "overlays")
+    manifests = kustomize.build(_stage(tmp_path, "mtls", "tls"))
     for name, pod in _workloads(manifests):
         secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
         assert "millrace-internal-tls" in secrets, name
