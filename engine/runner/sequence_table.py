@@ -8,6 +8,7 @@ Shape letters: N slots, L token columns, C block columns.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -69,7 +70,9 @@ class SequenceTable:
         self.sampling.put(slot, params, new.choice_index, prompt, output)
         if new.grammar is not None and not forked and not state.failure:
             try:
-                state.matcher = self.grammar.matcher(new.grammar, output.tolist())
+                state.matcher = self.grammar.matcher(
+                    new.grammar, output.tolist(), self._output_limit(new.sampling, prompt.size)
+                )
             except GrammarError as error:
                 state.failure = str(error)
 
@@ -148,6 +151,14 @@ class SequenceTable:
         """Makes room for sequences of num_tokens tokens."""
         if num_tokens > self.tokens.shape[1]:
             self.tokens = _widen(self.tokens, num_tokens)
+
+    def _output_limit(self, sampling: SamplingParams, num_prompt: int) -> int:
+        """Output tokens within which a grammar is led to its end; 0 leaves it alone, where tokens are
+        excluded that the end may need.
+        """
+        if sampling.allowed_token_ids or -math.inf in sampling.logit_bias.values():
+            return 0
+        return max(0, min(sampling.max_tokens, self.max_model_len - num_prompt))
 
     def _problem(self, new: NewSequence, ids: NDArray[np.int64]) -> str:
         if ids.size == 0:

@@ -2,7 +2,7 @@
 
 The payload is llguidance's serialized grammar (made by the tokenizer service); a Matcher walks it along the
 tokens of one sequence. Masks are filled in a thread of their own while the forward runs; llguidance releases
-the GIL.
+the GIL. Near a sequence's token limit the masks lead to the grammar's end (see closing).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling.closing import EndFinder, Mark, first_mark, margin
 from engine.types import GrammarSpec
 from services.vocabulary import whole_tokenizer_json
 
@@ -28,10 +29,18 @@ class GrammarError(Exception):
 
 
 class Matcher:
-    """Where one sequence stands in its grammar."""
+    """Where one sequence stands in its grammar.
 
-    def __init__(self, inner: llguidance.LLMatcher) -> None:
+    With a `limit` of output tokens it leads to the grammar's end before that; 0 has no limit.
+    """
+
+    def __init__(self, inner: llguidance.LLMatcher, finder: EndFinder | None = None, limit: int = 0) -> None:
         self._inner = inner
+        self._finder = finder if limit else None
+        self._limit = limit
+        self._output: list[int] = []
+        # What was found of the end, by position; the last one holds.
+        self._marks = [first_mark(limit)]
 
     @property
     def finished(self) -> bool:
@@ -49,20 +58,36 @@ class Matcher:
         return len(tokens)
 
     def _accept(self, token: int) -> None:
+        # Whether the draw used the mask or not, so that a replay finds the same marks.
+        self._look_for_end()
         if not self._inner.consume_token(token):
             raise GrammarError(f"grammar: {_reason(self._inner) or 'a token outside the grammar'}")
+        self._moved(token)
 
     def try_accept(self, token: int) -> bool:
         """Moves along one token if it is allowed; a refused one leaves the state as it was."""
-        return self._inner.validate_tokens([token]) == 1 and bool(self._inner.consume_token(token))
+        if self._inner.validate_tokens([token]) != 1:
+            return False
+        self._look_for_end()
+        self._moved(token)
+        return bool(self._inner.consume_token(token))
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens."""
-        if num_tokens:
-            self._inner.rollback(num_tokens)
+        if not num_tokens:
+            return
+        self._inner.rollback(num_tokens)
+        if self._finder is not None:
+            del self._output[-num_tokens:]
+            while self._marks[-1].position > len(self._output):
+                self._marks.pop()
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, when the grammar leaves no choice and tokenization is unambiguous."""
+        """Tokens that must come next: the way to the end near the limit, or what the grammar leaves no choice
+        in and tokenizes unambiguously.
+        """
+        if end := self._end():
+            return list(end)
         return [] if self.finished else list(self._inner.compute_ff_tokens())
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
@@ -82,20 +107,60 @@ class Matcher:
             if row == len(drafts) or self._inner.validate_tokens([drafts[row]]) != 1:
                 break
             self._inner.consume_token(drafts[row])
+            self._moved(drafts[row])
             moved += 1
-        if moved:
-            self._inner.rollback(moved)
+        self.rollback(moved)
 
     def copy(self) -> Matcher:
         """An independent matcher at the same place."""
-        return Matcher(self._inner.deep_copy())
+        copied = Matcher(self._inner.deep_copy(), self._finder, self._limit)
+        copied._output, copied._marks = list(self._output), list(self._marks)
+        return copied
 
     def _fill_row(self, masks: NDArray[np.int32], row: int) -> None:
         if self._inner.is_error():
             raise GrammarError(f"grammar: {_reason(self._inner)}")
+        self._look_for_end()
+        if end := self._end():
+            masks[row] = 0
+            masks.view(np.uint32)[row, end[0] >> 5] = 1 << (end[0] & 31)
+            return
         llguidance.numpy.fill_next_token_bitmask(self._inner, masks, row)
         if self._inner.is_error():
             raise GrammarError(f"grammar: {_reason(self._inner)}")
+
+    def _look_for_end(self) -> None:
+        """Decides for the current position whether the end begins; does nothing when that is decided."""
+        if self._finder is None:
+            return
+        position, mark = len(self._output), self._marks[-1]
+        left = self._limit - position
+        if mark.end or left > mark.next_check or left <= 0 or self.finished:
+            return
+        end = self._finder.find(self._inner, self._output, left)
+        if end is None:
+            self._marks.append(Mark(position, left - max(1, left // 8)))
+            return
+        spare = left - len(end) - margin(self._limit)
+        if spare <= 0:
+            self._marks.append(Mark(position, 0, end))
+        else:
+            # What comes until then may lengthen the end by twice as much.
+            self._marks.append(Mark(position, left - max(1, spare // 3)))
+
+    def _end(self) -> tuple[int, ...]:
+        """The tokens that have to follow, if the end has begun."""
+        mark = self._marks[-1]
+        return mark.end[len(self._output) - mark.position :] if mark.end else ()
+
+    def _moved(self, token: int) -> None:
+        if self._finder is None:
+            return
+        strayed = bool(end := self._end()) and token != end[0]
+        self._output.append(token)
+        if strayed:
+            # Replayed tokens may come from elsewhere.
+            self._marks.append(Mark(len(self._output), self._limit))
 
 
 class GrammarEngine:
@@ -109,16 +174,19 @@ class GrammarEngine:
         self.eos_token_ids = list(eos_token_ids)
         self.mask_width = -(-vocab_size // 32)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._finder: EndFinder | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
-    def matcher(self, grammar: GrammarSpec, output: Sequence[int]) -> Matcher:
-        """A matcher that has walked along `output`. Raises GrammarError."""
+    def matcher(self, grammar: GrammarSpec, output: Sequence[int], limit: int = 0) -> Matcher:
+        """A matcher that has walked along `output`, and ends within `limit` output tokens where it can; 0 is
+        no limit. Raises GrammarError.
+        """
         if grammar.backend != BACKEND:
             raise GrammarError(f"grammar: back end {grammar.backend!r} is not supported, only {BACKEND!r}")
         inner = llguidance.LLMatcher(self._load_tokenizer(), grammar.payload.decode(), log_level=0)
         if inner.is_error():
             raise GrammarError(f"grammar: {_reason(inner)}")
-        matcher = Matcher(inner)
+        matcher = Matcher(inner, self._finder, limit)
         matcher.accept(output)
         return matcher
 
@@ -155,6 +223,7 @@ class GrammarEngine:
                 raise GrammarError(f"grammar: guided decoding needs {path}: {error}") from error
             eos = self.eos_token_ids or None
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+            self._finder = EndFinder(self._tokenizer, self.vocab_size)
         return self._tokenizer
 
 
