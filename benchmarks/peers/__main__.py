@@ -1,7 +1,7 @@
 """Millrace beside other servers: same machine, same checkpoint, same client, runs in turn (A B A B).
 
-`python -m benchmarks.peers [--checkpoint qwen3-0.6b] [--peers vllm llama.cpp-q8_0 …] [--ours bf16 int8]
-    [--loads 1 8 32 prefix] [--rounds 2] [--environments DIR] [--output FILE]`
+`python -m benchmarks.peers [--checkpoint qwen3-0.6b] [--peers vllm llama.cpp-q8_0 …] [--ours bf16 w8a8]
+    [--loads 1 8 32 prefix] [--rounds 2] [--quick] [--environments DIR] [--output FILE]`
 
 Peers are installed from PyPI, each into its own environment under DIR (several gigabytes; building llama.cpp
 takes ten minutes on two cores). Ours is the whole stack behind Envoy, theirs the bare server. Prints a table
@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +36,7 @@ from services.bench.run import choose_model, run_workload
 OURS: dict[str, tuple[dict[str, object], float, float]] = {
     "bf16": ({"dtype": "bfloat16"}, 2.0, 2.0),
     "int8": ({"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"}, 1.0, 1.0),
+    "w8a8": ({"dtype": "bfloat16", "quantize": "w8a8", "cache.kv_dtype": "int8"}, 1.0, 1.0),
     "int4": ({"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"}, 0.5, 1.0),
 }
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
@@ -107,18 +108,21 @@ def _ignore(_record: RequestRecord) -> None:
 
 
 def measure_in_turn(
-    servers: Sequence[AbstractContextManager[Server]], loads: list[str], rounds: int, measured: Measured
+    servers: Sequence[AbstractContextManager[Server]],
+    loads: Mapping[str, Load],
+    rounds: int,
+    measured: Measured,
 ) -> None:
     """Starts all `servers`, then runs each load on one after the other, `rounds` times."""
     with ExitStack() as stack:
         running = [stack.enter_context(server) for server in servers]
         for server in running:
             measured.start_s[server.name] = server.start_s
-        for name in loads:
+        for name, load in loads.items():
             for number in range(rounds):
                 for server in running:
                     gc.collect()
-                    run = asyncio.run(run_load(server, name, LOADS[name], seed=number))
+                    run = asyncio.run(run_load(server, name, load, seed=number))
                     measured.runs.append(run)
                     print(
                         f"{server.name:18} {name:>6}  {run.output_tokens_per_s:8.1f} tokens/s   "
@@ -131,14 +135,19 @@ def measure_in_turn(
 
 
 def table(
-    measured: Measured, loads: list[str], ours: list[str], peers: list[str], rates: Machine, checkpoint: str
+    measured: Measured,
+    loads: Mapping[str, Load],
+    ours: list[str],
+    peers: list[str],
+    rates: Machine,
+    checkpoint: str,
 ) -> list[str]:
     """Rows in Markdown."""
     lines = [
         "| load | server | output tokens/s | × best peer | of roofline | TTFT p99 ms | ITL p99 ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for load in loads:
+    for load, sizes in loads.items():
         best = max((_median(measured.of(peer, load), "output_tokens_per_s") for peer in peers), default=0.0)
         for server in [*ours, *peers]:
             runs = measured.of(server, load)
@@ -149,7 +158,7 @@ def table(
             if server in ours:
                 _, weight_bytes, kv_bytes = OURS[server.removeprefix("millrace-")]
                 bound = bound_tokens_per_s(
-                    rates, checkpoint, LOADS[load], weight_bytes=weight_bytes, kv_bytes=kv_bytes
+                    rates, checkpoint, sizes, weight_bytes=weight_bytes, kv_bytes=kv_bytes
                 )
                 roofline = f"{rate / bound:.0%} of {bound:.0f}"
             ratio = f"{rate / best:.2f}" if best else ""
@@ -174,15 +183,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["vllm", "llama.cpp-q8_0"])
-    parser.add_argument("--ours", nargs="+", choices=sorted(OURS), default=["bf16", "int8"])
+    parser.add_argument("--ours", nargs="+", choices=sorted(OURS), default=["bf16", "w8a8"])
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one request for each place")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    loads = arguments.loads or list(DEFAULT_LOADS[arguments.checkpoint])
+    loads = {name: LOADS[name] for name in arguments.loads or DEFAULT_LOADS[arguments.checkpoint]}
+    if arguments.quick:
+        loads = {name: replace(load, num_requests=load.concurrency) for name, load in loads.items()}
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
     rates = measure_machine()
     print(

