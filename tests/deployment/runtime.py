@@ -1,19 +1,22 @@
 """Runs a container's command on this machine: its files, packages, user and environment, with other ports.
 
-What a container engine adds (name spaces, mounts, limits) is not there; what can be wrong in a command, a
-path, a variable, a port or a missing file is.
+Where this machine lets us mount, the root file system is read-only but for what the deployment declares.
+What a container engine adds besides (other name spaces, limits) is not there; what can be wrong in a
+command, a path, a variable, a port or a missing file is.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, lay_out_packages
@@ -63,6 +66,80 @@ def can_switch_user() -> bool:
     except PermissionError:
         # The interpreter lies in somebody's home folder.
         return False
+    return tried.returncode == 0
+
+
+# Arguments: the deployment's folder under /tmp, what becomes /tmp and whether "rw" or "ro", the working
+# folder, the user, the interpreter's installation and the closed folder that it lies in (or ""), folders that
+# may be written to, "--", the command.
+_CONFINE = """
+set -e
+root=$1 scratch=$2 mode=$3 folder=$4 user=$5 python=$6 closed=$7
+shift 7
+mount --make-rprivate /
+if [ -n "$closed" ]; then
+    # Nothing of it but the interpreter is there, and that can be reached.
+    mkdir -p "$scratch.home/${python#"$closed"/}"
+    mount --bind "$python" "$scratch.home/${python#"$closed"/}"
+    mount --rbind "$scratch.home" "$closed"
+fi
+mount --bind "$root" "$root"
+while [ "$1" != -- ]; do mount --bind "$1" "$1"; shift; done
+shift
+mkdir -p "$scratch/${root#/tmp/}"
+mount --rbind "$root" "$scratch/${root#/tmp/}"
+mount --rbind "$scratch" /tmp
+[ "$mode" = rw ] || mount -o remount,bind,ro /tmp
+mount -o remount,bind,ro "$root"
+# What a container engine makes writable on a read-only root as well: /dev, with its shm, and /proc.
+while read -r _ _ _ _ point _; do
+    case $point in
+        /dev|/dev/*|/proc|/proc/*|/sys|/sys/*|/tmp|/tmp/*) ;;
+        *) mount -o remount,bind,ro "$point" ;;
+    esac
+done < /proc/self/mountinfo
+cd "$folder"
+exec setpriv --reuid "$user" --regid "$user" --clear-groups --inh-caps=-all --bounding-set=-all \
+    --no-new-privs "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """A read-only root file system: only `writable` folders can be changed, and with `own_tmp` a /tmp."""
+
+    root: Path
+    scratch: Path
+    own_tmp: bool
+    writable: tuple[Path, ...]
+
+    def wrap(self, argv: Sequence[str], folder: Path) -> list[str]:
+        """The command that runs `argv` in `folder` so, as the containers' user without capabilities."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self.scratch.chmod(0o1777)
+        writable = [str(path) for path in self.writable]
+        python = Path(sys.base_prefix).resolve()
+        setting = [str(self.root), str(self.scratch), "rw" if self.own_tmp else "ro"]
+        setting += [str(folder), str(_USER), str(python), _closed(python)]
+        return ["unshare", "--mount", "/bin/sh", "-c", _CONFINE, "sh", *setting, *writable, "--", *argv]
+
+
+def _closed(path: Path) -> str:
+    """The outermost folder on the way to `path` that others may not pass, "" when there is none."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return str(folder)
+    return ""
+
+
+def can_confine() -> bool:
+    """Whether this machine lets us mount, which takes root and its capabilities."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return False
+    probe = "mount --make-rprivate / && mount --bind /tmp /tmp && mount -o remount,bind,ro /tmp"
+    tried = subprocess.run(
+        ["unshare", "--mount", "/bin/sh", "-c", probe], check=False, capture_output=True, timeout=30
+    )
     return tried.returncode == 0
 
 
@@ -119,8 +196,9 @@ class Container:
         log: Path,
         *,
         as_user: bool,
+        confinement: Confinement | None = None,
     ) -> None:
-        self.argv = list(argv)
+        self.argv = confinement.wrap(argv, folder) if confinement else list(argv)
         self.log = log
         self._process = subprocess.Popen(
             self.argv,
@@ -130,7 +208,7 @@ class Container:
             stdout=log.open("wb"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            **({"user": _USER, "group": _USER, "extra_groups": []} if as_user else {}),
+            **({"user": _USER, "group": _USER, "extra_groups": []} if as_user and not confinement else {}),
         )
 
     def wait_for_line(self, start: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from tests.deployment import kustomize
 from tests.deployment.composition import environment, load
 from tests.deployment.containerfile import REPOSITORY, parse
 from tests.deployment.runtime import (
+    Confinement,
     Container,
     Image,
     Network,
+    can_confine,
     can_switch_user,
     give_to_user,
     open_to_all,
@@ -42,6 +45,8 @@ class Deployment:
         self.root = root
         self.network = Network(hosts)
         self.as_user = can_switch_user()
+        # Without it the rest is tested all the same, on a root file system that the user cannot write to.
+        self.read_only = can_confine()
         self.images: dict[str, Image] = {}
         self.running: dict[str, Container] = {}
         # Paths inside containers to folders of this machine.
@@ -58,7 +63,7 @@ class Deployment:
     def mount(self, path: str, name: str) -> Path:
         """A volume that the containers' user may write to."""
         folder = self.root / "volumes" / name
-        give_to_user(folder, as_user=self.as_user)
+        give_to_user(folder, as_user=self.as_user or self.read_only)
         self.mounts[path] = folder
         return folder
 
@@ -71,8 +76,15 @@ class Deployment:
         # Envoy's configuration is rendered with the deployment's own addresses and moved as a whole.
         return text if here == "configure" else self.network.translate(text, here)
 
-    def start(self, name: str, dockerfile: str, argv: list[str], variables: Mapping[str, str]) -> Container:
-        """Starts a container of one of our images."""
+    def start(
+        self,
+        name: str,
+        dockerfile: str,
+        argv: list[str],
+        variables: Mapping[str, str],
+        writable: Sequence[str],
+    ) -> Container:
+        """Starts a container of one of our images; of its paths only `writable` can be changed."""
         image = self.image(dockerfile)
         merged = {**image.dockerfile.environment(), **variables}
         translated = {key: self.translate(value, name, image) for key, value in merged.items()}
@@ -81,15 +93,29 @@ class Deployment:
         program = image.root / "opt/venv/bin" / words[0]
         if program.exists():
             words[0] = str(program)
-        return self.launch(name, words, translated, image.root / "app", as_user=self.as_user)
+        confinement = self._confine(name, writable) if self.read_only else None
+        folder = image.root / "app"
+        return self.launch(name, words, translated, folder, as_user=self.as_user, confinement=confinement)
+
+    def _confine(self, name: str, writable: Sequence[str]) -> Confinement:
+        folders = tuple(self.mounts[path] for path in writable if path != "/tmp")
+        return Confinement(self.root, self.root / "scratch" / name, "/tmp" in writable, folders)
 
     def launch(
-        self, name: str, argv: list[str], variables: Mapping[str, str], folder: Path, *, as_user: bool = False
+        self,
+        name: str,
+        argv: list[str],
+        variables: Mapping[str, str],
+        folder: Path,
+        *,
+        as_user: bool = False,
+        confinement: Confinement | None = None,
     ) -> Container:
         """Starts a command of this machine."""
         logs = self.root / "logs"
         logs.mkdir(exist_ok=True)
-        container = Container(argv, variables, folder, logs / f"{name}.log", as_user=as_user)
+        log = logs / f"{name}.log"
+        container = Container(argv, variables, folder, log, as_user=as_user, confinement=confinement)
         self.running[name] = container
         return container
 
@@ -207,7 +233,10 @@ def _start_composed(deployment: Deployment, services: dict[str, Any], name: str)
     parsed = parse(REPOSITORY / dockerfile)
     argv = [*service.get("entrypoint", parsed.command("ENTRYPOINT"))]
     argv += service.get("command", parsed.command("CMD"))
-    return deployment.start(name, dockerfile, argv, environment(service))
+    assert service["read_only"] is True
+    writable = [entry.partition(":")[0] for entry in service["tmpfs"]]
+    writable += [volume.split(":")[1] for volume in service.get("volumes", ()) if not volume.endswith(":ro")]
+    return deployment.start(name, dockerfile, argv, environment(service), writable)
 
 
 def test_the_compose_file_runs(composed: tuple[Deployment, dict[str, Any]]) -> None:
@@ -291,11 +320,14 @@ def _run_manifests(deployment: Deployment, manifests: list[kustomize.Manifest]) 
         dockerfile = f"services/{name}/Dockerfile"
         argv = [*parse(REPOSITORY / dockerfile).command("ENTRYPOINT"), *container["args"]]
         variables = _variables(manifests, container, secrets["stringData"])
-        deployment.start(name, dockerfile, argv, variables).wait_for_line(f"ready {name}")
+        started = deployment.start(name, dockerfile, argv, variables, _writable(container))
+        started.wait_for_line(f"ready {name}")
     configure = _container(manifests, "envoy", kind="initContainers")
     argv = [*configure["command"], *configure["args"]]
     variables = _variables(manifests, configure, secrets["stringData"])
-    rendered = deployment.start("configure", "services/gateway/Dockerfile", argv, variables)
+    rendered = deployment.start(
+        "configure", "services/gateway/Dockerfile", argv, variables, _writable(configure)
+    )
     assert rendered.wait() == 0, rendered.log.read_text()
     envoy = _container(manifests, "envoy")
     command = [*envoy["command"], *envoy["args"]]
@@ -345,6 +377,11 @@ def _container(manifests: list[kustomize.Manifest], name: str, kind: str = "cont
     return dict(container)
 
 
+def _writable(container: dict[str, Any]) -> list[str]:
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    return [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+
+
 def _variables(
     manifests: list[kustomize.Manifest], container: dict[str, Any], secrets: Mapping[str, str]
 ) -> dict[str, str]:
@@ -359,3 +396,63 @@ def _variables(
         else:
             found[entry["name"]] = entry["value"]
     return found
+
+
+@pytest.mark.skipif(not can_confine(), reason="needs the right to mount")
+def test_nothing_but_declared_paths_can_be_written_to(root: Path) -> None:
+    deployment = Deployment(root, [])
+    try:
+        state = deployment.mount("/var/lib/millrace/state", "state")
+        deployment.mount("/var/lib/millrace/secrets", "secrets")
+        image = deployment.image("services/tokenizer/Dockerfile")
+        # Writable by its owner, so that only the file system can refuse.
+        for folder in (image.root / "app", image.root / "etc/millrace"):
+            give_to_user(folder, as_user=True)
+        tries = ["/tmp", "/var/lib/millrace/state", "/var/lib/millrace/secrets", "/app", "/etc/millrace"]
+        script = "import pathlib, sys\n" + "\n".join(
+            [
+                "for folder in sys.argv[1:]:",
+                "    try:",
+                "        (pathlib.Path(folder) / 'written').write_text('')",
+                "    except OSError as error:",
+                "        print(folder, error.errno)",
+            ]
+        )
+        argv = ["python", "-c", script, *tries, "/var/tmp", "/usr"]
+        container = deployment.start(
+            "probe", "services/tokenizer/Dockerfile", argv, {}, ["/tmp", "/var/lib/millrace/state"]
+        )
+        assert container.wait() == 0, container.log.read_text()
+        refused = [line.split() for line in container.log.read_text().splitlines()]
+        expected = [deployment.mounts["/var/lib/millrace/secrets"], image.root / "app"]
+        expected += [image.root / "etc/millrace", Path("/var/tmp"), Path("/usr")]
+        assert refused == [[str(path), str(errno.EROFS)] for path in expected]
+        assert (state / "written").exists()
+        assert (root / "scratch/probe/written").exists()
+        assert not Path("/tmp/written").exists()
+    finally:
+        deployment.close()
+
+
+def test_the_span_store_writes_where_it_is_told(root: Path) -> None:
+    """No image of its own starts it, yet its files are in every image of ours."""
+    deployment = Deployment(root, ["collector"])
+    try:
+        state = deployment.mount("/var/lib/millrace/state", "state")
+        variables = {
+            "MILLRACE_OBSERVABILITY__STORE": "/var/lib/millrace/state/spans.sqlite",
+            "MILLRACE_OBSERVABILITY__LISTEN": "0.0.0.0:4317",
+            "MILLRACE_OBSERVABILITY__METRICS_LISTEN": "0.0.0.0:9464",
+        }
+        container = deployment.start(
+            "collector",
+            "services/tokenizer/Dockerfile",
+            ["python", "-m", "observability"],
+            variables,
+            ["/tmp", "/var/lib/millrace/state"],
+        )
+        container.wait_for_line("ready observability")
+        assert container.terminate() == 0, container.log.read_text()
+        assert (state / "spans.sqlite").stat().st_size > 0
+    finally:
+        deployment.close()
