@@ -3,10 +3,11 @@
 `python -m benchmarks.tracing_overhead [--blocks N] [--load NAME ...] [--output FILE]`
 
 Whether a request is traced is what its client's traceparent says, so both kinds run on the same processes,
-block after block (A B B A), and whatever else the machine does falls on both. Loads: `instant`, an engine
-that answers at once, where the processes in front of it are the bottleneck: the worst case; `fast` and
-`paced`, steps of 1 and 20 ms; `model`, the bundled model. CPU time is summed over all our processes, the
-span store included, until the last span of a block is written.
+block after block (A B B A), and whatever else the machine does falls on both. A loss is the mean over pairs
+of neighbouring blocks, with its standard error: a loss below about two of these cannot be told from none.
+Loads: `instant`, an engine that answers at once, where the processes in front of it are the bottleneck: the
+worst case; `fast` and `paced`, steps of 1 and 20 ms; `model`, the bundled model. CPU time is summed over all
+our processes, the span store included, until the last span of a block is written.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ async def _blocks(state: RunState, load: Load, num_blocks: int) -> list[Block]:
 
 
 def compare(name: str, setting: Setting, num_blocks: int) -> dict[str, float]:
-    """Medians over the blocks, and what tracing takes away, in per cent."""
+    """Medians over the blocks, and what tracing takes away, in per cent with standard errors."""
     simulated = setting.step_ms is not None
     config = "[engine.scheduler]\nmax_num_seqs = 256\n"
     if simulated:
@@ -123,24 +124,34 @@ def compare(name: str, setting: Setting, num_blocks: int) -> dict[str, float]:
         result |= {f"cpu_ms_{process}_{label}": value for process, value in parts.items()}
         shown = " ".join(f"{process} {milliseconds:.2f}" for process, milliseconds in parts.items())
         print(f"{name:8} {label:3} CPU ms a request: {shown}")
-    off, on = result["tokens_per_s_off"], result["tokens_per_s_on"]
-    cpu_off, cpu_on = result["cpu_ms_per_request_off"], result["cpu_ms_per_request_on"]
-    result["throughput_loss_percent"] = 100 * (1 - on / off)
-    result["cpu_increase_percent"] = 100 * (cpu_on / cpu_off - 1)
+    for key, losses in _paired(blocks).items():
+        result[key] = statistics.mean(losses)
+        result[f"{key}_error"] = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
     result["num_failed"] = float(sum(block.num_failed for block in blocks))
-    loss, increase = result["throughput_loss_percent"], result["cpu_increase_percent"]
     print(
-        f"{name:8} off {off:8.0f} tokens/s   on {on:8.0f}   loss {loss:5.1f} %   "
-        f"CPU ms a request {cpu_off:.2f} -> {cpu_on:.2f} ({increase:+.1f} %)",
+        f"{name:8} tokens/s {result['tokens_per_s_off']:.0f} -> {result['tokens_per_s_on']:.0f}   "
+        f"loss {result['throughput_loss_percent']:.1f} ± {result['throughput_loss_percent_error']:.1f} %   "
+        f"CPU ms a request {result['cpu_ms_per_request_off']:.2f} -> {result['cpu_ms_per_request_on']:.2f} "
+        f"({result['cpu_increase_percent']:+.1f} ± {result['cpu_increase_percent_error']:.1f} %)",
         flush=True,
     )
     return result
 
 
+def _paired(blocks: Sequence[Block]) -> dict[str, list[float]]:
+    """What tracing takes, in per cent, of every pair of neighbouring blocks."""
+    found: dict[str, list[float]] = {"throughput_loss_percent": [], "cpu_increase_percent": []}
+    for first, second in zip(blocks[::2], blocks[1::2], strict=True):
+        on, off = (first, second) if first.traced else (second, first)
+        found["throughput_loss_percent"].append(100 * (1 - on.tokens_per_s / off.tokens_per_s))
+        found["cpu_increase_percent"].append(100 * (on.total_cpu_ms / off.total_cpu_ms - 1))
+    return found
+
+
 def main() -> None:
     """Prints the figures, and writes them with the machine when asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=8, help="blocks a load, half of them traced")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks a load, even, half of them traced")
     parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only these loads")
     parser.add_argument(
         "--output", type=Path, help="write the figures here as JSON, beside those of other loads"
