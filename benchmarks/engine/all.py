@@ -101,7 +101,7 @@ def _speculation(rows: Rows) -> list[Line]:
 
 
 def _walk(rows: Rows) -> list[Line]:
-    plain, ours = rows
+    plain, ours, _ = rows
     return [
         (
             f"{name}",
@@ -109,6 +109,17 @@ def _walk(rows: Rows) -> list[Line]:
             str(ours[name]),
         )
         for name in ("requests", "failed steps", "preemptions", "blocks not back", "runner states left")
+    ]
+
+
+def _window(rows: Rows) -> list[Line]:
+    return [
+        (
+            f"blocks held at 4,096 tokens, prompt of {kept['prompt tokens']}",
+            str(kept["blocks held at 4,096 tokens"]),
+            str(ours["blocks held at 4,096 tokens"]),
+        )
+        for kept, ours in zip(rows[::2], rows[1::2], strict=True)
     ]
 
 
@@ -129,6 +140,7 @@ BENCHMARKS: dict[str, Callable[[Rows], list[Line]]] = {
     "tiers": _tiers,
     "prefix": _prefix,
     "walk": _walk,
+    "window": _window,
     "overlap": _overlap,
     "invariance": _invariance,
     "speculation": _speculation,

@@ -1,7 +1,8 @@
 """10,000 random submissions, cancellations, waits and steps, some failing: what happened, and the books.
 
 Every invariant is checked after every operation, against a runner that keeps a model of the cache's contents
-(see tests/unit/engine/checked_runner.py). Plain and overlapped loop; the plain one is the baseline.
+(see tests/unit/engine/checked_runner.py). Plain and overlapped loop, and with blocks behind a window of 10
+tokens given up; the plain one is the baseline.
 
     python -m benchmarks.engine.walk [--json OUT]
 """
@@ -20,9 +21,9 @@ _NUM_OPERATIONS = 10_000
 _MOST_OPEN = 40
 
 
-def walk(overlap: bool) -> Row:
+def walk(loop: str, *, overlap: bool, window: int | None = None) -> Row:
     """One walk to its end; raises AssertionError where anything does not add up."""
-    one = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20)
+    one = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20, window=window)
     driver, done = one.driver, Counter[str]()
     for _ in range(_NUM_OPERATIONS):
         busy = driver.scheduler.num_requests > _MOST_OPEN
@@ -38,7 +39,7 @@ def walk(overlap: bool) -> Row:
         if event.finish_reason is not None
     )
     return {
-        "loop": "overlapped" if overlap else "baseline: plain",
+        "loop": loop,
         "operations": sum(done.values()),
         "requests": len(driver.requests),
         "cancelled": ends[FinishReason.CANCELLED.name.lower()],
@@ -53,9 +54,14 @@ def walk(overlap: bool) -> Row:
 
 
 def main() -> None:
-    """Runs both walks."""
+    """Runs the walks."""
     options = arguments(__doc__ or "")
-    publish("Random operations with injected failures", [walk(False), walk(True)], options.json)
+    rows = [
+        walk("baseline: plain", overlap=False),
+        walk("overlapped", overlap=True),
+        walk("overlapped, window 10", overlap=True, window=10),
+    ]
+    publish("Random operations with injected failures", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
     return facts.device.startswith("cuda") if choice == "auto" else choice == "on"
 
 
-def make_scheduler(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, model: ModelConfig, memory: MemoryPlan, facts: ModelFacts
+) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
     bytes_per_block = memory.kv_bytes_per_token * memory.block_size
     return Scheduler(
@@ -54,6 +56,7 @@ def make_scheduler(config: EngineConfig, model: ModelConfig, memory: MemoryPlan)
         memory,
         model=model.path,
         num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
+        window=facts.window,
     )
 
 
@@ -86,7 +89,7 @@ def serve_core(connection: CoreSocket) -> int:
     except ConfigError as error:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG
-    scheduler = make_scheduler(config, model, memory)
+    scheduler = make_scheduler(config, model, memory, facts)
     watch.start()
     loop = EngineLoop(
         scheduler,

@@ -38,8 +38,16 @@ class KvCache:
     """Blocks of one engine, with the prefix cache and the host tier behind it."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        window: int | None = None,
     ) -> None:
+        # Tokens that a position can look back on, itself included; None is all.
+        self.window = window
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(num_blocks, self._evicted)
@@ -135,10 +143,31 @@ class KvCache:
         """Starts an empty table with the parent's blocks of the first `num_tokens` tokens, by reference."""
         assert not table.block_ids, "a fork can only start a table"
         shared = parent.block_ids[: self.blocks_for(num_tokens)]
-        for block_id in shared:
+        for block_id in shared[parent.num_given_up :]:
             self._pool.reference(block_id)
         table.block_ids.extend(shared)
+        table.num_given_up = table.num_given_up_sent = parent.num_given_up
         table.num_registered = min(parent.num_registered, num_tokens // self.block_size)
+
+    def num_behind_window(self, num_tokens: int) -> int:
+        """Leading blocks that no position from `num_tokens` on can see, less one: rows that are computed once
+        more stay inside what is kept.
+        """
+        if self.window is None:
+            return 0
+        return max(0, (num_tokens + 1 - self.window) // self.block_size - 1)
+
+    def give_up(self, table: BlockTable, num_tokens: int) -> None:
+        """Drops references to the blocks behind the window of position `num_tokens` and later ones.
+
+        Called between two plans, like `free`: no copy of the plan under construction may concern them.
+        """
+        first, last = table.num_given_up, min(self.num_behind_window(num_tokens), len(table))
+        if first >= last:
+            return
+        self._pool.release(reversed(table.block_ids[first:last]))
+        table.block_ids[first:last] = [self.num_blocks] * (last - first)
+        table.num_given_up = last
 
     def num_new_blocks(self, table: BlockTable, start: int, end: int) -> int:
         """Blocks that writing positions [start, end) takes: growth and copies of shared blocks."""
@@ -193,10 +222,11 @@ class KvCache:
 
     def free(self, table: BlockTable) -> None:
         """Gives all blocks back; the tail is evicted before the head, which more prompts may share."""
-        self._pool.release(reversed(table.block_ids))
+        self._pool.release(reversed(table.held))
         table.block_ids = []
         table.num_registered = 0
         table.num_sent = 0
+        table.num_given_up = table.num_given_up_sent = 0
 
     def forget_contents(self) -> None:
         """Empties prefix cache and host tier, after a failure that leaves contents in doubt."""
@@ -235,8 +265,10 @@ class KvCache:
         """Raises AssertionError unless the tables account for every reference and no block is lost."""
         references: dict[int, int] = {}
         for table in tables:
-            assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
-            for block_id in table.block_ids:
+            assert len(set(table.held)) == table.num_held, "a table holds a block twice"
+            given_up = table.block_ids[: table.num_given_up]
+            assert given_up == [self.num_blocks] * len(given_up), "a block given up is still named"
+            for block_id in table.held:
                 references[block_id] = references.get(block_id, 0) + 1
         self._pool.check_invariants(references)
         self._host.check_invariants()

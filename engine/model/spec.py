@@ -120,6 +120,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Scheme | None = None
 
     @property
+    def window(self) -> int | None:
+        """Tokens that the model looks back on; None when some layer looks at everything."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.windows) else None
+
+    @property
     def query_key_dim(self) -> int:
         """Size of a head's query as attention sees it."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.head_dim

@@ -170,7 +170,10 @@ class TorchRunner:
         self.storage.restore(plan.restores)
         self.storage.copy_blocks(plan.block_copies)
         for sequence in plan.scheduled:
-            self.table.add_blocks(self.table.states[sequence.sequence_id].slot, sequence.new_block_ids)
+            slot = self.table.states[sequence.sequence_id].slot
+            self.table.add_blocks(slot, sequence.new_block_ids)
+            if sequence.num_given_up:
+                self.table.blocks[slot, : sequence.num_given_up] = self.storage.num_blocks
 
     def _start_masks(self, inputs: StepInputs) -> Future[GrammarMasks] | None:
         wanted = [
@@ -320,6 +323,8 @@ def build(
         attention_backend=attention_name if library is None else "native",
         device=str(device),
         num_layers=spec.num_layers,
+        # A draft model reads the same tables, as far back as it likes.
+        window=spec.window if draft is None else None,
     )
     return runner, plan, facts
 

@@ -100,14 +100,15 @@ class Admitter:
         higher = all(running.priority > sequence.priority for running in self._state.running)
         return "higher_tier" if higher else "batch_full"
 
-    @staticmethod
-    def _can_fork(draft: PlanDraft, sequence: Sequence) -> bool:
+    def _can_fork(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
         parent = sequence.fork_parent
         if parent is None or parent.status is not Status.RUNNING or sequence.num_preemptions:
             return False
         row = draft.rows.get(parent.sequence_id)
         computed_before = parent.num_computed if row is None else row.start
+        if self._state.cache.num_behind_window(sequence.num_prompt_tokens - 1) < parent.table.num_given_up:
+            return False
         return computed_before >= sequence.num_prompt_tokens
 
     def _blocks_needed(self, sequence: Sequence, prefix: Prefix | None) -> int:
@@ -155,7 +156,7 @@ class Admitter:
         state = self._state
         needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
         available = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
-        if available + sum(len(victim.table) for victim in victims) < needed:
+        if available + sum(victim.table.num_held for victim in victims) < needed:
             return False
         for victim in victims:
             self._displace(draft, victim)

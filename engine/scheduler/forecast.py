@@ -50,7 +50,7 @@ class WaitForecast:
         # Every sequence may leave a block half empty, and needs one more to grow.
         needed = state.cache.blocks_for(tokens) + 2 * num_places
         reserved = state.num_reserved_blocks()
-        return needed <= state.cache.num_available - reserved + sum(len(each.table) for each in lower)
+        return needed <= state.cache.num_available - reserved + sum(each.table.num_held for each in lower)
 
     @staticmethod
     def _places_before(request: Request, waiting: WaitingQueue) -> int:

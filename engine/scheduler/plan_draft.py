@@ -108,6 +108,7 @@ class RowWriter:
         remaining_prefill = sequence.remaining_prefill
         state.cache.prepare_write(sequence.table, start, end)
         blocks = sequence.table.take_unsent()
+        num_given_up = sequence.table.take_given_up()
         if not sequence.is_introduced:
             draft.new[sequence.sequence_id] = self._introduction(sequence, blocks)
             if sequence.beam_parent_id in state.outlived:
@@ -127,6 +128,7 @@ class RowWriter:
             is_prefill=remaining_prefill > 0,
             is_long=self.is_long(remaining_prefill),
             num_fresh=fresh,
+            num_given_up=num_given_up,
         )
         if row.is_prefill:
             sequence.recomputed_tokens += num_tokens - fresh

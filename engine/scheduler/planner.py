@@ -62,6 +62,7 @@ class Planner:
                     draft.new_blocks.get(sequence_id, ()),
                     row.samples,
                     row.draft_token_ids,
+                    row.num_given_up,
                 )
                 for sequence_id, row in draft.rows.items()
             ),

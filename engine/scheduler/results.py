@@ -172,6 +172,9 @@ class ResultHandler:
         if self._state.cache.prefix_caching:
             sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
             self._state.cache.register(sequence.table, sequence.hasher, sequence.num_confirmed)
+        if not sequence.is_beam:
+            # What is promised to a beam search counts on blocks that beams share.
+            self._state.cache.give_up(sequence.table, sequence.num_confirmed)
 
     @staticmethod
     def _logprobs(sequence: Sequence, outcome: SequenceResult, count: int) -> tuple[TokenLogprobs, ...]:

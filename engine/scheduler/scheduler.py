@@ -37,7 +37,7 @@ class Scheduler:
 
     Call order: any number of submit and cancel, then `schedule`, then `update` (or `fail`) with the result of
     the oldest plan not yet answered. With overlap, one more plan may be made before the answer. Events
-    collect in between and are taken with `take_events`.
+    collect in between and are taken with `take_events`. `window` is the model's (see ModelFacts).
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Scheduler:
         *,
         model: str,
         num_host_blocks: int = 0,
+        window: int | None = None,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_blocks,
             block_size=memory.block_size,
             prefix_caching=cache_config.prefix_caching,
             num_host_blocks=num_host_blocks,
+            window=window,
         )
         self._state = SchedulerState(
             config, memory, cache, model, host_bytes_per_s=cache_config.host_bytes_per_s
@@ -195,8 +197,9 @@ class Scheduler:
         each. The difference is what block granularity wastes.
         """
         running = self._state.running
-        slots = sum(len(sequence.table) for sequence in running) * self._state.cache.block_size
-        return slots, sum(sequence.num_known for sequence in running)
+        size = self._state.cache.block_size
+        slots = sum(sequence.table.num_held for sequence in running) * size
+        return slots, sum(sequence.num_known - sequence.table.num_given_up * size for sequence in running)
 
     def request_ids(self) -> tuple[int, ...]:
         """Requests that have not ended."""

@@ -35,6 +35,8 @@ class Row:
     is_long: bool = False
     # Tokens of the row that were never computed before, for fairness.
     num_fresh: int = 0
+    # Leading blocks that the runner hears of as given up.
+    num_given_up: int = 0
 
 
 @dataclass(slots=True)
@@ -93,7 +95,9 @@ class SchedulerState:
         return sum(map(self.reserve_of, alone)) + sum(map(self.reserve_of_beams, beams))
 
     def reserve_of(self, sequence: Sequence) -> int:
-        """Blocks that the sequence may still come to need."""
+        """Blocks that the sequence may still come to need, those that it will give up not counted against
+        them: others may share these, and then they do not come free.
+        """
         return max(0, self.cache.blocks_for(sequence.max_tokens_total - 1) - len(sequence.table))
 
     def reserve_of_beams(self, group: RequestGroup) -> int:
@@ -313,6 +317,8 @@ class SchedulerState:
             assert sequence.num_confirmed <= sequence.num_computed, f"{where}: confirmed beyond computed"
             if not sequence.drafts_in_flight:
                 assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
+            hidden = self.cache.num_behind_window(sequence.num_confirmed)
+            assert sequence.table.num_given_up <= hidden, f"{where} has given up what it can see"
             covered = len(sequence.table) * self.cache.block_size
             assert sequence.num_computed <= covered, f"{where}: computed beyond its blocks"
             assert sequence.num_known <= sequence.max_tokens_total, f"{where} is longer than its limit"

@@ -18,3 +18,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # For example "cpu" or "cuda:0".
     device: str
     num_layers: int
+    # Positions that any layer looks back on, the own included: what lies before is never read again. None
+    # where some layer, or a draft model, looks at everything.
+    window: int | None = None

@@ -41,6 +41,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     samples: bool
     # The last tokens of the span are drafts, to be verified. They are in no one's token list yet.
     draft_token_ids: tuple[int, ...] = ()
+    # Leading blocks of the table that the sequence has given up, when that changed since its last row: the
+    # runner must not read them, and puts the spare block (whose id is the number of blocks) in their place.
+    # A NewSequence's table names the spare block there already.
+    num_given_up: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):

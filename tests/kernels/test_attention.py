@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.attention import BACKENDS, AttentionOptions, RaggedBatch
+from engine.kernels.native import NativeUnavailableError, load_native
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 
 torch.set_num_threads(1)
@@ -150,3 +151,39 @@ def test_rows_do_not_depend_on_batch_or_chunk(num_heads: int, window: int | None
     for mix in mixes:
         for (which, start, end), rows in zip(mix, run(mix), strict=True):
             assert torch.equal(rows, whole[which][start:end]), (mix, which)
+
+
+def backends_to_test() -> list[str]:
+    try:
+        load_native()
+    except NativeUnavailableError:
+        return ["reference", "torch"]
+    return ["reference", "torch", "native"]
+
+
+@pytest.mark.parametrize("name", backends_to_test())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("window", [1, 40, 100, 300])
+def test_blocks_before_the_window_may_hold_anything(name: str, dtype: torch.dtype, window: int) -> None:
+    """Where a sequence has given up blocks, its table names the spare block, here full of NaN."""
+    lengths, new = [1000, 700, 690, 300, 1000], [1, 1, 65, 70, 3]
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    cache, tables, generator = filled_cache(lengths, num_heads=2, key_dim=16, value_dim=16, dtype=dtype)
+    q = torch.randn(-(-sum(new) // 16) * 16, 4, 16, generator=generator)
+    options = AttentionOptions(scale=0.25, window=window)
+
+    def attend(name: str, tables: np.ndarray) -> torch.Tensor:
+        backend = BACKENDS[name](**heads)
+        batch = step_of(lengths, new, tables)
+        return backend.run(backend.plan(batch, CPU), q, cache, options)[: sum(new)]
+
+    expected = attend("reference", tables)
+    spare = cache.tensors()[0].shape[0] - 1
+    if dtype is torch.int8:
+        cache.tensors()[1][spare] = float("nan")
+    cut = tables.copy()
+    for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        cut[row, : max(0, length - count + 1 - window) // 16] = spare
+    assert (cut == spare).sum() > 50
+    tolerance = 2e-2 if (name, dtype) == ("native", torch.int8) else 3e-6
+    torch.testing.assert_close(attend(name, cut), expected, atol=tolerance, rtol=tolerance)

@@ -40,6 +40,10 @@ class ReferenceAttention:
             first, last = plan.query_starts[index : index + 2].tolist()
             blocks = torch.from_numpy(plan.block_tables[index : index + 1, : -(-length // plan.block_size)])
             keys, values = (part[0, :, :length] for part in cache.gather(blocks.to(q.device)))
+            if options.window is not None:
+                # What lies before every query's window may be given up, and hold anything at all.
+                values = values.clone()
+                values[:, : max(0, length - (last - first) + 1 - options.window)] = 0.0
             rows = self._one(q[first:last], keys, values, options, sinks)
             if out is None:
                 out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])

@@ -42,7 +42,8 @@ class _ChunkPlan:
     hidden: Tensor | None  # [num_tiles, 1, Q, 1, C] True where a query may not look; None: all visible
     stale: (
         Tensor | None
-    )  # [num_tiles, 1, C, 1] True past the sequence's end, where the cache holds anything at all
+    )  # [num_tiles, 1, C, 1] True past the sequence's end and before the window, where the cache holds
+    # anything at all
 
 
 @dataclass(kw_only=True)
@@ -231,6 +232,7 @@ def _plan_chunk(
     blocks = np.where(inside, batch.block_tables[owner[:, None], np.where(inside, columns, 0)], 0)
     end = start + length
     needs_mask = bool((end - 1 > positions[:, 0]).any())
+    begins_early = window is not None and bool((start <= positions[:, 0] - window).any())
     if window is not None:
         needs_mask = needs_mask or bool((start <= positions[:, -1] - window).any())
     hidden = stale = None
@@ -241,8 +243,12 @@ def _plan_chunk(
         if window is not None:
             masked |= key_at <= query_at - window
         hidden = masked[:, None, :, None, :]
-        if bool((end > positions[:, -1] + 1).any()):
-            stale = (key_at[:, 0] > query_at[:, -1])[:, None, :, None]
+        if begins_early or bool((end > positions[:, -1] + 1).any()):
+            stale = key_at[:, 0] > query_at[:, -1]
+            if window is not None:
+                # Blocks before the window may be given up.
+                stale |= key_at[:, 0] <= query_at[:, 0] - window
+            stale = stale[:, None, :, None]
     return _ChunkPlan(
         num_tiles=owner.size, blocks=torch.from_numpy(blocks).to(device), hidden=hidden, stale=stale
     )

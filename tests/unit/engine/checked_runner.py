@@ -61,6 +61,8 @@ class CheckedRunner:
     block_size: int
     num_host_blocks: int = 0
     max_tokens_per_step: int = 1 << 30
+    # Only so many positions before a row, its first included, are read; others may be given up.
+    window: int | None = None
     # Called with every plan; a text makes the step fail with it.
     fault: Callable[[SchedulerOutput], str] = lambda plan: ""
     # Drafts to propose after a sequence's tokens, for speculation.
@@ -102,7 +104,7 @@ class CheckedRunner:
             for row in plan.scheduled:
                 # Undefined contents after a failure.
                 state = self.states[row.sequence_id]
-                state.table += row.new_block_ids
+                self._grow(state, row)
                 for position in range(row.start, row.start + row.num_tokens):
                     self._slot(state, position, -1)
             return FinishedStep(StepResult(plan.step_id, (), failure=failure), self)
@@ -137,16 +139,22 @@ class CheckedRunner:
         for source, destination in plan.block_copies:
             self.device[destination] = list(self.device[source])
 
+    def _grow(self, state: State, row: ScheduledSequence) -> None:
+        state.table += row.new_block_ids
+        if row.num_given_up:
+            state.table[: row.num_given_up] = [self.num_blocks] * row.num_given_up
+
     def _slot(self, state: State, position: int, value: int | None) -> None:
         self.device[state.table[position // self.block_size]][position % self.block_size] = value
 
     def _compute(self, row: ScheduledSequence) -> SequenceResult:
         state = self.states[row.sequence_id]
-        state.table += row.new_block_ids
+        self._grow(state, row)
         tokens = state.tokens + list(row.draft_token_ids)
         end = row.start + row.num_tokens
         assert end <= len(tokens), f"row reaches {end}, only {len(tokens)} tokens exist"
-        for position in range(row.start):
+        first_read = 0 if self.window is None else max(0, row.start + 1 - self.window)
+        for position in range(first_read, row.start):
             block = state.table[position // self.block_size]
             found = self.device[block][position % self.block_size]
             assert found == state.digest(position, tokens), f"wrong content at position {position}"

@@ -36,6 +36,7 @@ class Driver:
         overlap: bool = False,
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        window: int | None = None,
         host_bytes_per_s: float = 8e9,
         check: bool = True,
         step_s: float = 0.01,
@@ -54,12 +55,14 @@ class Driver:
             memory,
             model="m",
             num_host_blocks=num_host_blocks,
+            window=window,
         )
         self.runner = CheckedRunner(
             memory.num_blocks,
             memory.block_size,
             num_host_blocks,
             max_tokens_per_step=self.config.max_num_batched_tokens,
+            window=window,
         )
         self.memory = memory
         self.overlap = overlap

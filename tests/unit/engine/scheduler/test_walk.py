@@ -28,6 +28,9 @@ OPERATIONS = (
 # Shrinking a walk takes minutes and the seed alone reproduces it.
 FAST = (Phase.explicit, Phase.reuse, Phase.generate)
 
+# Of the model, in tokens; blocks have four. None keeps every block.
+WINDOWS = st.sampled_from((None, 1, 6, 24))
+
 
 class Walk:
     """Random operations on one driver."""
@@ -103,6 +106,7 @@ class Walk:
     prefix_caching=st.booleans(),
     num_blocks=st.sampled_from((34, 48, 200)),
     num_host_blocks=st.sampled_from((0, 0, 8, 40)),
+    window=WINDOWS,
 )
 def test_any_walk_keeps_the_books(
     seed: int,
@@ -111,6 +115,7 @@ def test_any_walk_keeps_the_books(
     prefix_caching: bool,
     num_blocks: int,
     num_host_blocks: int,
+    window: int | None,
 ) -> None:
     walk = Walk(
         seed,
@@ -119,6 +124,7 @@ def test_any_walk_keeps_the_books(
         overlap=overlap,
         prefix_caching=prefix_caching,
         num_host_blocks=num_host_blocks,
+        window=window,
     )
     for operation in operations:
         walk.operate(operation)
@@ -131,11 +137,19 @@ def test_any_walk_keeps_the_books(
     operations=st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=60),
     overlap=st.booleans(),
     num_host_blocks=st.sampled_from((0, 16)),
+    window=WINDOWS,
 )
 def test_walks_with_failing_steps_end_every_request(
-    seed: int, operations: list[str], overlap: bool, num_host_blocks: int
+    seed: int, operations: list[str], overlap: bool, num_host_blocks: int, window: int | None
 ) -> None:
-    walk = Walk(seed, faults=True, memory=memory_plan(40), overlap=overlap, num_host_blocks=num_host_blocks)
+    walk = Walk(
+        seed,
+        faults=True,
+        memory=memory_plan(40),
+        overlap=overlap,
+        num_host_blocks=num_host_blocks,
+        window=window,
+    )
     for operation in operations:
         walk.operate(operation)
     walk.finish()
@@ -148,9 +162,10 @@ def test_walks_with_failing_steps_end_every_request(
     num_blocks=st.sampled_from((20, 26, 40)),
     watermark=st.sampled_from((0.0, 0.1)),
     overlap=st.booleans(),
+    window=WINDOWS,
 )
 def test_preemption_storms_are_impossible(
-    seed: int, max_preemptions: int, num_blocks: int, watermark: float, overlap: bool
+    seed: int, max_preemptions: int, num_blocks: int, watermark: float, overlap: bool, window: int | None
 ) -> None:
     # Far more than fits, of two tiers, all growing to their limit.
     rng = random.Random(seed)
@@ -159,6 +174,7 @@ def test_preemption_storms_are_impossible(
         overlap=overlap,
         watermark=watermark,
         max_preemptions=max_preemptions,
+        window=window,
     )
     for _ in range(12):
         length = rng.randrange(1, 20)
@@ -177,9 +193,9 @@ def test_preemption_storms_are_impossible(
     assert computed <= sum(75 * (1 + each.num_preemptions) for each in statistics)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_ten_thousand_operations_with_failures(overlap: bool) -> None:
-    walk = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20)
+@pytest.mark.parametrize(("overlap", "window"), [(False, None), (True, None), (True, 10)])
+def test_ten_thousand_operations_with_failures(overlap: bool, window: int | None) -> None:
+    walk = Walk(7, faults=True, memory=memory_plan(60), overlap=overlap, num_host_blocks=20, window=window)
     for _ in range(10_000):
         busy = walk.driver.scheduler.num_requests > 40
         walk.operate("step" if busy else walk.random.choice(OPERATIONS))
@@ -195,15 +211,27 @@ def test_ten_thousand_operations_with_failures(overlap: bool) -> None:
     num_blocks=st.sampled_from((34, 48, 200)),
     num_host_blocks=st.sampled_from((0, 16)),
     by_deadline=st.booleans(),
+    window=WINDOWS,
 )
 def test_ending_requests_frees_everything_within_one_step(
-    seed: int, num_operations: int, overlap: bool, num_blocks: int, num_host_blocks: int, by_deadline: bool
+    seed: int,
+    num_operations: int,
+    overlap: bool,
+    num_blocks: int,
+    num_host_blocks: int,
+    by_deadline: bool,
+    window: int | None,
 ) -> None:
     """At any point of any walk: blocks at once, the runner's states (grammars with them) with the next plan,
     host blocks that were being read with it as well.
     """
     walk = Walk(
-        seed, faults=False, memory=memory_plan(num_blocks), overlap=overlap, num_host_blocks=num_host_blocks
+        seed,
+        faults=False,
+        memory=memory_plan(num_blocks),
+        overlap=overlap,
+        num_host_blocks=num_host_blocks,
+        window=window,
     )
     driver = walk.driver
     for _ in range(num_operations):
