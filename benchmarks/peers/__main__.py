@@ -32,6 +32,7 @@ from services.bench.records import RequestRecord, Targets
 from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
 
+WARM_SEED = 1000
 # Precision of ours: engine settings, bytes of a weight, bytes of a KV value.
 OURS: dict[str, tuple[dict[str, object], float, float]] = {
     "bf16": ({"dtype": "bfloat16"}, 2.0, 2.0),
@@ -77,8 +78,11 @@ async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
     """Sends one load and reads its figures. Raises SystemExit when every request failed."""
     target = Target.parse(server.url, server.api_key)
     model = await choose_model(target, server.model)
+    # Other prompts than the load's, which would be found in the cache.
+    warm = replace(load, num_requests=1, output_tokens=2, concurrency=1).workload(seed + WARM_SEED)
+    await run_workload(target, warm, model, on_progress=_ignore)
     workload = load.workload(seed)
-    records, duration_s = await run_workload(target, workload, model, num_warmup=1, on_progress=_ignore)
+    records, duration_s = await run_workload(target, workload, model, on_progress=_ignore)
     result = make_result(
         label=server.name,
         url=server.url,
