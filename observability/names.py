@@ -193,6 +193,7 @@ class Cause(StrEnum):
     HIGHER_TIER = "higher_tier"
     GRAMMAR_COMPILE = "grammar_compile"
     RATE_LIMIT = "rate_limit"
+    # Reserved: nothing reports it, since engines refuse adapters (`engine/service/convert.py`).
     COLD_ADAPTER = "cold_adapter"
     OFFLOAD = "offload"
     ENGINE_LOST = "engine_lost"
