@@ -113,7 +113,7 @@ def logprob_reports(
         masked = step.drawn.processed[rows] == float("-inf")
         excluded = masked & torch.tensor(beams, device=masked.device)[:, None]
     tokens, counts = [token for *_, token, _ in picked], [count for *_, count in picked]
-    found = token_logprobs(step.logits[rows], tokens, counts, excluded)
+    found = token_logprobs(step.logits[rows], tokens, counts, excluded, native=table.sampling.native)
     for (index, *_), entry in zip(picked, found, strict=True):
         reports[index] = (*reports[index], entry)
     return reports

@@ -36,6 +36,6 @@ def prompt_logprobs(
         for start in range(0, len(targets), ROWS_AT_ONCE):
             piece = targets[start : start + ROWS_AT_ONCE]
             logits = model.logits_of(hidden, np.arange(first + start, first + start + len(piece)))
-            parts.extend(token_logprobs(logits, piece, [wanted] * len(piece)))
+            parts.extend(token_logprobs(logits, piece, [wanted] * len(piece), native=table.sampling.native))
         found[index] = tuple(parts)
     return found

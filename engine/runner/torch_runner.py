@@ -75,6 +75,7 @@ class TorchRunner:
         proposer: Proposer,
         num_threads: int,
         overlaps: bool = True,
+        native_sampling: bool = True,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -89,6 +90,7 @@ class TorchRunner:
             device=self.device,
             grammar=grammar,
         )
+        self.table.sampling.native = native_sampling
         # Where nobody plans while a step runs, a second thread would only cost the way to it and back.
         self._thread: ThreadPoolExecutor | None = None
         if overlaps:
@@ -314,6 +316,7 @@ def build(
         proposer=Proposer(config.speculation, draft),
         num_threads=config.num_threads,
         overlaps=device_name != "cpu" or config.scheduler.overlap == "on",
+        native_sampling=config.native != "off",
     )
     facts = ModelFacts(
         max_model_len=plan.max_model_len,

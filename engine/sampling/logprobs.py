@@ -13,13 +13,19 @@ from engine.types import TokenLogprobs
 
 
 def token_logprobs(
-    logits: Tensor, tokens: list[int], num_alternatives: list[int], excluded: Tensor | None = None
+    logits: Tensor,
+    tokens: list[int],
+    num_alternatives: list[int],
+    excluded: Tensor | None = None,
+    *,
+    native: bool,
 ) -> list[TokenLogprobs]:
     """Reports for tokens [R] under logits [R, V], each with its number of most likely alternatives.
 
-    Tokens that are excluded [R, V] are no alternatives; fewer are reported where too few are left.
+    Tokens that are excluded [R, V] are no alternatives; fewer are reported where too few are left. `native`:
+    the native kernels may be used.
     """
-    library = sampling_library() if logits.device.type == "cpu" else None
+    library = sampling_library() if native and logits.device.type == "cpu" else None
     if library is not None:
         chosen, ids, values = native_logprobs(library, logits, tokens, max(num_alternatives), excluded)
     else:

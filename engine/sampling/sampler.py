@@ -51,7 +51,7 @@ class Drawn:
 
 def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
     """Draws one token per row of logits [R, V] (float32, left as it is)."""
-    library = sampling_library() if logits.device.type == "cpu" else None
+    library = sampling_library() if table.native and logits.device.type == "cpu" else None
     if library is None:
         return sample_by_torch(logits, table, rows)
     tokens, finite, allowed, processed = native_sample(library, logits, table, rows)

@@ -58,10 +58,14 @@ class _WideRows:
 
 
 class SamplingTable:
-    """Options by slot. `counts` holds prompt and output occurrences of each token for penalties."""
+    """Options by slot. `counts` holds prompt and output occurrences of each token for penalties.
+
+    `native` says whether the native kernels may draw and report; they take logits in main memory alone.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
+        self.native = True
         self.options = np.zeros(0, OPTIONS)  # [N]
         self.biases = _WideRows(vocab_size, torch.float32, device)
         # Occurrences in the output, and whether a token is in prompt or output.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import SchedulerConfig
-from engine.kernels.native import NativeUnavailableError, load_native
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.model.lowering import NativeDecoder
 from engine.runner.torch_runner import TorchRunner
 from engine.types import SamplingParams
@@ -35,9 +35,12 @@ def generate(runner: TorchRunner, vocab_size: int, *, num_tokens: int = 24) -> l
         for length in (1, 5, 40, 100, 3)
     ]
     try:
-        return Driver(runner).run(jobs)
+        done = Driver(runner).run(jobs)
     finally:
         runner.close()
+    # Jobs that all failed would be equal, too.
+    assert [len(job.output) for job in done] == [num_tokens] * len(done), [job.failure for job in done]
+    return done
 
 
 # Names of tests/unit/engine/checkpoints.
@@ -70,8 +73,8 @@ def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
 def test_the_bundled_model(kv_dtype: str) -> None:
     """Token for token over long outputs; with an int8 cache the rounding differs in the last bit only."""
     cache = {"kv_dtype": kv_dtype}
-    ours = generate(open_runner(BUNDLED, native="required", cache=cache), 4096, num_tokens=64)
-    theirs = generate(open_runner(BUNDLED, native="off", cache=cache), 4096, num_tokens=64)
+    ours = generate(open_runner(BUNDLED, native="required", cache=cache), 2048, num_tokens=64)
+    theirs = generate(open_runner(BUNDLED, native="off", cache=cache), 2048, num_tokens=64)
     assert [job.output for job in ours] == [job.output for job in theirs]
 
 
@@ -113,6 +116,27 @@ def test_what_cannot_be_lowered_is_served_by_torch_and_said(
     assert not isinstance(runner.model, NativeDecoder)
     assert "torch serves LlamaForCausalLM: no C++ compiler" in caplog.text
     runner.close()
+
+
+def test_off_uses_no_native_code_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for draws and log-probabilities either; elsewhere they are native even where torch computes."""
+    make_checkpoint(tmp_path, "llama")
+    calls: list[str] = []
+    run = NativeLibrary.run
+
+    def counted(library: NativeLibrary, ops: list[Op], **options: int) -> None:
+        calls.extend(op.name for op in ops)
+        run(library, ops, **options)
+
+    monkeypatch.setattr(NativeLibrary, "run", counted)
+    jobs = {}
+    for native in ("off", "auto"):
+        runner = open_runner(tmp_path, native=native, attention_backend="reference")
+        sampling = SamplingParams(logprobs=2, prompt_logprobs=2, seed=4)
+        (jobs[native],) = Driver(runner).run([Job(prompt_of(20, 199), num_tokens=6, sampling=sampling)])
+        runner.close()
+        assert set(calls) == (set() if native == "off" else {"sample", "logprobs"})
+    assert jobs["off"].output == jobs["auto"].output
 
 
 def test_hidden_states_of_padding_are_not_computed(tmp_path: Path) -> None:
