@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +29,18 @@ class AttentionBackend(Protocol):
         """q [T, H, D] -> [T, H, E]; the step's own keys and values are in the cache already."""
 
 
-BACKENDS: dict[str, type[ReferenceAttention] | type[TiledAttention] | type[NativeAttention]] = {
+BACKENDS: dict[str, type[Any]] = {
     "reference": ReferenceAttention,
     "torch": TiledAttention,
     "native": NativeAttention,
 }
-"""Name in `engine.attention_backend` to back end. "auto" is "torch"."""
+"""Name in `engine.attention_backend` to back end. "auto" is "native" on CPUs that have it, else "torch"."""
+
+if torch.cuda.is_available() and find_spec("triton"):
+    # Importing Triton takes time, and it runs on GPUs alone.
+    from engine.kernels.attention.triton_attention import TritonAttention
+
+    BACKENDS["triton"] = TritonAttention
 
 __all__ = [
     "BACKENDS",
