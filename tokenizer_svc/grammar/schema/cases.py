@@ -153,11 +153,12 @@ class Cases:
 
     def _split(self, known: Known, open_rules: list[Rule], decided: tuple[Schema, ...]) -> list[_Leaf]:
         remaining: list[Rule] = []
-        asked = ""
+        # Not "" for none: that is a name, too.
+        asked: str | None = None
         for rule in open_rules:
             verdict = rule.test(known)
             if isinstance(verdict, str):
-                asked = asked or verdict
+                asked = verdict if asked is None else asked
                 remaining.append(rule)
                 continue
             outcome = rule.outcome(verdict)
@@ -165,7 +166,7 @@ class Cases:
                 return []
             if outcome is not True:
                 decided = (*decided, outcome)
-        if not asked:
+        if asked is None:
             self._num_leaves += 1
             if self._num_leaves > _MAX_CASES * 8:
                 raise _TooMany
@@ -287,17 +288,17 @@ def _take_dependencies(
 
 
 def _exactly_one(tests: list[Test], known: Known) -> Verdict:
-    asked = ""
+    asked: str | None = None
     matched = 0
     for test in tests:
         verdict = test(known)
         if isinstance(verdict, str):
-            asked = asked or verdict
+            asked = verdict if asked is None else asked
         else:
             matched += verdict
     if matched > 1:
         return False
-    return asked or matched == 1
+    return asked if asked is not None else matched == 1
 
 
 def _same_leaves(one: list[_Leaf], other: list[_Leaf]) -> bool:

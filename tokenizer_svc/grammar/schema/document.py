@@ -42,6 +42,19 @@ _CLASSES: dict[Draft, Any] = {
     Draft.DRAFT2019_09: jsonschema_rs.Draft201909Validator,
     Draft.DRAFT2020_12: jsonschema_rs.Draft202012Validator,
 }
+# First drafts of keywords that older ones do not have; there they are annotations.
+SINCE = {
+    "contains": Draft.DRAFT6,
+    "propertyNames": Draft.DRAFT6,
+    "if": Draft.DRAFT7,
+    "dependentRequired": Draft.DRAFT2019_09,
+    "dependentSchemas": Draft.DRAFT2019_09,
+    "unevaluatedProperties": Draft.DRAFT2019_09,
+    "unevaluatedItems": Draft.DRAFT2019_09,
+    "prefixItems": Draft.DRAFT2020_12,
+    "$dynamicRef": Draft.DRAFT2020_12,
+    "$recursiveRef": Draft.DRAFT2019_09,
+}
 # Keywords whose schemas judge the same value.
 _SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _WHOLE = "http://schema.invalid/whole"

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.document import Draft
+from tokenizer_svc.grammar.schema.document import SINCE, Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
     FRACTION,
@@ -48,6 +48,9 @@ def complement(
     if not isinstance(node, dict):
         return context.give_up("schema", place, "a schema must be an object or a boolean")
     place = context.enter(node, place)
+    if context.document.draft <= Draft.DRAFT7 and isinstance(node.get("$ref"), str):
+        # These drafts ignore what stands beside a reference. Breaking that alone is not enough, then.
+        node = {"$ref": node["$ref"]}
     options: list[Schema] = []
     if "type" in node:
         admitted = types_of_keyword(node["type"])
@@ -56,6 +59,8 @@ def complement(
     if not types:
         return any_of(options)
     for keyword in node:
+        if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
+            continue
         broken = keywords.get(keyword)
         if broken is not None:
             context.met(keyword, place)

@@ -11,7 +11,7 @@ from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
-from tokenizer_svc.grammar.schema.document import Draft, Target
+from tokenizer_svc.grammar.schema.document import SINCE, Draft, Target
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
 from tokenizer_svc.grammar.schema.shapes import (
@@ -22,7 +22,13 @@ from tokenizer_svc.grammar.schema.shapes import (
     type_names,
     types_of_keyword,
 )
-from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, split_lookaheads
+from tokenizer_svc.grammar.schema.strings import (
+    BACKEND_FORMATS,
+    FORMAT_LIMITS,
+    OTHER_FORMATS,
+    STANDARD_FORMATS,
+    split_lookaheads,
+)
 
 # Copied as they are.
 _COPIED = frozenset(
@@ -53,19 +59,6 @@ _PLAIN = frozenset(
 )  # fmt: skip
 # Values of a listing that are tried one by one.
 _MAX_FILTERED = 500
-# First drafts of keywords that older ones do not have; there they are annotations.
-_SINCE = {
-    "contains": Draft.DRAFT6,
-    "propertyNames": Draft.DRAFT6,
-    "if": Draft.DRAFT7,
-    "dependentRequired": Draft.DRAFT2019_09,
-    "dependentSchemas": Draft.DRAFT2019_09,
-    "unevaluatedProperties": Draft.DRAFT2019_09,
-    "unevaluatedItems": Draft.DRAFT2019_09,
-    "prefixItems": Draft.DRAFT2020_12,
-    "$dynamicRef": Draft.DRAFT2020_12,
-    "$recursiveRef": Draft.DRAFT2019_09,
-}
 
 
 def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
@@ -105,7 +98,7 @@ def _conjunction(context: Context, node: dict[str, Any], place: Place, types: fr
     if "object" in types and any(keyword in node for keyword in _BY_CASES):
         node = _without_cases(context, node, place, types, extra)
     for keyword, value in node.items():
-        if context.document.draft < _SINCE.get(keyword, Draft.DRAFT4):
+        if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
             continue
         if keyword in _COPIED:
             context.met(keyword, place)
@@ -136,9 +129,9 @@ def _object_rules(
     draft = context.document.draft
     if "object" not in types:
         return
-    if "propertyNames" in node and draft >= _SINCE["propertyNames"]:
+    if "propertyNames" in node and draft >= SINCE["propertyNames"]:
         property_names(context, node, place, types, out)
-    if "unevaluatedProperties" in node and draft >= _SINCE["unevaluatedProperties"]:
+    if "unevaluatedProperties" in node and draft >= SINCE["unevaluatedProperties"]:
         unevaluated_properties(context, node, place, out, extra)
     count_properties(context, place, types, out, extra)
 
@@ -225,15 +218,17 @@ def _nested(
         context.met(keyword, place)
         _pattern(context, value, place, out, extra)
     elif keyword == "format" and isinstance(value, str):
-        # A format that the specification does not define, or leaves to implementations, is an annotation.
+        # A format that the specification does not define is an annotation.
         if value in BACKEND_FORMATS:
             context.met(keyword, place)
             out[keyword] = value
+            if value in FORMAT_LIMITS and "string" in types:
+                extra.append(FORMAT_LIMITS[value])
         elif value in STANDARD_FORMATS:
             context.met(keyword, place)
-            extra.append(
-                {"type": "string", "pattern": STANDARD_FORMATS[value]} if "string" in types else True
-            )
+            extra.append({"pattern": STANDARD_FORMATS[value]} if "string" in types else True)
+        elif value in OTHER_FORMATS and "string" in types:
+            context.give_up(keyword, place, f"{value!r} has no grammar here")
 
 
 def _any_type(context: Context, node: Any, place: Place) -> Schema:

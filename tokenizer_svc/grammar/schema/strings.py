@@ -14,20 +14,48 @@ BACKEND_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 
-_UNRESERVED = r"[A-Za-z0-9\-._~!$&'()*+,;=:@]"
-_PCHAR = rf"(?:{_UNRESERVED}|%[0-9A-Fa-f]{{2}})"
+_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = rf"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-[0-9]{{2}}|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{_LEAP}-02-29)"
+# At most 63 characters, and no hyphens in the third and fourth place: those are spelled names (xn--…), of
+# which few spellings are right.
+_LABEL = (
+    r"[A-Za-z0-9](?:[A-Za-z0-9]|[A-Za-z0-9\-][A-Za-z0-9](?:[A-Za-z0-9\-]{0,59}[A-Za-z0-9])?"
+    r"|[A-Za-z0-9\-]-[A-Za-z0-9](?:[A-Za-z0-9\-]{0,58}[A-Za-z0-9])?)?"
+)
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+# What must hold besides, because it is more lenient: days of February, leap seconds at any time of any day,
+# names of any length.
+FORMAT_LIMITS: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DAY}$"},
+    "time": {"pattern": "^[0-9]{2}:[0-9]{2}:[0-5]"},
+    "date-time": {"pattern": f"^{_DAY}.[0-9]{{2}}:[0-9]{{2}}:[0-5]"},
+    "hostname": {"pattern": f"^{_HOST}$", "maxLength": 253},
+    "email": {"pattern": rf"^[^@]{{1,64}}@(?:{_HOST}|\[.*)$", "maxLength": 254},
+}
+# Formats of the specification without a grammar; every other name is an annotation.
+OTHER_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
+
+_HEX = r"%[0-9A-Fa-f]{2}"
+_NAME = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=]|{_HEX})"
+_PCHAR = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=:@]|{_HEX})"
 _TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
-_AUTHORITY = r"//(?:[A-Za-z0-9\-._~!$&'()*+,;=:@\[\]]|%[0-9A-Fa-f]{2})*"
-_RELATIVE = rf"(?:{_AUTHORITY}(?:/{_PCHAR}*)*|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?|(?:{_PCHAR}+(?:/{_PCHAR}*)*)?)"
+# Addresses in brackets (IPv6) are left out.
+_AUTHORITY = rf"//(?:(?:{_NAME}|:)*@)?{_NAME}*(?::[0-9]*)?(?:/{_PCHAR}*)*"
+_ABSOLUTE = rf"/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?"
+_AFTER_SCHEME = rf"(?:{_AUTHORITY}|{_ABSOLUTE}|(?:{_PCHAR}+(?:/{_PCHAR}*)*)?)"
+# The first segment without a scheme has no colon.
+_RELATIVE = rf"(?:{_AUTHORITY}|{_ABSOLUTE}|(?:(?:{_NAME}|@)+(?:/{_PCHAR}*)*)?)"
 _POINTER = r"(?:/(?:[^/~]|~[01])*)*"
+_VARIABLE = rf"(?:[A-Za-z0-9_]|{_HEX})(?:\.?(?:[A-Za-z0-9_]|{_HEX}))*(?::[1-9][0-9]{{0,3}}|\*)?"
 
 # Formats of the specification that llguidance does not know, as patterns (RFC 3986, 6901, 6570).
 STANDARD_FORMATS = {
-    "uri-reference": rf"^(?:[A-Za-z][A-Za-z0-9+\-.]*:)?{_RELATIVE}{_TAIL}$",
+    "uri-reference": rf"^(?:[A-Za-z][A-Za-z0-9+\-.]*:{_AFTER_SCHEME}|{_RELATIVE}){_TAIL}$",
     "json-pointer": rf"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
-    "uri-template": r"^(?:[^\x00-\x20\"'<>\\^`{|}%]|%[0-9A-Fa-f]{2}|\{[+#./;?&=,!@|]?"
-    r"[A-Za-z0-9_.%]+(?::[1-9][0-9]{0,3}|\*)?(?:,[A-Za-z0-9_.%]+(?::[1-9][0-9]{0,3}|\*)?)*\})*$",
+    "uri-template": rf"^(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~\u00A0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF"
+    rf"𐀀-🿽]|{_HEX}"
+    rf"|\{{[+#./;?&=,!@|]?{_VARIABLE}(?:,{_VARIABLE})*\}})*$",
 }
 
 _ANY = "(?s:.)"

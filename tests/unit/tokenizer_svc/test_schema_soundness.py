@@ -1,0 +1,101 @@
+"""What strict mode accepts is valid: the grammar that engines run, against an independent validator."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from tokenizer_svc.config import BUNDLED_CHECKPOINT
+from tokenizer_svc.grammar.backend import Backend
+from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
+from tokenizer_svc.grammar.schema.document import Draft, validator_class
+from tokenizer_svc.types import JsonSchemaFormat
+
+_TOKENIZER_JSON = (BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8")
+_TOKENIZER = LLTokenizer(_TOKENIZER_JSON)
+_BACKEND = Backend(_TOKENIZER_JSON, ())
+_LIMITS = BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 24)
+
+
+def reply(schema: Any, *, strict: bool = True) -> WorkerReply:
+    form = JsonSchemaFormat(json.dumps(schema), strict=strict)
+    return build(GrammarRequest(response_format=form), _BACKEND, _LIMITS)
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    built = reply(schema).built
+    assert built is not None
+    matcher = LLMatcher(_TOKENIZER, built.payload.decode(), log_level=0)
+    ids = _TOKENIZER.tokenize_str(json.dumps(value, ensure_ascii=False))
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("name", "invalid", "valid"),
+    [
+        ("date", ["2023-02-29", "1900-02-29", "2023-02-30"], ["2024-02-29", "2000-02-29", "2023-12-31"]),
+        ("date-time", ["2023-02-29T01:00:00Z", "2024-01-01T10:00:60Z"], ["2024-02-29T23:59:59Z"]),
+        ("time", ["10:00:60Z"], ["10:00:59.5+02:00"]),
+        ("hostname", ["a" * 64, "xn--a", "ab--cd", "-a", ".".join(["a" * 60] * 5)], ["a-b.c1", "a--b", "x"]),
+        ("email", ["a@" + "b" * 64, "a" * 65 + "@b", "a@xn--a"], ["a.b@c-d.org", "a@[1.2.3.4]"]),
+        ("uri-reference", [":a", "1:b", "//a:x", "//a@b@c"], ["a:b", "./1:b", "//a:80/b?c#d", "", "#a"]),
+        ("uri-template", ["a\x7f", "{a", "{a..b}"], ["/{+a,b*}", "{a.b:3}", "🙂", "{=a}"]),
+    ],
+)
+def test_formats_mean_what_the_specification_says(name: str, invalid: list[str], valid: list[str]) -> None:
+    schema = {"type": "string", "format": name}
+    judge = validator_class(Draft.DRAFT2020_12)(schema, validate_formats=True)
+    for value in [*invalid, *valid]:
+        assert judge.is_valid(value) == (value in valid), value
+        assert accepts(schema, value) == (value in valid), value
+
+
+@pytest.mark.parametrize("name", ["iri", "iri-reference", "idn-email", "idn-hostname", "regex"])
+def test_a_standard_format_without_a_grammar_is_not_silently_left_out(name: str) -> None:
+    refused = reply({"format": name}).refused
+    assert refused is not None
+    assert "format at /format" in refused.message
+    built = reply({"format": name}, strict=False).built
+    assert built is not None
+    assert built.enforcement is not None
+    assert [each.path for each in built.enforcement.unenforced] == ["/format"]
+
+
+def test_a_format_concerns_strings_alone() -> None:
+    assert accepts({"format": "uri-reference"}, {"a": 1})
+    assert not accepts({"format": "uri-reference"}, ":a")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"dependentSchemas": {"": {"required": ["a"], "enum": [1]}, "b": {"enum": [1]}}},
+        {"dependentRequired": {"": ["a"], "b": ["c"]}},
+        {"dependencies": {"": ["a"]}, "not": {"required": ["b"]}},
+        {"oneOf": [{"required": [""]}, {"required": ["a"]}], "not": {"required": ["b"]}},
+    ],
+)
+def test_a_property_may_have_no_name(schema: Any) -> None:
+    judge = validator_class(Draft.DRAFT2020_12)(schema)
+    for value in ({"": 1}, {}, {"": 1, "a": 1}, {"a": 1}, {"b": 1}, {"": 1, "b": 1}):
+        assert accepts(schema, value) <= judge.is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    ("draft", "schema", "value"),
+    [
+        # Keywords that a draft does not have constrain nothing, and so are never broken.
+        (6, {"not": {"prefixItems": [{"type": "string"}], "minItems": 2}}, [1, 2]),
+        (7, {"not": {"prefixItems": [{"type": "string"}], "minItems": 2}}, [1, 2]),
+        # Drafts that ignore what stands beside a reference.
+        (7, {"not": {"$ref": "#/definitions/a", "type": "null"}, "definitions": {"a": {"minimum": 0}}}, 5),
+    ],
+)
+def test_a_complement_holds_as_the_draft_reads_it(draft: int, schema: Any, value: Any) -> None:
+    schema = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **schema}
+    assert not validator_class(Draft(draft))(schema).is_valid(value)
+    assert not accepts(schema, value)
