@@ -78,12 +78,14 @@ def machine_levels() -> list[str]:
 def library_path(level: str) -> Path:
     """The built library of a level; compiles it when it is not there. Raises BuildError."""
     name, compiler = f"{level}-{_source_hash(level)}", _compiler()
+    folder = _cache_folder(name)
+    if compiler is None or not os.access(folder, os.W_OK):
+        found = sorted(folder.glob(f"{name}-*.so"))
+        if found:
+            return found[0]
     if compiler is None:
-        found = sorted(_cache_folder().glob(f"{name}-*.so"))
-        if not found:
-            raise BuildError("no C++ compiler (g++ or clang++) is installed")
-        return found[0]
-    target = _cache_folder() / f"{name}-{_compiler_hash(compiler)}.so"
+        raise BuildError("no C++ compiler (g++ or clang++) is installed")
+    target = folder / f"{name}-{_compiler_hash(compiler)}.so"
     if not target.exists():
         with _locked(target.parent):
             if not target.exists():
@@ -95,11 +97,14 @@ def _flags(level: str) -> tuple[str, ...]:
     return EMULATED_FLAGS if level == EMULATED else LEVELS[level]
 
 
-def _cache_folder() -> Path:
+def _cache_folder(name: str) -> Path:
+    """Where the library of that name is or can be built; a folder of the user's own below the temporary one
+    when the cache can be neither written nor has it.
+    """
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK) or any(folder.glob("*.so"))
+        writable = os.access(folder, os.W_OK) or any(folder.glob(f"{name}-*.so"))
     except OSError:
         writable = False
     if not writable:

@@ -6,12 +6,13 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native import NativeLibrary, Op, build
 from engine.kernels.native.embedding import EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 
@@ -61,3 +62,27 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "no C++ compiler (g++ or clang++) is installed"
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_cache_that_cannot_be_written(
+    has_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another compiler's library of the same sources serves; one of other sources does not keep from building
+    elsewhere.
+    """
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    there = cache / f"avx2-{build._source_hash('avx2') if has_library else 'older'}-other.so"
+    there.touch()
+    monkeypatch.setenv("NATIVE_KERNELS_CACHE", str(cache))
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda compiler, level, target: target.touch())
+    # The tests may run as root, for whom every folder is writable.
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache and access(path, mode))
+    found = build.library_path("avx2")
+    assert (found == there) == has_library
+    assert found.parent == (cache if has_library else tmp_path / f"millrace-native-{os.getuid()}")
+    assert [path.name for path in cache.iterdir()] == [there.name]
