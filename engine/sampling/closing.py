@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Longer ends are not looked for, in tokens.
-MAX_END = 512
+MAX_END = 1024
 # Steps in a row that close nothing, before a walk is given up.
 MAX_WANDERING = 96
 # Up to so many tokens, an end is looked for from the first token on.
@@ -31,7 +31,8 @@ _PUNCTUATION = tuple(bytes([code]) for code in b"@.:/-+_#=&,;|()[]{}<>!?$%*~^'` 
 _CLOSES_TEXT = re.compile(rb'"[\]}]*')
 _CLOSES = re.compile(rb"[\]}]+")
 _SEPARATES = (b',"', b",", b":")
-_VALUES = (b'""', b"null", b"true", b"false", b"[]", b"{}", b'"', b"[", b"{", b".", b"-")
+_VALUES = (b'""', b"[]", b"{}", b"null", b"nul", b"nu", b"n", b"true", b"tru", b"tr", b"t")
+_VALUES += (b"false", b"fals", b"fal", b"fa", b"f", b'"', b"[", b"{", b".", b"-")
 # Varies from digit to digit, so that a number comes to any multiple and away from zero.
 _DIGITS = (b"1", b"0", b"5", b"2", b"3", b"4", b"6", b"7", b"8", b"9")
 
@@ -129,7 +130,7 @@ class EndFinder:
         limit = min(limit, MAX_END)
         # Far with each token; then by way of every punctuation mark. Text that is not JSON may hold any
         # number of quotes.
-        tries = ((quoted, escaped, False), (quoted, escaped, True), (not quoted, False, False))
+        tries = ((quoted, escaped, False), (quoted, escaped, True), (not quoted, False, True))
         for start in tries:
             walk = _Walk(matcher.deep_copy(), limit, *start)
             if self._ends(walk):

@@ -139,7 +139,7 @@ class Matcher:
             return
         end = self._finder.find(self._inner, self._output, left)
         if end is None:
-            self._marks.append(Mark(position, left - max(1, left // 8)))
+            self._marks.append(Mark(position, left - max(1, left // 4)))
             return
         spare = left - len(end) - margin(self._limit)
         if spare <= 0:

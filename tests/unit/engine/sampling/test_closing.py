@@ -43,6 +43,20 @@ SCHEMAS: dict[str, Any] = {
     "array": {"type": "array", "items": {"type": "array", "items": TEXT}, "minItems": 1},
     "object": PERSON,
     "anything": {},
+    "list": {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": TEXT,
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
     "number": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "long": {"type": "string", "minLength": 60},
     "pattern": {"type": "string", "pattern": "^[a-z]+@[a-z]+\\.com$"},
