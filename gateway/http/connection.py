@@ -27,6 +27,11 @@ Handler: TypeAlias = Callable[[Exchange], "Coroutine[Any, Any, None] | None"]
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # What is written in one turn of the event loop goes out together, unless it is more than this.
 _FLUSH_BYTES = 65536
+# More than the edge lets through, with what it adds; exceeded by one read of the socket at most.
+_HEAD_LIMIT_BYTES = 128 * 1024
+# How long the rest of a body that is too large is read and dropped. Closing at once would make the kernel
+# reset the connection, and the answer would be lost with it.
+_LINGER_S = 5.0
 
 
 class Connection(asyncio.Protocol):
@@ -42,6 +47,11 @@ class Connection(asyncio.Protocol):
         # Being read.
         self._incoming: Exchange | None = None
         self._url = b""
+        self._in_head = False
+        self._num_head_bytes = 0
+        # The body being read belongs to a request that is answered already.
+        self._dropping = False
+        self._lingering = False
         # Being answered, and read already meanwhile.
         self._active: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
@@ -88,7 +98,21 @@ class Connection(asyncio.Protocol):
             self._closing = True
             self.close()
         except httptools.HttpParserError as error:
-            self._refuse_malformed(error)
+            self._refuse(MillraceError(Reason.MALFORMED_BODY, f"the request is not valid HTTP/1.1: {error}"))
+        else:
+            if self._in_head:
+                self._bound_head(len(data))
+
+    def _bound_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > _HEAD_LIMIT_BYTES:
+            self._refuse(
+                MillraceError(
+                    Reason.REQUEST_TOO_LARGE,
+                    f"the request's headers are larger than {_HEAD_LIMIT_BYTES} bytes; send less",
+                    metadata={"limit_bytes": str(_HEAD_LIMIT_BYTES)},
+                )
+            )
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
@@ -106,13 +130,17 @@ class Connection(asyncio.Protocol):
         """A request's first byte."""
         self._incoming = Exchange(self, self._body_limit)
         self._url = b""
+        self._in_head = True
+        self._num_head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """One header. Trailers, which nobody upstream has judged, are dropped."""
+        if not self._in_head:
+            return
         assert self._incoming is not None, "the parser begins a message first"
         self._incoming.headers[name.lower()] = value
 
@@ -120,6 +148,7 @@ class Connection(asyncio.Protocol):
         """The header is over; a client that waits to be told so is told to send its body."""
         exchange = self._incoming
         assert exchange is not None, "the parser begins a message first"
+        self._in_head = False
         parser = self._parser
         exchange.method = parser.get_method().decode("ascii")
         exchange.path = _path(self._url)
@@ -127,10 +156,11 @@ class Connection(asyncio.Protocol):
         exchange.closes = not parser.should_keep_alive()
         headers = exchange.headers
         declared = headers.get(b"content-length", b"")
+        waits = headers.get(b"expect", b"").lower() == b"100-continue"
         if declared.isdigit() and int(declared) > self._body_limit:
             exchange.num_body_bytes = int(declared)
-            self._complete(exchange)
-        elif headers.get(b"expect", b"").lower() == b"100-continue":
+            self._complete_early(exchange, body_follows=not waits)
+        elif waits:
             self.write(_CONTINUE)
 
     def on_body(self, body: bytes) -> None:
@@ -140,18 +170,27 @@ class Connection(asyncio.Protocol):
             return
         exchange.add_body(body)
         if exchange.too_large:
-            self._complete(exchange)
+            self._complete_early(exchange, body_follows=True)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        if self._incoming is not None:
+        self._dropping = False
+        if self._lingering:
+            self._end()
+        elif self._incoming is not None:
             self._complete(self._incoming)
+
+    def _complete_early(self, exchange: Exchange, *, body_follows: bool) -> None:
+        """Too large: the rest of the body is dropped, and the connection ends with the answer."""
+        exchange.closes = True
+        self._dropping = body_follows
+        self._complete(exchange)
 
     def _complete(self, exchange: Exchange) -> None:
         self._incoming = None
-        if exchange.too_large:
-            # The rest of the body is read and dropped, so that the client gets to read the answer.
-            exchange.closes = True
+        if self._closing:
+            # Behind a request that ended the connection: nobody would read the answer.
+            return
         if self._active is None:
             self._answer(exchange)
             return
@@ -203,11 +242,21 @@ class Connection(asyncio.Protocol):
         if exchange is not self._active or self._transport is None:
             return
         self._active = None
-        if exchange.closes:
+        if exchange.closes and self._dropping:
+            self._linger()
+        elif exchange.closes:
             self._end()
         elif self._waiting:
             # Not from here: a row of requests that are answered at once would nest.
             self._loop.call_soon(self._next)
+
+    def _linger(self) -> None:
+        assert self._transport is not None, "the caller has looked"
+        self._lingering = True
+        self._loop.call_later(_LINGER_S, self._end)
+        if self._transport.can_write_eof():
+            # The client learns that there is nothing more to come. TLS cannot say so.
+            self._transport.write_eof()
 
     def _next(self) -> None:
         if self._active is None and self._waiting and self._transport is not None:
@@ -235,8 +284,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _refuse_malformed(self, error: httptools.HttpParserError) -> None:
+    def _refuse(self, error: MillraceError) -> None:
+        """Answers what cannot be read on with; nothing that follows is read."""
         self._closing = True
+        if self._lingering:
+            self._end()
+            return
         if self._active is not None:
             # Answers come in order, and after this one nothing can be read.
             self._active.closes = True
@@ -244,9 +297,7 @@ class Connection(asyncio.Protocol):
         exchange = Exchange(self, self._body_limit)
         exchange.closes = True
         self._active = exchange
-        exchange.respond_error(
-            MillraceError(Reason.MALFORMED_BODY, f"the request is not valid HTTP/1.1: {error}")
-        )
+        exchange.respond_error(error)
 
 
 def _path(url: bytes) -> str:

@@ -16,6 +16,8 @@ _JSON = (b"content-type", b"application/json")
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
 }
+# Of a request that was cancelled, though its client is there. Not an official status.
+_STATUS_LINES[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _EVENTS = _STATUS_LINES[200] + (
     b"content-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange
 from gateway.http.server import HttpServer
-from services.errors import MillraceError
+from services.errors import MillraceError, Reason
 
 LIMIT = 1000
 
@@ -35,7 +35,8 @@ class Echo:
             return self._events(exchange)
         if exchange.path == "/breaks":
             return self._breaks(exchange)
-        return self._echo(exchange)
+        self._echo(exchange)
+        return None
 
     def _echo(self, exchange: Exchange) -> None:
         try:
@@ -190,6 +191,76 @@ async def test_body_beyond_the_limit_is_refused_and_the_answer_is_readable(decla
         assert b"limit of 1000 bytes" in body
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_client_that_sends_far_too_much_before_it_reads_still_gets_the_answer() -> None:
+    async with served() as (_, server):
+        reader, writer = await connect(server)
+        writer.write(b"POST /a HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(200):
+            writer.write(b"%x\r\n%b\r\n" % (65536, b"x" * 65536))
+            # A connection that was reset raises here.
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" + request("/behind"))
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (413, "close")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_requests_behind_one_that_ended_the_connection_are_not_run() -> None:
+    async with served() as (echo, server):
+        reader, writer = await connect(server)
+        writer.write(request("/large", b"x" * 1001) + request("/behind"))
+        assert (await answer(reader))[0] == 413
+        assert await reader.read() == b""
+        assert echo.seen == ["/large"]
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x-%d: 1\r\n", b"x-%d: " + b"y" * 10_000 + b"\r\n"], ids=["many headers", "long ones"]
+)
+async def test_headers_without_end_are_refused(piece: bytes) -> None:
+    async with served() as (echo, server):
+        reader, writer = await connect(server)
+        writer.write(b"GET /a HTTP/1.1\r\n")
+        numbers = iter(range(10**6))
+        while not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]
+            writer.write(b"".join(piece % next(numbers) for _ in range(10)))
+            await asyncio.sleep(0)
+        status, headers, body = await answer(reader)
+        assert (status, headers["connection"]) == (413, "close")
+        assert b"REQUEST_TOO_LARGE" in body
+        assert echo.seen == []
+        writer.close()
+
+
+async def test_trailers_do_not_replace_headers() -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    def keep(exchange: Exchange) -> None:
+        seen.append(exchange.headers)
+        exchange.respond(200, b"")
+
+    server = HttpServer(keep, "127.0.0.1:0", max_body_bytes=LIMIT)
+    await server.start()
+    reader, writer = await connect(server)
+    writer.write(b"POST /a HTTP/1.1\r\nx-who: me\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b"1\r\na\r\n0\r\nx-who: another\r\nx-more: 1\r\n\r\n")
+    assert (await answer(reader))[0] == 200
+    assert seen[0] == {b"x-who": b"me", b"transfer-encoding": b"chunked"}
+    writer.close()
+    await server.stop()
+
+
+async def test_every_reason_of_the_error_table_can_be_answered() -> None:
+    wire = _Wire()
+    connection = Connection(Echo(), LIMIT, set())
+    connection.connection_made(wire)
+    for reason in Reason:
+        Exchange(connection, LIMIT).respond_error(MillraceError(reason, "why"))
+    assert wire.written.count(b'"code":') == len(Reason)
 
 
 async def test_client_that_waits_is_told_to_go_on() -> None:
