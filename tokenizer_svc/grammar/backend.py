@@ -35,8 +35,11 @@ class Backend:
 
 
 def serialize(grammars: list[Grammar]) -> str:
-    """The payload that engines build matchers from; the first grammar is the start."""
-    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+    """The payload that engines build matchers from; the first grammar is the start.
+
+    Raises ValueError for numbers that are not finite.
+    """
+    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def string_schema_is_empty(parts: list[Any]) -> bool:

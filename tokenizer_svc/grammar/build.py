@@ -57,7 +57,11 @@ def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> Wor
     except _Refusal as refusal:
         return WorkerReply(refused=refusal.refused)
     for _ in range(_MAX_REPAIRS):
-        payload = serialize(grammars)
+        try:
+            payload = serialize(grammars)
+        except ValueError:
+            error = "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
+            break
         if len(payload) > limits.max_artifact_bytes:
             error = f"the grammar grows to {len(payload)} bytes; the limit is {limits.max_artifact_bytes}"
             break

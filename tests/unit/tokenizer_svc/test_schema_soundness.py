@@ -99,3 +99,18 @@ def test_a_complement_holds_as_the_draft_reads_it(draft: int, schema: Any, value
     schema = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **schema}
     assert not validator_class(Draft(draft))(schema).is_valid(value)
     assert not accepts(schema, value)
+
+
+def test_strings_outside_a_format_without_a_grammar_are_not_claimed_to_be_none() -> None:
+    refused = reply({"not": {"format": "iri"}}).refused
+    assert refused is not None
+    assert "format at /not/format" in refused.message
+    assert reply({"not": {"format": "iri"}}, strict=False).built is not None
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])
+def test_numbers_of_a_schema_are_finite(number: str) -> None:
+    form = JsonSchemaFormat(f'{{"type": "number", "minimum": {number}}}', strict=True)
+    refused = build(GrammarRequest(response_format=form), _BACKEND, _LIMITS).refused
+    assert refused is not None
+    assert "must be finite" in refused.message

@@ -25,9 +25,17 @@ from tokenizer_svc.grammar.schema.shapes import (
     type_of_value,
     types_of_keyword,
 )
-from tokenizer_svc.grammar.schema.strings import BACKEND_FORMATS, STANDARD_FORMATS, excluding, listed
+from tokenizer_svc.grammar.schema.strings import (
+    BACKEND_FORMATS,
+    OTHER_FORMATS,
+    STANDARD_FORMATS,
+    excluding,
+    listed,
+)
 
 _MAX_LISTED = 4
+# Other names are annotations, which nothing breaks.
+_FORMATS = BACKEND_FORMATS | OTHER_FORMATS | set(STANDARD_FORMATS)
 
 # (context, node, place, types) → values of `types` that break one keyword of the node.
 Complement = Callable[[Context, dict[str, Any], Place, frozenset[str]], Schema]
@@ -205,7 +213,7 @@ def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozen
 
 
 def _format(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "string" not in types or node["format"] not in BACKEND_FORMATS | set(STANDARD_FORMATS):
+    if "string" not in types or node["format"] not in _FORMATS:
         return False
     context.give_up("format", place, "strings outside a format have no exact form")
     return {"type": "string"}
