@@ -82,9 +82,10 @@ class ContinuousStream:
         self._losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
         self.interruptions: list[tuple[float, float]] = []
-        # How the first engine was chosen, and the target of the present one.
+        # How the first engine was chosen; the target of the present one, and the pool that it names.
         self.route: Route | None = None
         self.engine = ""
+        self.pool = ""
 
     @property
     def num_losses(self) -> int:
@@ -175,6 +176,8 @@ class ContinuousStream:
         route = self._fleet.pick(submission, avoid=() if last_lost is None else last_lost[:1])
         self.route = self.route or route
         self.engine = route.attachment.target
+        info = route.attachment.info
+        self.pool = info.pool if info is not None else ""
         leg = route.attachment.submit(submission, self._inbox)
         self._legs[leg] = num_losses
 

@@ -97,6 +97,11 @@ class Generation:
         """Engine that serves the request now."""
         return self._stream.engine
 
+    @property
+    def pool(self) -> str:
+        """Pool of that engine, "" where it names none."""
+        return self._stream.pool
+
     def expire_at(self, deadline_s: float) -> None:
         """Ends the request with DEADLINE_EXCEEDED at a monotonic moment."""
         loop = asyncio.get_running_loop()

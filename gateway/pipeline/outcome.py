@@ -107,7 +107,7 @@ class OutcomeRecorder:
                 tier=tier.name,
                 output_bucket=length_bucket(usage.completion_tokens),
                 speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
-                pool=tier.config.pool,
+                pool=generation.pool,
             )
         meter = generation.meter
         metrics.merge(names.ITL, meter.gap_counts, meter.gaps_s, model=model, tier=tier.name)
@@ -124,7 +124,7 @@ class OutcomeRecorder:
             cache="hit" if usage.cached_prompt_tokens else "miss",
             guided=str(request.response_format is not None).lower(),
             adapter=generation.info.adapter,
-            pool=tier.config.pool,
+            pool=generation.pool,
         )
         for part, seconds in ttft_parts(usage.ttft).items():
             metrics.observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=tier.name)

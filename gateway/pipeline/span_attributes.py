@@ -113,7 +113,7 @@ def at_end(
     # Absent for the base model, and for tiers that are served by every engine.
     found |= {
         key: value
-        for key, value in ((names.ADAPTER, generation.info.adapter), (names.POOL, tier.config.pool))
+        for key, value in ((names.ADAPTER, generation.info.adapter), (names.POOL, generation.pool))
         if value
     }
     if usage.ttft is not None:

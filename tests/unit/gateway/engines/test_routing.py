@@ -91,6 +91,12 @@ async def test_tier_with_a_pool_is_kept_to_its_engines() -> None:
         # A tier without one takes every engine.
         while not engines[0].submissions:
             assert (await stack.chat()).status_code == 200
+        # Latency is told by the pool that served, whether the tier asks for one or not.
+        exposed = (await stack.http.get("/metrics")).text.splitlines()
+        firsts = [line for line in exposed if line.startswith("millrace_time_to_first_token_seconds_count")]
+        assert any('tier="fast"' in line and 'pool="small"' in line for line in firsts)
+        assert any('tier="fast"' not in line and 'pool="big"' in line for line in firsts)
+        assert not any('pool=""' in line for line in firsts)
 
 
 async def test_pool_without_engines_is_named() -> None:
