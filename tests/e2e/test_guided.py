@@ -60,6 +60,31 @@ def test_json_schema_holds(client: openai.OpenAI, stack: Stack, name: str, seed:
     jsonschema_rs.validate(SCHEMAS[name], json.loads(answer.choices[0].message.content))
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_small_limit_ends_an_unbounded_answer_validly(
+    client: openai.OpenAI, stack: Stack, seed: int
+) -> None:
+    text = {"type": "string", "minLength": 20}
+    schema = {
+        "type": "object",
+        "properties": {"story": text, "morals": {"type": "array", "items": text, "minItems": 2}},
+        "required": ["story", "morals"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=stack.model,
+        messages=[{"role": "user", "content": "Tell a long story."}],
+        max_tokens=60,
+        temperature=1.5,
+        seed=seed,
+        response_format=response_format(schema, strict=True),
+    )
+    assert answer.choices[0].finish_reason == "stop", answer
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 60
+    jsonschema_rs.validate(schema, json.loads(answer.choices[0].message.content or ""))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_schema_enforces_in_parts_is_judged(client: openai.OpenAI, stack: Stack, stream: bool) -> None:
     # Three of two numbers: uniqueItems has no grammar, and never holds.
