@@ -30,6 +30,8 @@ OPTIONS = np.dtype(
     ]
 )
 NO_ROW = -1
+# Logits over a smaller temperature may overflow; so cold, the most likely token is all there is to draw.
+COLDEST = 1e-6
 
 
 class _WideRows:
@@ -90,7 +92,7 @@ class SamplingTable:
     ) -> None:
         """Takes in a sequence. Token ids are within the vocabulary (see `problem_with`)."""
         self.options[slot] = (
-            params.temperature,
+            params.temperature if params.temperature >= COLDEST else 0.0,
             params.top_k,
             params.top_p,
             params.min_p,

@@ -163,6 +163,14 @@ def test_penalties_follow_their_formulas() -> None:
     assert best(presence_penalty=-0.06) == 0
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-7, 1e-38, 5e-324])
+def test_almost_no_temperature_is_greedy(temperature: float) -> None:
+    """Also where logits divided by it are infinite."""
+    logits = torch.tensor([3.0, 5.0, 4.9, -2.0])
+    drawn = draw(logits, SamplingParams(temperature=temperature, seed=3), num_draws=50)
+    assert drawn.tokens.tolist() == [1] * 50
+
+
 def test_counts_follow_the_output() -> None:
     table = SamplingTable(4, CPU)
     table.grow(2)
