@@ -37,6 +37,8 @@ _BY_STATUS: tuple[tuple[int, Reason, str], ...] = (
     (408, Reason.DEADLINE_EXCEEDED, "the request was not sent in time"),
     (431, Reason.REQUEST_TOO_LARGE, "the request's headers are larger than the edge accepts"),
     (400, Reason.MALFORMED_BODY, "the request is not valid HTTP"),
+    (426, Reason.MALFORMED_BODY, "HTTP/1.1, HTTP/2 and gRPC are spoken here, and no other protocol"),
+    (501, Reason.MALFORMED_BODY, "of the transfer codings only chunked is understood"),
 )
 
 

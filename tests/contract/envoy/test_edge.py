@@ -300,9 +300,18 @@ async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) 
     assert (response.status_code, response.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
 
 
-async def test_malformed_http_is_an_openai_error(edge: Edge) -> None:
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n",
+    ],
+    ids=["no host", "HTTP/1.0", "transfer coding"],
+)
+async def test_malformed_http_is_an_openai_error(edge: Edge, request_bytes: bytes) -> None:
     reader, writer = await asyncio.open_connection(*edge.address.split(":"))
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    writer.write(request_bytes)
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'"code":"MALFORMED_BODY"' in answer
