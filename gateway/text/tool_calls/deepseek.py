@@ -30,6 +30,8 @@ class DeepSeekParser:
         self._in_calls = False
         self._held = ""
         self._header = ""
+        # What followed the first marker so far, given back when no call comes of it.
+        self._raw = ""
         self._value = JsonValue()
 
     @property
@@ -47,7 +49,9 @@ class DeepSeekParser:
         """See ToolCallParser."""
         self._sink.delta = delta
         if self._step == self._before_arguments:
-            self._sink.content(CALL_BEGIN + self._header)
+            self._sink.content((CALL_BEGIN if self.num_calls else self._raw) + self._header)
+        elif self._in_calls and not self.num_calls:
+            self._sink.content(self._raw + self._held)
         elif not self._in_calls:
             self._sink.content(self._held if self._held.strip() or not self.num_calls else "")
         self._held = ""
@@ -62,10 +66,15 @@ class DeepSeekParser:
             if marker is None:
                 self._held = before[len(certain) :] + rest
                 return ""
+            self._raw = CALLS_BEGIN
+        elif not self.num_calls:
+            self._raw += before + (marker or "")
         if marker is None:
             self._held = rest
             return ""
         self._in_calls = marker != CALLS_END
+        if not self._in_calls and not self.num_calls:
+            self._sink.content(self._raw)
         if marker == CALL_BEGIN:
             self._header = ""
             self._step = self._before_arguments

@@ -173,6 +173,23 @@ def test_malformed_outputs_never_fail_and_lose_no_chunk_order(
     assert all(call[1] for call in whole[2]), "every call has a name"
 
 
+SHORT = {
+    "hermes": '\n<tool_call>{"name":"f","arguments":{}}</tool_call>\nx',
+    "llama3": '<|python_tag|>{"name":"f","parameters":{}}; {"name":"g","parameters":{}} x',
+    "mistral": 'a[TOOL_CALLS][{"name":"f","arguments":{}}]',
+    "deepseek": "a \n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜> y",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_pairs_of_cuts_of_a_short_output(name: str) -> None:
+    options = TextOptions(tool_call_format=name, reasoning_format="think")
+    whole = read(SHORT[name], [], options)
+    for pair in itertools.combinations(range(len(SHORT[name].encode())), 2):
+        assert read(SHORT[name], list(pair), options) == whole, pair
+
+
 @given(st.data(), cuts)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_cut_of_every_format_gives_the_same_answer(
@@ -200,6 +217,12 @@ def test_every_cut_of_every_format_gives_the_same_answer(
         ("llama3", "<|python", ("<|python", "", [])),
         (
             "mistral",
+            '[TOOL_CALLS]f[ARGS]{"x": 1}{"y": 2}g{}',
+            ("", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
+        ),
+        ("mistral", "[TOOL_CALLS][ARGS]{}", ("[TOOL_CALLS][ARGS]{}", "", [])),
+        (
+            "mistral",
             'ok[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
             ("ok", "", [("id0", "f", '{"x": 1}'), ("id1", "g", "{}")]),
         ),
@@ -221,6 +244,17 @@ def test_every_cut_of_every_format_gives_the_same_answer(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>"
             'function<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
             ("", "", [("id0", "f", "{}"), ("id1", "function", '{"x": 1}')]),
+        ),
+        ("deepseek", "<｜tool▁calls▁begin｜>x", ("<｜tool▁calls▁begin｜>x", "", [])),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>y",
+            ("<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>y", "", []),
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
+            ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f", "", []),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("id0", "f", "{}")])),
     ],
