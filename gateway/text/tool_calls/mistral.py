@@ -86,9 +86,15 @@ class MistralParser:
         if character != "{":
             self._name += character
             return
-        name = self._name.partition(CALL_ID)[0].removesuffix(ARGUMENTS).strip()
-        self._sink.begin(name.removeprefix(MARKER))
+        name = self._name.partition(CALL_ID)[0].removesuffix(ARGUMENTS).strip().removeprefix(MARKER)
         self._value = JsonValue()
+        self._name = ""
+        if not name:
+            # Arguments of nothing: no call, and dropped like other text here.
+            self._step = self._in_nothing
+            self._value.take(character)
+            return
+        self._sink.begin(name)
         self._step = self._in_arguments
         self._in_arguments(character)
 
@@ -97,5 +103,9 @@ class MistralParser:
         self._sink.argue(character)
         if ended:
             self.num_complete += 1
-            self._name = ""
+            self._step = self._in_name
+
+    def _in_nothing(self, character: str) -> None:
+        self._raw += character
+        if self._value.take(character)[1]:
             self._step = self._in_name
