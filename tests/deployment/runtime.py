@@ -70,12 +70,12 @@ def can_switch_user() -> bool:
 
 
 # Arguments: the deployment's folder under /tmp, what becomes /tmp and whether "rw" or "ro", the working
-# folder, the user, the interpreter's installation and the closed folder that it lies in (or ""), folders that
-# may be written to, "--", the command.
+# folder, the user, the interpreter's installation and the closed folder that it lies in (or ""), the checkout
+# when that lies below /tmp (or ""), folders that may be written to, "--", the command.
 _CONFINE = """
 set -e
-root=$1 scratch=$2 mode=$3 folder=$4 user=$5 python=$6 closed=$7
-shift 7
+root=$1 scratch=$2 mode=$3 folder=$4 user=$5 python=$6 closed=$7 checkout=$8
+shift 8
 mount --make-rprivate /
 if [ -n "$closed" ]; then
     # Nothing of it but the interpreter is there, and that can be reached.
@@ -88,6 +88,11 @@ while [ "$1" != -- ]; do mount --bind "$1" "$1"; shift; done
 shift
 mkdir -p "$scratch/${root#/tmp/}"
 mount --rbind "$root" "$scratch/${root#/tmp/}"
+if [ -n "$checkout" ]; then
+    mkdir -p "$scratch/${checkout#/tmp/}"
+    mount --bind "$checkout" "$scratch/${checkout#/tmp/}"
+    mount -o remount,bind,ro "$scratch/${checkout#/tmp/}"
+fi
 mount --rbind "$scratch" /tmp
 [ "$mode" = rw ] || mount -o remount,bind,ro /tmp
 mount -o remount,bind,ro "$root"
@@ -120,7 +125,9 @@ class Confinement:
         writable = [str(path) for path in self.writable]
         python = Path(sys.base_prefix).resolve()
         setting = [str(self.root), str(self.scratch), "rw" if self.own_tmp else "ro"]
-        setting += [str(folder), str(_USER), str(python), _closed(python)]
+        checkout = Path(__file__).resolve().parents[2]
+        below_tmp = str(checkout) if Path("/tmp") in checkout.parents else ""
+        setting += [str(folder), str(_USER), str(python), _closed(python), below_tmp]
         return ["unshare", "--mount", "/bin/sh", "-c", _CONFINE, "sh", *setting, *writable, "--", *argv]
 
 

@@ -200,7 +200,7 @@ def test_reflection_describes_what_clients_may_call(stack: Stack) -> None:
 
         names = {service.name for service in ask(list_services="").list_services_response.service}
         assert {"millrace.inference.v1.InferenceService", "grpc.health.v1.Health"} <= names
-        described = ask(file_containing_symbol="millrace.inference.v1.InferenceService.Chat")
+        described = ask(file_containing_symbol="millrace.inference.v1.InferenceService")
         assert described.file_descriptor_response.file_descriptor_proto
 
 

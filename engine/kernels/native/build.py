@@ -159,6 +159,9 @@ def _compile(compiler: str, level: str, target: Path) -> None:
             list(workers.map(_run, commands))
         library = Path(folder) / target.name
         _run([compiler, "-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(library)])
+        # On disk before it has its name: half a library would end every process that loads it.
+        with library.open("rb") as written:
+            os.fsync(written.fileno())
         library.replace(target)
 
 
