@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from engine.kernels.attention.native import NativeAttention
-from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
+from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.reference import ReferenceAttention
 from engine.kernels.attention.tiled import TiledAttention
 from engine.kernels.paged_cache import LayerCache
 
 
 class AttentionBackend(Protocol):
-    """Computes attention of one step; `plan` once per step, `run` once per layer."""
+    """Computes attention of one step; `plan` once per step, `run` once per layer.
+
+    What is captured in graphs has more rules: see CapturedAttention and DESIGN.md.
+    """
 
     name: str
 
@@ -27,6 +30,22 @@ class AttentionBackend(Protocol):
         self, plan: Any, q: Tensor, cache: LayerCache, options: AttentionOptions, sinks: Tensor | None = None
     ) -> Tensor:
         """q [T, H, D] -> [T, H, E]; the step's own keys and values are in the cache already."""
+
+
+@runtime_checkable
+class CapturedAttention(AttentionBackend, Protocol):
+    """A back end whose decode steps can be captured in a graph."""
+
+    captures: bool
+
+    def plan_decode(self, batch: DecodeBatch) -> Any:
+        """A plan for any step of so many rows, whatever the buffers hold by then. Not captured."""
+
+    def begin(self, plan: Any) -> None:
+        """Captured, before the first layer: derives from the buffers what `run` needs, on the device."""
+
+    def captured_workspace_bytes(self, rows: int, max_context_len: int, head_dim: int) -> int:
+        """Bytes of temporaries that a captured step of so many rows takes."""
 
 
 BACKENDS: dict[str, type[Any]] = {
@@ -46,6 +65,8 @@ __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionOptions",
+    "CapturedAttention",
+    "DecodeBatch",
     "NativeAttention",
     "RaggedBatch",
     "ReferenceAttention",

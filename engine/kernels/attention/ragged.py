@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,20 @@ class RaggedBatch:
     def query_lens(self) -> NDArray[np.int64]:
         """[S] tokens that each sequence computes."""
         return np.diff(self.query_starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """Rows of one new token each, in device buffers that stay where they are: what captured graphs read.
+
+    Shape letters: B rows, C blocks of the longest context that there can be.
+    """
+
+    context_lens: Tensor  # [B] int32, this step's token included; 1 in rows that pad the batch
+    block_tables: Tensor  # [B, C] int32; what lies beyond a row's context is undefined
+    block_size: int
+    # No row is ever longer, in tokens.
+    max_context_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
