@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from engine.model.spec import ModelSpec
+from engine.runner.block_transfers import BlockTransfers
+from engine.runner.lanes import lanes_of
+from engine.types import SchedulerOutput
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -20,7 +20,7 @@ TORCH_DTYPES = {
 
 
 class KvStorage:
-    """One LayerCache per layer, and a host copy of `host_blocks` blocks for the offload tier."""
+    """One LayerCache per layer, and room for `host_blocks` blocks in host memory (the offload tier)."""
 
     def __init__(
         self,
@@ -48,32 +48,40 @@ class KvStorage:
             for _ in range(spec.num_layers)
         ]
         self._tensors = [tensor for layer in self.layers for tensor in layer.tensors()]
-        self._host = [
-            torch.empty(host_blocks, *tensor.shape[1:], dtype=tensor.dtype) for tensor in self._tensors
-        ]
+        self._transfers: BlockTransfers | None = None
+        if host_blocks:
+            self._transfers = BlockTransfers(self._tensors, host_blocks, lanes_of(device))
 
     @property
     def spare_slot(self) -> int:
         """A slot of the block that belongs to nobody; padding writes there."""
         return self.num_blocks * self.block_size
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (source, destination) blocks inside the cache, in all layers."""
-        self._copy(self._tensors, self._tensors, pairs)
+    def announce(self, plan: SchedulerOutput) -> None:
+        """Begins what of a plan's restores need not wait for the plans before it. Optional; may be called
+        from the thread that launches, while another applies.
+        """
+        if self._transfers is not None and (plan.offloads or plan.restores):
+            self._transfers.announce(plan.step_id, plan.offloads, plan.restores)
 
-    def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (device block, host block)."""
-        self._copy(self._tensors, self._host, pairs)
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Moves the plan's blocks: offloads, restores, copies inside the cache. What runs on the device after
+        this call finds them done.
+        """
+        if plan.offloads or plan.restores:
+            assert self._transfers is not None, "the scheduler knows of no host tier either"
+            self._transfers.apply(plan.step_id, plan.offloads, plan.restores)
+        if plan.block_copies:
+            index = torch.tensor(plan.block_copies).T.contiguous()
+            if self._tensors[0].device.type == "cuda":
+                index = index.pin_memory().to(self._tensors[0].device, non_blocking=True)
+            for tensor in self._tensors:
+                tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
-    def restore(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (host block, device block)."""
-        self._copy(self._host, self._tensors, pairs)
-
-    @staticmethod
-    def _copy(sources: list[Tensor], targets: list[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        index = torch.tensor(pairs)
-        for source, target in zip(sources, targets, strict=True):
-            moved = source.index_select(0, index[:, 0].to(source.device))
-            target.index_copy_(0, index[:, 1].to(target.device), moved.to(target.device))
+    def close(self) -> None:
+        """Ends transfers and gives host memory back. No step is outstanding."""
+        if self._transfers is not None:
+            if self._tensors[0].device.type == "cuda":
+                torch.cuda.synchronize(self._tensors[0].device)
+            self._transfers.close()
+            self._transfers = None

@@ -101,6 +101,7 @@ class TorchRunner:
     def launch(self, plan: SchedulerOutput) -> PendingTorchStep:
         """Queues a plan, or executes it at once when steps do not overlap."""
         if self._thread is not None:
+            self.storage.announce(plan)
             return PendingTorchStep(self._thread.submit(self._execute, plan))
         done: Future[StepResult] = Future()
         try:
@@ -117,6 +118,7 @@ class TorchRunner:
         """Ends the threads; the memory goes with the object."""
         if self._thread is not None:
             self._thread.shutdown()
+        self.storage.close()
         self.grammar.close()
 
     @torch.inference_mode()
@@ -168,9 +170,7 @@ class TorchRunner:
             self.table.add(new, forked=new.sequence_id in forked)
         for parent, child in plan.forks:
             self.table.fork(parent, child)
-        self.storage.offload(plan.offloads)
-        self.storage.restore(plan.restores)
-        self.storage.copy_blocks(plan.block_copies)
+        self.storage.apply(plan)
         for sequence in plan.scheduled:
             slot = self.table.states[sequence.sequence_id].slot
             self.table.add_blocks(slot, sequence.new_block_ids)

@@ -1,0 +1,230 @@
+"""Moves blocks between the device and host memory beside the model's work.
+
+Out: the model's lane gathers blocks into a staging buffer (device memory to device memory, a matter of
+microseconds) and goes on, so that the blocks may be overwritten at once; the copy lane then takes the buffer
+to the host. In: the copy lane fetches rows into a staging buffer while earlier steps still run, and the
+model's lane spreads it over the blocks when it gets there. All blocks of a step move with one gather per
+buffer and one copy per run of neighbouring host blocks.
+
+Guarantees
+- A block is overwritten only after it was gathered, and read only after it was restored: both happen on the
+  model's lane, in the order of the plan.
+- A host row is written, read and written again in the order of the plans: there is one copy lane, and what is
+  fetched ahead of its plan (`announce`) leaves out rows that a plan before it still has to write.
+- A staging buffer serves again when the lane that used it last is through: lanes wait, the host never does.
+
+Shape letters: N blocks of the cache, R host rows, X tensors of the cache, B blocks of a buffer, W words of
+four bytes that a block takes in all tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.runner.host_memory import HostArena
+from engine.runner.lanes import Lanes
+
+Pairs = Sequence[tuple[int, int]]
+WORD_BYTES = 4
+# Device memory of all staging buffers, and their number: some hold what is on its way out, some what is
+# fetched ahead.
+STAGING_BYTES = 64 << 20
+NUM_BUFFERS = 4
+# Buffers that fetching ahead leaves to others.
+KEPT_BUFFERS = 2
+
+
+def staging_bytes(bytes_per_block: int) -> int:
+    """Device memory that staging takes: at least a block in each buffer."""
+    return NUM_BUFFERS * max(1, STAGING_BYTES // NUM_BUFFERS // bytes_per_block) * bytes_per_block
+
+
+@dataclass
+class _Buffer:
+    """Rows [B, W] on the device; `free` is reached when nothing uses them any more."""
+
+    rows: Tensor
+    free: Any = None
+
+
+@dataclass
+class _Fetched:
+    """Host rows on their way into a buffer."""
+
+    buffer: _Buffer
+    hosts: list[int]
+    arrived: Any
+
+
+@dataclass
+class _Announced:
+    """What was done for a plan that has not been applied yet."""
+
+    offloaded: frozenset[int]
+    fetched: list[_Fetched] = field(default_factory=list)
+
+
+class BlockTransfers:
+    """Offloads and restores of one cache, whose tensors share their first axis [N, ...]. `announce` may be
+    called from another thread than `apply`; both in the order of the plans.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], num_host_blocks: int, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self._pieces = _Pieces(tensors)
+        words = self._pieces.row_words
+        device = tensors[0].device
+        self.arena = HostArena(num_host_blocks, words * WORD_BYTES, pinned=device.type == "cuda")
+        self._host = self.arena.rows.view(torch.int32)  # [R, W]
+        size = staging_bytes(words * WORD_BYTES) // NUM_BUFFERS // (words * WORD_BYTES)
+        self._buffer_blocks = max(1, min(size, num_host_blocks))
+        self._buffers = [
+            _Buffer(torch.empty(self._buffer_blocks, words, dtype=torch.int32, device=device))
+            for _ in range(NUM_BUFFERS)
+        ]
+        self._announced: dict[int, _Announced] = {}
+
+    def close(self) -> None:
+        """Gives host memory back; nothing may be on its way."""
+        self.arena.close()
+
+    def announce(self, step_id: int, offloads: Pairs, restores: Pairs) -> None:
+        """A plan will be applied after those before it: its restores are fetched as far as buffers are free
+        and rows are settled.
+        """
+        with self._lock:
+            unsettled: set[int] = set()
+            for earlier in self._announced.values():
+                unsettled |= earlier.offloaded
+            mine = _Announced(frozenset(host for _, host in offloads))
+            hosts = sorted(host for host, _ in restores if host not in unsettled)
+            while hosts and len(self._buffers) > KEPT_BUFFERS:
+                mine.fetched.append(self._fetch(self._buffers.pop(0), hosts[: self._buffer_blocks]))
+                hosts = hosts[self._buffer_blocks :]
+            self._announced[step_id] = mine
+
+    def apply(self, step_id: int, offloads: Pairs, restores: Pairs) -> None:
+        """Queues a plan's offloads (device block, host block), then its restores (host block, device block),
+        before whatever the model's lane is given next.
+        """
+        with self._lock:
+            fetched = self._take_announced(step_id)
+            by_host = sorted(offloads, key=lambda pair: pair[1])
+            for first in range(0, len(by_host), self._buffer_blocks):
+                self._offload(by_host[first : first + self._buffer_blocks])
+            device_of = dict(restores)
+            for ahead in fetched:
+                self._spread(ahead, [device_of.pop(host) for host in ahead.hosts])
+            hosts = sorted(device_of)
+            for first in range(0, len(hosts), self._buffer_blocks):
+                some = hosts[first : first + self._buffer_blocks]
+                self._spread(self._fetch(self._buffers.pop(0), some), [device_of[host] for host in some])
+
+    def _take_announced(self, step_id: int) -> list[_Fetched]:
+        """What was fetched for this plan. Plans before it that were never applied give their buffers back."""
+        for earlier in [number for number in self._announced if number < step_id]:
+            for ahead in self._announced.pop(earlier).fetched:
+                ahead.buffer.free = ahead.arrived
+                self._buffers.append(ahead.buffer)
+        mine = self._announced.pop(step_id, None)
+        return [] if mine is None else mine.fetched
+
+    def _offload(self, pairs: Pairs) -> None:
+        compute, copy = self._lanes.compute, self._lanes.copy
+        buffer, blocks = self._buffers.pop(0), [device for device, _ in pairs]
+        rows = buffer.rows[: len(pairs)]
+        compute.wait(buffer.free)
+        compute.run(lambda: self._pieces.gather(blocks, rows))
+        gathered = compute.record()
+        copy.wait(gathered)
+        runs = _runs([host for _, host in pairs])
+
+        def out() -> None:
+            for place, host, count in runs:
+                self._host[host : host + count].copy_(rows[place : place + count], non_blocking=True)
+
+        copy.run(out)
+        buffer.free = copy.record()
+        self._buffers.append(buffer)
+
+    def _fetch(self, buffer: _Buffer, hosts: list[int]) -> _Fetched:
+        """Host rows into a buffer, which is the caller's until they are spread."""
+        copy, rows, runs = self._lanes.copy, buffer.rows, _runs(hosts)
+        copy.wait(buffer.free)
+
+        def fetch() -> None:
+            for place, host, count in runs:
+                rows[place : place + count].copy_(self._host[host : host + count], non_blocking=True)
+
+        copy.run(fetch)
+        return _Fetched(buffer, hosts, copy.record())
+
+    def _spread(self, fetched: _Fetched, blocks: list[int]) -> None:
+        compute, rows = self._lanes.compute, fetched.buffer.rows[: len(blocks)]
+        compute.wait(fetched.arrived)
+        compute.run(lambda: self._pieces.scatter(rows, blocks))
+        fetched.buffer.free = compute.record()
+        self._buffers.append(fetched.buffer)
+
+
+class _Pieces:
+    """The parts of a row: one per tensor of the cache, each block as words [N, its size]."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._words = [
+            tensor.view(torch.uint8).flatten(1).view(torch.int32)
+            if tensor.element_size() < WORD_BYTES
+            else tensor.flatten(1).view(torch.int32)
+            for tensor in tensors
+        ]
+        sizes = [words.shape[1] for words in self._words]
+        self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.row_words = sum(sizes)
+        self._device = tensors[0].device
+        if self._device.type == "cuda":
+            addresses = [words.data_ptr() for words in self._words]
+            self._table = torch.tensor([addresses, self._offsets, sizes], device=self._device)
+            self._largest = max(sizes)
+
+    def gather(self, blocks: list[int], rows: Tensor) -> None:
+        """Blocks [B] of every tensor into rows [B, W]."""
+        if self._device.type == "cuda":
+            self._launch(blocks, rows, out=True)
+            return
+        index = torch.tensor(blocks)
+        for words, offset in zip(self._words, self._offsets, strict=True):
+            rows[:, offset : offset + words.shape[1]] = words[index]
+
+    def scatter(self, rows: Tensor, blocks: list[int]) -> None:
+        """Rows [B, W] into blocks [B] of every tensor."""
+        if self._device.type == "cuda":
+            self._launch(blocks, rows, out=False)
+            return
+        index = torch.tensor(blocks)
+        for words, offset in zip(self._words, self._offsets, strict=True):
+            words[index] = rows[:, offset : offset + words.shape[1]]
+
+    def _launch(self, blocks: list[int], rows: Tensor, *, out: bool) -> None:
+        from engine.kernels.paged_cache.triton_blocks import move_blocks
+
+        index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)
+        bases, offsets, sizes = self._table.unbind()
+        move_blocks(bases, offsets, sizes, index, rows, largest=self._largest, out=out)
+
+
+def _runs(hosts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(place in `hosts`, first host block, number) of each run of consecutive host blocks."""
+    runs: list[tuple[int, int, int]] = []
+    for place, host in enumerate(hosts):
+        if runs and runs[-1][1] + runs[-1][2] == host:
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((place, host, 1))
+    return runs

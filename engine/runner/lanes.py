@@ -1,0 +1,94 @@
+"""Streams as the runner uses them: work runs in order on a lane, lanes run side by side, marks order them.
+
+On a GPU a lane is a CUDA stream, and nothing here ever blocks the host. On a CPU work runs when it is handed
+in. Tests have lanes that run late and in the worst order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Work = Callable[[], None]
+# Its classes have no types.
+_cuda: Any = torch.cuda
+
+
+class Lane(Protocol):
+    """An ordered queue of device work."""
+
+    def run(self, work: Work) -> None:
+        """Queues work; what it touches must stay alive until it has run."""
+
+    def record(self) -> Any:
+        """A mark that is reached when everything queued so far has run."""
+
+    def wait(self, mark: Any) -> None:
+        """Work queued from now on runs after `mark` is reached. None is a mark that was always reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """The two lanes of a runner: where the model computes, and where blocks move to the host and back."""
+
+    compute: Lane
+    copy: Lane
+
+
+class ImmediateLane:
+    """Work is done when it is queued."""
+
+    def run(self, work: Work) -> None:
+        work()
+
+    def record(self) -> None:
+        return None
+
+    def wait(self, mark: None) -> None:
+        """Everything queued before has been done."""
+
+
+class CurrentCudaLane:
+    """The stream that is current where it is used: the model's."""
+
+    def run(self, work: Work) -> None:
+        work()
+
+    def record(self) -> Any:
+        event = _cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            _cuda.current_stream().wait_event(mark)
+
+
+class CudaLane:
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _cuda.Stream(device)
+
+    def run(self, work: Work) -> None:
+        with _cuda.stream(self._stream):
+            work()
+
+    def record(self) -> Any:
+        event = _cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            self._stream.wait_event(mark)
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """Lanes for the device that holds the cache."""
+    if device.type == "cuda":
+        return Lanes(compute=CurrentCudaLane(), copy=CudaLane(device))
+    return Lanes(compute=ImmediateLane(), copy=ImmediateLane())
