@@ -10,10 +10,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks.peers.environments import environment
+from benchmarks.peers.loads import DEFAULT_LOADS, LOADS
 from benchmarks.peers.servers import Launch
 
 VERSION = "0.3.36"
-SLOTS = 64
+# Tokens that each slot keeps: the longest request of the loads, and a little more.
+SLOT_TOKENS = 1280
 # Its converter knows tokenizers by a hash of what they do; ours is of Qwen's kind.
 CONVERT = (
     "import sys; sys.path.insert(0, {source!r}); "
@@ -33,12 +35,14 @@ def prepare(folder: Path, checkpoint: Path, kind: str) -> Callable[[int], Launch
         code = CONVERT.format(source=str(source), checkpoint=str(checkpoint), kind=kind, target=str(model))
         subprocess.run([str(home / "bin/python"), "-c", code], check=True)
     cores = str(psutil.cpu_count())
+    # It reserves and clears every slot's cache at start, so more slots than the loads use would be waste.
+    slots = max(LOADS[load].concurrency for load in DEFAULT_LOADS[checkpoint.name])
 
     def launch(port: int) -> Launch:
         return Launch(
             command=(
-                *(str(server), "--model", str(model), "--port", str(port), "--parallel", str(SLOTS)),
-                *("--ctx-size", str(SLOTS * 1280), "--threads", cores, "--threads-batch", cores),
+                *(str(server), "--model", str(model), "--port", str(port), "--parallel", str(slots)),
+                *("--ctx-size", str(slots * SLOT_TOKENS), "--threads", cores, "--threads-batch", cores),
                 *("--no-webui", "--batch-size", "2048", "--ubatch-size", "512"),
             ),
             variables={},

@@ -7,8 +7,10 @@ from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
 
-# Waiting long prompts that one plan looks behind for a short one.
+# Waiting sequences that one plan looks behind: for a short prompt, for one that shares nothing.
 _MAX_SKIPPED = 32
+# Part of its tokens that others must be computing already for a sequence to wait for them.
+_WORTH_WAITING = 0.25
 
 
 class Admitter:
@@ -43,8 +45,8 @@ class Admitter:
     def admit_or_skip(self, draft: PlanDraft, sequence: Sequence, skipped: set[int]) -> bool:
         """Admits the candidate, or passes over it; False when nobody behind it may be admitted either."""
         state = self._state
-        if sequence.num_pending:
-            # Displaced a moment ago while a step runs that samples its next token.
+        if sequence.num_pending or self._waits_for_prefix(draft, sequence):
+            # The former was displaced a moment ago while a step runs that samples its next token.
             skipped.add(sequence.sequence_id)
             return True
         if len(state.running) >= self._config.max_num_seqs and not self._displace_one(draft, sequence):
@@ -76,14 +78,32 @@ class Admitter:
         draft.due_blocked = True
         return True
 
+    def _waits_for_prefix(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """Whether others are computing so much of the prompt that taking it from them is the shorter way."""
+        if draft.under_way is None or draft.under_way.is_empty or sequence.is_beam:
+            return False
+        start, prefix = self._starting_point(draft, sequence)
+        if prefix is None or self._needs_every_position(sequence):
+            return False
+        num_tokens = draft.under_way.num_tokens(sequence, start)
+        if not num_tokens or num_tokens < _WORTH_WAITING * (sequence.num_known - start):
+            return False
+        # Nobody delays it: computing the tokens would take as long.
+        sequence.waits_for("", draft.now)
+        return True
+
+    @staticmethod
+    def _needs_every_position(sequence: Sequence) -> bool:
+        """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
+        return sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is None
+
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
         if self._can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
         cache = self._state.cache
-        if sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is None:
-            # Cached positions have no logits to report.
+        if self._needs_every_position(sequence):
             return 0, Prefix()
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
         prefix = cache.find_prefix(
@@ -198,4 +218,6 @@ class Admitter:
         if not sequence.num_preemptions:
             sequence.high_water = max(sequence.high_water, start)
         state.start_running(sequence)
+        if draft.under_way is not None:
+            draft.under_way.add(sequence)
         self._rows.add_chunk(draft, sequence)

@@ -7,15 +7,20 @@ import msgspec
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState
+from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import NewSequence, SamplingParams
 
 
 class PlanDraft:
     """The plan under construction."""
 
-    def __init__(self, *, step_id: int, now: float, budget: int, long_budget: int) -> None:
+    def __init__(
+        self, *, step_id: int, now: float, budget: int, long_budget: int, under_way: BlocksUnderWay | None
+    ) -> None:
         self.step_id = step_id
         self.now = now
+        # Prompt blocks that somebody computes already; None where nobody may wait for them.
+        self.under_way = under_way
         self.budget = budget
         self.long_budget = long_budget
         self.rows: dict[int, Row] = {}

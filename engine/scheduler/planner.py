@@ -16,6 +16,7 @@ from engine.scheduler.admitter import Admitter
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
+from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import ScheduledSequence, SchedulerOutput
 
 
@@ -36,7 +37,15 @@ class Planner:
         budget = self._config.max_num_batched_tokens
         contended = len(state.running) + len(state.waiting) > 1
         long_budget = max(1, int(budget * self._config.long_prefill_share)) if contended else budget
-        draft = PlanDraft(step_id=self._next_step_id, now=now, budget=budget, long_budget=long_budget)
+        # While a failure is isolated, nobody waits for others: those may not be allowed to run.
+        shares = bool(allowed is None and state.cache.prefix_caching and state.waiting)
+        draft = PlanDraft(
+            step_id=self._next_step_id,
+            now=now,
+            budget=budget,
+            long_budget=long_budget,
+            under_way=BlocksUnderWay(state.running, state.cache.block_size) if shares else None,
+        )
         prefills = self._plan_decodes(draft, allowed)
         self._plan_prefills(draft, prefills, allowed)
         if draft.budget > 0 or draft.someone_blocked:

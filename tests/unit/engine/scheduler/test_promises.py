@@ -82,7 +82,7 @@ def test_a_due_request_starts_though_higher_tiers_fill_the_engine() -> None:
 def test_a_due_request_that_finds_no_place_holds_up_no_higher_tier() -> None:
     driver = Driver(max_num_seqs=2, aging_s=1e9)
     for index in range(2):
-        driver.submit([*PROMPT, index], max_tokens=60, priority=1)
+        driver.submit([index, *PROMPT], max_tokens=60, priority=1)
     driver.step()
     middle = driver.submit(PROMPT, max_tokens=3, priority=1, queue_deadline_s=0.1)
     driver.wait(0.2)
