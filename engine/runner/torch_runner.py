@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.kernels.attention import BACKENDS, AttentionBackend
+from engine.kernels.attention import AttentionBackend
 from engine.model.checkpoint import folder_of, resolve_checkpoint
 from engine.model.device import choose_device
 from engine.model.loading import Model, load_model, native_library
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
+from engine.runner.attention_choice import attention_of
 from engine.runner.base import Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
@@ -46,7 +47,6 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
-from services.errors import ConfigError
 
 Progress = Callable[[str, float], None]
 
@@ -277,15 +277,10 @@ def build(
     given = plan_input(config, model, device=device_name, available_bytes=available)
     plan = make_plan(given)
     spec = given.spec
-    attention_name = "torch" if config.attention_backend == "auto" else config.attention_backend
-    if attention_name not in BACKENDS:
-        raise ConfigError(
-            f"engine.attention_backend = {attention_name!r}: must be auto or one of "
-            f"{', '.join(sorted(BACKENDS))}"
-        )
     keep_freed_memory()
     _set_threads(config.num_threads)
     device = torch.device(device_name)
+    attention = attention_of(config, spec, TORCH_DTYPES[given.dtype], device)
     folder = resolve_checkpoint(model.path)
     library = native_library(config, spec, device_name)
     decoder = load_model(
@@ -306,11 +301,11 @@ def build(
         "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
     }
     storage = KvStorage(spec, num_blocks=plan.num_blocks, **storage_options)
-    draft = _draft_model(given, plan, attention_name, storage_options, progress)
+    draft = _draft_model(given, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     runner = TorchRunner(
         model=decoder,
-        attention=BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
+        attention=attention,
         storage=storage,
         grammar=GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids),
         proposer=Proposer(config.speculation, draft),
@@ -323,7 +318,7 @@ def build(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=given.dtype,
-        attention_backend=attention_name if library is None else "native",
+        attention_backend=attention.name if library is None else "native",
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
@@ -335,7 +330,6 @@ def build(
 def _draft_model(
     given: PlanInput,
     plan: MemoryPlan,
-    attention_name: str,
     storage_options: dict[str, Any],
     progress: Progress,
 ) -> DraftModel | None:
@@ -356,7 +350,7 @@ def _draft_model(
     )
     return DraftModel(
         decoder,
-        BACKENDS[attention_name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
+        attention_of(given.config, spec, TORCH_DTYPES[given.dtype], device),
         # Its contents follow from the tokens, so nothing of it is kept on the host.
         KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **{**storage_options, "host_blocks": 0}),
         num_scratch_blocks=num_scratch,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.choice import AttentionFacts, Choice, UnsuitableBackendError, choose_backend
 from engine.kernels.attention.native import NativeAttention
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.reference import ReferenceAttention
@@ -53,22 +54,32 @@ BACKENDS: dict[str, type[Any]] = {
     "torch": TiledAttention,
     "native": NativeAttention,
 }
-"""Name in `engine.attention_backend` to back end. "auto" is "native" on CPUs that have it, else "torch"."""
+"""Name in `engine.attention_backend` to back end. What "auto" is, `choice` decides; on CPUs that can run them
+the native kernels come first.
+"""
 
 if torch.cuda.is_available() and find_spec("triton"):
     # Importing Triton takes time, and it runs on GPUs alone.
     from engine.kernels.attention.triton_attention import TritonAttention
 
     BACKENDS["triton"] = TritonAttention
+    if find_spec("flash_attn") or find_spec("flash_attn_interface"):
+        from engine.kernels.attention.flash import FlashAttention
+
+        BACKENDS["flash"] = FlashAttention
 
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
+    "AttentionFacts",
     "AttentionOptions",
     "CapturedAttention",
+    "Choice",
     "DecodeBatch",
     "NativeAttention",
     "RaggedBatch",
     "ReferenceAttention",
     "TiledAttention",
+    "UnsuitableBackendError",
+    "choose_backend",
 ]

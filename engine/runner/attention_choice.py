@@ -1,0 +1,53 @@
+"""The attention back end of a model, chosen at start and said in the log."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kernels.attention import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionFacts,
+    UnsuitableBackendError,
+    choose_backend,
+)
+from engine.model.spec import ModelSpec
+from services.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def attention_of(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The back end that `engine.attention_backend` names, or the fastest that can serve `spec` in `dtype`.
+
+    Raises ConfigError when the name is unknown, or flash-attn is asked for and cannot serve.
+    """
+    asked = config.attention_backend
+    facts = AttentionFacts(
+        dtype=dtype,
+        head_dim=spec.query_key_dim,
+        value_dim=spec.value_dim,
+        sinks=spec.attention_sinks,
+        shares_values=spec.latent is not None,
+    )
+    try:
+        choice = choose_backend(asked, facts, device)
+    except UnsuitableBackendError as error:
+        raise ConfigError(
+            f"engine.attention_backend = {asked!r}: {error}; set it to auto, or one of "
+            f"{', '.join(sorted(BACKENDS))}"
+        ) from error
+    if choice.name not in BACKENDS:
+        raise ConfigError(
+            f"engine.attention_backend = {asked!r}: must be auto or one of {', '.join(sorted(BACKENDS))}"
+        )
+    if device.type == "cuda":
+        # On CPUs the native kernels may come before it.
+        _log.info("attention: %s (%s)", choice.name, choice.why)
+    backend: AttentionBackend = BACKENDS[choice.name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
+    return backend
