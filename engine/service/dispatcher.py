@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from millrace.engine.v1 import engine_pb2
 
@@ -33,6 +34,10 @@ class OpenRequest:
     handle: int
     num_open_choices: int
     trace: RequestTrace
+
+
+# A request's trace, an event of the request, and whether it ended with that.
+_Seen: TypeAlias = tuple[RequestTrace, TokenEvent, bool]
 
 
 class Dispatcher:
@@ -85,11 +90,12 @@ class Dispatcher:
 
     def submit(self, stream: GatewayStream, handle: int, request: Request) -> None:
         """Hands a validated request to the core."""
+        # First of all: the core works on it while the rest is done here.
+        self._send(messages.Submit(request))
         trace = RequestTrace(self._telemetry, request, self._engine_id, self._recent)
         self.requests[request.request_id] = OpenRequest(request, stream, handle, request.sampling.n, trace)
         stream.requests[handle] = request.request_id
         self.idle.clear()
-        self._send(messages.Submit(request))
 
     def refuse(self, stream: GatewayStream, handle: int, failure: RequestFailure) -> None:
         """Answers a submission that never reaches the core."""
@@ -109,15 +115,18 @@ class Dispatcher:
         return len(self.requests)
 
     def step_done(self, step: messages.StepDone) -> None:
-        """Passes one step's events on: one message per gateway."""
+        """Passes one step's events on: one message per gateway. Spans follow in the event loop's next turn:
+        tokens do not wait for them.
+        """
         now = time.monotonic()
         self.load = step.load
         self._last_step_id = step.step_id
         outputs: dict[GatewayStream, list[engine_pb2.RequestOutput]] = {}
+        seen: list[_Seen] = []
         for event in step.events:
             opened = self.requests.get(event.request_id)
             if opened is not None:
-                self._take_in(opened, event, now)
+                seen.append((opened.trace, event, self._take_in(opened, event)))
                 outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
         load = convert.to_load(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
@@ -129,6 +138,8 @@ class Dispatcher:
                 stream.put(step.step_id, news, load, now)
                 if not stream.is_open:
                     self.close(stream)
+        if seen:
+            asyncio.get_running_loop().call_soon(_trace, seen, now)
 
     def core_lost(self, failure: RequestFailure) -> None:
         """The core is gone: every open request ends here. Gateways learn it from the end of their streams,
@@ -142,17 +153,25 @@ class Dispatcher:
                 finish_reason=FinishReason.ERROR,
                 failure=failure,
             )
-            self._take_in(opened, event, now)
+            _trace([(opened.trace, event, self._take_in(opened, event))], now)
 
-    def _take_in(self, opened: OpenRequest, event: TokenEvent, now: float) -> None:
-        opened.trace.observe(event, now)
+    def _take_in(self, opened: OpenRequest, event: TokenEvent) -> bool:
+        """Whether the request has ended with it."""
         if event.failure is not None:
             opened.num_open_choices = 0
         elif event.finish_reason is not None:
             opened.num_open_choices -= 1
-        if opened.num_open_choices == 0:
-            opened.trace.end(event, now)
+        ended = opened.num_open_choices == 0
+        if ended:
             del self.requests[opened.request.request_id]
             opened.stream.requests.pop(opened.handle, None)
             if not self.requests:
                 self.idle.set()
+        return ended
+
+
+def _trace(seen: Sequence[_Seen], now: float) -> None:
+    for trace, event, ended in seen:
+        trace.observe(event, now)
+        if ended:
+            trace.end(event, now)

@@ -159,9 +159,11 @@ class EngineProcess:
     def _take_report(self, report: messages.Report) -> None:
         match report:
             case messages.StepDone():
-                # First the metrics: the dispatcher forgets requests that end.
-                self.metrics.step_done(report, self._tier_of)
+                # The dispatcher forgets requests that end.
+                tiers = {event.request_id: self._tier_of(event.request_id) for event in report.events}
                 self.dispatcher.step_done(report)
+                # Tokens do not wait for what is counted of them.
+                asyncio.get_running_loop().call_soon(self.metrics.step_done, report, tiers.__getitem__)
             case messages.Checked():
                 answer = self._checks.pop(report.token, None)
                 if answer is not None and not answer.done():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -356,3 +358,31 @@ async def test_client_that_reads_slowly_holds_back_its_own_stream_only() -> None
         size += len(data)
     writer.close()
     await server.stop()
+
+
+def test_an_answer_is_sent_before_anything_else_is_done() -> None:
+    """What a handler does after its answer (the settlement) is nothing that the client waits for."""
+    seen: list[bytes] = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        client = socket.socket()
+        client.setblocking(False)
+
+        def handle(exchange: Exchange) -> None:
+            exchange.respond(200, b"answer")
+            # In the same turn of the event loop.
+            seen.append(client.recv(65536))
+
+        server = HttpServer(handle, "127.0.0.1:0", max_body_bytes=LIMIT)
+        await server.start()
+        with client:
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(5):
+                while not seen:
+                    await asyncio.sleep(0.001)
+        await server.stop()
+
+    uvloop.run(ask())
+    assert seen[0].endswith(b"answer")
