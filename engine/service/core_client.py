@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -30,8 +28,6 @@ class CoreClient:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        # Of our end of the socket pair.
-        self._descriptor = -1
         self._decoder = msgspec.msgpack.Decoder(messages.Report)
         self.on_report: Callable[[messages.Report], None] = lambda report: None
         # Set for good when the core has ended, with what is known of why.
@@ -54,26 +50,12 @@ class CoreClient:
         )
         theirs.close()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._descriptor = self._writer.get_extra_info("socket").fileno()
         self.send(self._start)
 
     def send(self, command: messages.Command) -> None:
-        """Sends a command; does nothing once the core has ended.
-
-        At once, if the socket takes it: uvloop's transport would at the end of the event loop's turn, and the
-        core works on it meanwhile.
-        """
-        writer = self._writer
-        if writer is None or self.ended.is_set():
-            return
-        frame = encode(command)
-        transport = writer.transport
-        if not transport.is_closing() and not transport.get_write_buffer_size():
-            # A socket that is full, or a core that is gone: the transport finds out which.
-            with contextlib.suppress(OSError):
-                frame = frame[os.write(self._descriptor, frame) :]
-        if frame:
-            writer.write(frame)
+        """Queues a command; does nothing once the core has ended."""
+        if self._writer is not None and not self.ended.is_set():
+            self._writer.write(encode(command))
 
     async def listen(self) -> None:
         """Passes reports on until the core ends; sets `ended`."""

@@ -8,9 +8,7 @@ would cost as much as the request itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, cast
@@ -46,8 +44,6 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        # The socket, where what is written may go to it as it is; see _send.
-        self._descriptor: int | None = None
         # Being read.
         self._incoming: Exchange | None = None
         self._url = b""
@@ -79,9 +75,6 @@ class Connection(asyncio.Protocol):
         """See asyncio.Protocol."""
         # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        bound = transport.get_extra_info("socket")
-        if bound is not None and transport.get_extra_info("ssl_object") is None:
-            self._descriptor = bound.fileno()
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -235,21 +228,7 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         unsent, self._unsent, self._num_unsent_bytes = self._unsent, [], 0
         if unsent and self._transport is not None:
-            self._send(self._transport, unsent[0] if len(unsent) == 1 else b"".join(unsent))
-
-    def _send(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Sends now. uvloop's transport would at the end of the event loop's turn: behind the settlement of
-        the request whose answer this is, and behind the other requests of the turn.
-        """
-        # A transport that is closing has given its descriptor back, to whoever opened one since.
-        if self._descriptor is not None and not transport.is_closing():
-            if not transport.get_write_buffer_size():
-                # A socket that is full, or broken: the transport finds out which, and copes.
-                with contextlib.suppress(OSError):
-                    data = data[os.write(self._descriptor, data) :]
-            if not data:
-                return
-        transport.write(data)
+            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
     async def drained(self) -> None:
         """See Wire."""
