@@ -153,7 +153,7 @@ def _row_variants() -> list[Variant]:
     norm_types = {
         **dict.fromkeys(("x", "residual", "residual_out"), "*bf16"),
         **dict.fromkeys(("weight", "scale_out"), "*fp32"),
-        "row_stride": "i32",
+        **dict.fromkeys(("row_stride", "inner", "inner_stride"), "i32"),
         "width": "i32",
         "eps": "fp32",
     }

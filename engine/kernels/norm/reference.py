@@ -15,3 +15,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)
+
+
+class TorchNorm:
+    """The formula, operation by operation."""
+
+    name = "torch"
+
+    def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See NormBackend."""
+        return rms_norm(x, weight, eps)
+
+    def added(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See NormBackend."""
+        stream = x + change
+        return stream, rms_norm(stream, weight, eps)

@@ -26,6 +26,23 @@ class Normed(NamedTuple):
 
 
 @triton.jit
+def scaled_row(values, LIMIT: tl.constexpr, ROUND: tl.constexpr):
+    """A row of float32 (zeros where nothing is) divided such that its largest magnitude is LIMIT, and what it
+    was divided by. ROUND rounds to whole numbers, half to even.
+
+    A row of zeros keeps its scale of zero; a row that is not finite becomes zeros with a scale that is not.
+    """
+    # Maxima drop NaN, sums do not.
+    scale = tl.max(tl.abs(values), axis=0) / LIMIT + tl.sum(values * 0.0, axis=0)
+    usable = (scale > 0) & (scale < float("inf"))
+    values = tl.where(usable, values / scale, 0.0)
+    if ROUND:
+        # Adding and taking away 1.5 * 2**23 leaves the nearest whole number.
+        values = (values + 12582912.0) - 12582912.0
+    return values, scale
+
+
+@triton.jit
 def rms_norm_kernel(
     x,
     residual,
@@ -34,6 +51,8 @@ def rms_norm_kernel(
     residual_out,
     scale_out,
     row_stride,
+    inner,
+    inner_stride,
     width,
     eps,
     BLOCK: tl.constexpr,
@@ -41,11 +60,14 @@ def rms_norm_kernel(
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One program per row. LIMIT > 0 quantizes the row to out's type; ROUND rounds to whole numbers first."""
+    """One program per row, `inner` of which lie inner_stride apart. LIMIT > 0 quantizes the row to out's
+    type; ROUND rounds to whole numbers first.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
-    values = tl.load(x + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
+    at = x + row // inner * row_stride + row % inner * inner_stride
+    values = tl.load(at + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + row * width + place, mask=inside, other=0.0).to(tl.float32)
         # The stream is kept in its own type, and normed as it is kept.
@@ -56,14 +78,7 @@ def rms_norm_kernel(
     factors = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     normed = values * (1.0 / tl.sqrt(mean + eps)) * factors
     if LIMIT > 0:
-        largest = tl.max(tl.abs(normed), axis=0)
-        scale = largest / LIMIT
-        # A row of zeros keeps its scale of zero, a row that is not finite one that is not.
-        usable = (scale > 0) & (scale < float("inf"))
-        normed = tl.where(usable, normed / scale, 0.0)
-        if ROUND:
-            # Half to even: adding and taking away 1.5 * 2**23 leaves the nearest whole number.
-            normed = (normed + 12582912.0) - 12582912.0
+        normed, scale = scaled_row(normed, LIMIT, ROUND)
         tl.store(scale_out + row, scale)
     tl.store(out + row * width + place, normed.to(out.dtype.element_ty), mask=inside)
 
@@ -71,11 +86,16 @@ def rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, quantized: Quantized = "none"
 ) -> Normed:
-    """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; quantized per row if asked."""
-    rows, width = x.shape
-    assert x.stride(1) == 1, "elements of a row lie side by side"
+    """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; quantized per row if asked.
+
+    Without residual, x may be [T, H, E], too, whose rows are normed one by one; the result is as wide.
+    """
+    width = x.shape[-1]
+    rows = x.numel() // width
+    assert x.stride(-1) == 1, "elements of a row lie side by side"
+    inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     kinds = {"none": x.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    out = torch.empty(rows, width, dtype=kinds[quantized], device=x.device)
+    out = torch.empty(x.shape, dtype=kinds[quantized], device=x.device)
     stream = torch.empty(rows, width, dtype=x.dtype, device=x.device) if residual is not None else None
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if quantized != "none" else None
     block = triton.next_power_of_2(width)
@@ -88,6 +108,8 @@ def rms_norm(
             stream if stream is not None else out,
             scale if scale is not None else weight,
             x.stride(0),
+            inner,
+            inner_stride,
             width,
             eps,
             BLOCK=block,
@@ -97,3 +119,19 @@ def rms_norm(
             num_warps=max(1, min(16, block // 512)),
         )
     return Normed(out, stream, scale)
+
+
+class TritonNorm:
+    """One pass over each row, sum with the residual included."""
+
+    name = "triton"
+
+    def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See NormBackend."""
+        return rms_norm(x, weight, eps).out
+
+    def added(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See NormBackend."""
+        normed = rms_norm(change, weight, eps, residual=x)
+        assert normed.residual is not None, "asked for"
+        return normed.residual, normed.out

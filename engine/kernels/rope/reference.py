@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.paged_cache import LayerCache
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [T, H, D] with its first R dimensions turned by the angles of cos and sin [T, R/2], in float32.
@@ -26,3 +28,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     if x.shape[-1] == 2 * half:
         return turned
     return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+class TorchRope:
+    """Rotation, then the cache's own write."""
+
+    name = "torch"
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        cache: LayerCache,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        """See RopeBackend."""
+        cache.write(rotate(k, cos, sin, interleaved=interleaved), v, slots)
+        return rotate(q, cos, sin, interleaved=interleaved)

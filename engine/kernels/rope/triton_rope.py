@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.norm.triton_norm import LIMITS
+from engine.kernels.norm.triton_norm import LIMITS, scaled_row
 from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
 
 CACHE_LIMITS = {torch.int8: LIMITS["int8"], torch.float8_e4m3fn: LIMITS["fp8"]}
@@ -41,14 +41,9 @@ def _turned(row, cos, sin, half, INTERLEAVED: tl.constexpr, DIM: tl.constexpr, B
 
 @triton.jit
 def _store(values, target, scale_at, inside, LIMIT: tl.constexpr, ROUND: tl.constexpr):
-    """Writes one head's vector to the cache, with its scale where the cache is quantized."""
+    """Writes one head's vector (zeros outside) to the cache, with its scale where the cache is quantized."""
     if LIMIT > 0:
-        largest = tl.max(tl.where(inside, tl.abs(values), 0.0), axis=0)
-        scale = largest / LIMIT
-        usable = (scale > 0) & (scale < float("inf"))
-        values = tl.where(usable, values / scale, 0.0)
-        if ROUND:
-            values = (values + 12582912.0) - 12582912.0
+        values, scale = scaled_row(values, LIMIT, ROUND)
         tl.store(scale_at, scale)
     tl.store(target, values.to(target.dtype.element_ty), mask=inside)
 
@@ -158,3 +153,24 @@ def rope_and_store(
             num_warps=1 if key_dim <= 128 else 4,
         )
     return out
+
+
+class TritonRope:
+    """Rotation and cache write in one launch."""
+
+    name = "triton"
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        cache: PlainCache | QuantizedCache,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        """See RopeBackend."""
+        return rope_and_store(q, k, v, cos, sin, slots, cache, interleaved=interleaved)

@@ -59,11 +59,27 @@ def test_norm_of_a_poisoned_row_is_poisoned_and_others_are_not() -> None:
     assert out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("quantized", ["int8", "fp8"])
+def test_quantizing_says_which_row_was_poisoned(quantized: str) -> None:
+    x, weight = drawn(3, 64), drawn(64, seed=1)
+    x[1, 5] = float("nan")
+    normed = rms_norm(x, weight, 1e-6, quantized=quantized)  # type: ignore[arg-type]
+    assert normed.scale is not None
+    assert normed.scale.isfinite().tolist() == [True, False, True]
+
+
+def test_norm_takes_columns_of_heads() -> None:
+    x, weight = drawn(3, 90), drawn(10, seed=1)
+    heads = x[:, 20:60].unflatten(1, (4, 10))
+    torch.testing.assert_close(rms_norm(heads, weight, 1e-6).out, reference_norm(heads, weight, 1e-6))
+
+
 @pytest.mark.parametrize("name", sorted(GATES))
 @pytest.mark.parametrize("size", [1, 33, 1100])
 def test_gates_equal_the_reference(name: str, size: int) -> None:
     x = drawn(3, 2 * size) * 4
-    torch.testing.assert_close(gate(name, x), reference_gate(name, x), rtol=1e-5, atol=1e-6)
+    # Where erf or tanh cancels, what is left of magnitudes up to 200 is rounding.
+    torch.testing.assert_close(gate(name, x), reference_gate(name, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
