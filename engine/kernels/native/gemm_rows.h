@@ -1,6 +1,9 @@
 // Converts the rows of a product to the type that its weight wants.
 #pragma once
 
+#include <cstring>
+#include <vector>
+
 #include "gemm.h"
 #include "gemm_micro.h"
 
@@ -26,6 +29,7 @@ inline bool converts(const PackedWeight& weight) {
 }
 
 inline int64_t row_element_bytes(const PackedWeight& weight) {
+  if (weight.format == kFloat32) return sizeof(float);
   return weight.format == kInt8Dynamic ? 1 : sizeof(HalfKind::Row);
 }
 
@@ -97,6 +101,59 @@ inline void arrange_row(const float* from, const PackedWeight& weight, float* to
     const int64_t input = weight.order ? weight.order[i] : i;
     to[i] = weight.smoothing ? from[input] * weight.smoothing[input] : from[input];
   }
+}
+
+inline int64_t workspace_stride(const PackedWeight& weight) {
+  return weight.padded_inputs * row_element_bytes(weight);
+}
+
+// Where a copy of converted rows and what belongs to them lie.
+struct Copy {
+  char* rows;
+  float* scales;
+  float* sums;
+};
+
+inline int64_t num_sums(const PackedWeight& weight) {
+  return weight.minimums ? weight.inputs / weight.group_size : 0;
+}
+
+// Row `row` of a copy from the inputs at `from`.
+inline void convert_to(const PackedWeight& weight, const float* from, const Copy& copy, int64_t row) {
+  const int64_t groups = num_sums(weight);
+  thread_local std::vector<float> arranged;
+  if (weight.order || weight.smoothing) {
+    arranged.resize(weight.inputs);
+    arrange_row(from, weight, arranged.data());
+    from = arranged.data();
+  }
+  char* to = copy.rows + row * workspace_stride(weight);
+  if (weight.format == kFloat32) {
+    std::memcpy(to, from, weight.inputs * sizeof(float));
+  } else if (weight.format == kInt8Dynamic) {
+    copy.scales[row] = quantize_row(from, reinterpret_cast<uint8_t*>(to), weight.inputs, weight.padded_inputs);
+  } else {
+    auto* halves = reinterpret_cast<HalfKind::Row*>(to);
+    convert_row(from, halves, weight.inputs, weight.padded_inputs);
+    if (groups) sum_groups(halves, groups, weight.group_size, copy.sums + row * groups);
+  }
+}
+
+// Tiles read whole tile heights, so the rows after the last one must be there.
+inline int64_t padded_rows(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+// How a copy of num_rows rows lies in a workspace; `at` is a multiple of 64.
+inline Copy copy_at(const PackedWeight& weight, void* at, int64_t num_rows) {
+  const int64_t height = padded_rows(num_rows);
+  Copy copy;
+  copy.rows = static_cast<char*>(at);
+  copy.scales = reinterpret_cast<float*>(copy.rows + height * workspace_stride(weight));
+  copy.sums = copy.scales + height;
+  return copy;
+}
+
+inline Rows rows_of(const PackedWeight& weight, const Copy& copy) {
+  return {copy.rows, weight.padded_inputs, weight.format == kInt8Dynamic ? copy.scales : nullptr, copy.sums};
 }
 
 }  // namespace millrace

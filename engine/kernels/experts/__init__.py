@@ -1,0 +1,1 @@
+"""Sparse feed-forward layers on the native kernels; `engine.model.experts` is the same in torch."""

@@ -1,0 +1,263 @@
+"""The native ops of a sparse feed-forward layer (engine/kernels/native/experts.h).
+
+Shape letters: T tokens, E hidden size, X experts, A active experts, P = T A places, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.kernels.activation.native import KINDS, ActivationArgs
+from engine.kernels.linear.native import (
+    INPUT_MULTIPLE,
+    PackedWeight,
+    PackedWeightStruct,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
+from engine.kernels.native import NativeLibrary, Op
+
+SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
+GROUP_SCORES = {"best": 0, "two_best": 1}
+
+
+class RouteArgs(ctypes.Structure):
+    """Mirror of `RouteArgs`."""
+
+    _fields_ = (
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("correction", c_void_p),
+        ("ids", c_void_p),
+        ("shares", c_void_p),
+        ("num_experts", c_int64),
+        ("num_active", c_int64),
+        ("scoring", c_int64),
+        ("normalized", c_int64),
+        ("num_groups", c_int64),
+        ("num_active_groups", c_int64),
+        ("group_score", c_int64),
+        ("scaling", c_float),
+    )
+
+
+class ExpertPlanArgs(ctypes.Structure):
+    """Mirror of `ExpertPlanArgs`."""
+
+    _fields_ = (
+        ("num_rows", c_void_p),
+        ("ids", c_void_p),
+        ("num_places", c_void_p),
+        ("starts", c_void_p),
+        ("places", c_void_p),
+        ("ranks", c_void_p),
+        ("num_experts", c_int64),
+        ("num_active", c_int64),
+    )
+
+
+class ExpertGemmArgs(ctypes.Structure):
+    """Mirror of `ExpertGemmArgs`."""
+
+    _fields_ = (
+        ("starts", c_void_p),
+        ("places", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("workspace", c_void_p),
+        ("weights", c_void_p),
+        ("num_experts", c_int64),
+        ("num_active", c_int64),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+    )
+
+
+class ExpertSumArgs(ctypes.Structure):
+    """Mirror of `ExpertSumArgs`."""
+
+    _fields_ = (
+        ("num_rows", c_void_p),
+        ("shares", c_void_p),
+        ("ranks", c_void_p),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("num_active", c_int64),
+        ("width", c_int64),
+        ("rows_stride", c_int64),
+        ("out_stride", c_int64),
+        ("accumulate", c_int64),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose experts; fields mean what they mean in `engine.model.spec.ExpertSpec`."""
+
+    num_experts: int
+    num_active: int
+    scoring: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scaling: float = 1.0
+    num_groups: int = 0
+    num_active_groups: int = 0
+    group_score: Literal["best", "two_best"] = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayer:
+    """Packed weights of one layer: router [X, E], and for each expert [2 I, E] (gates first) and [E, I]."""
+
+    routing: Routing
+    router: PackedWeight
+    gate_up: Sequence[PackedWeight]
+    down: Sequence[PackedWeight]
+    activation: str
+    correction: Tensor | None = None  # [X], takes part in the choice alone
+
+
+class ExpertBuffers:
+    """What lies between the ops of a sparse layer; one serves all layers of a program in turn."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        routing: Routing,
+        *,
+        max_tokens: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_threads: int,
+    ) -> None:
+        experts, active = routing.num_experts, routing.num_active
+        num_places = max_tokens * active
+        self.logits = torch.empty(max_tokens, experts)
+        self.ids = torch.empty(max_tokens, active, dtype=torch.int64)
+        self.shares = torch.empty(max_tokens, active)
+        self.num_places = torch.zeros(1, dtype=torch.int64)
+        self.starts = torch.empty(experts + 1, dtype=torch.int64)
+        self.places = torch.empty(num_places, dtype=torch.int64)
+        self.ranks = torch.empty(num_places, dtype=torch.int64)
+        self.gate_up = torch.empty(num_places, 2 * intermediate_size)
+        self.changes = torch.empty(num_places, hidden_size)
+        self.router_workspace = make_workspace(library, max_tokens, hidden_size, num_threads)
+        widest = -(-max(hidden_size, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
+        needed = library.function("millrace_expert_workspace", c_int64, (c_int64,) * 3)
+        self.workspace = torch.empty(int(needed(num_places, experts, widest)), dtype=torch.uint8)
+
+
+def sparse_ops(
+    library: NativeLibrary,
+    layer: SparseLayer,
+    buffers: ExpertBuffers,
+    num_rows: int,
+    x: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool,
+) -> list[Op]:
+    """Ops that compute out [T, E] (+)= the layer of x [T, E]; `num_rows` is the address of T as int64.
+
+    Rows of x and out may lie in wider ones; they must not overlap unless `accumulate` is false.
+    """
+    routing, width = layer.routing, layer.down[0].inputs
+    assert len(layer.gate_up) == len(layer.down) == routing.num_experts, "weights of every expert"
+    logits, gate_up, changes = buffers.logits, buffers.gate_up, buffers.changes
+    router = gemm_args(
+        layer.router,
+        num_rows,
+        x.data_ptr(),
+        logits.data_ptr(),
+        buffers.router_workspace.data_ptr(),
+        x_stride=x.stride(0),
+    )
+    correction = None if layer.correction is None else layer.correction.float().contiguous()
+    route = RouteArgs(
+        num_rows,
+        logits.data_ptr(),
+        None if correction is None else correction.data_ptr(),
+        buffers.ids.data_ptr(),
+        buffers.shares.data_ptr(),
+        routing.num_experts,
+        routing.num_active,
+        SCORINGS[routing.scoring],
+        int(routing.normalized),
+        routing.num_groups,
+        routing.num_active_groups,
+        GROUP_SCORES[routing.group_score],
+        routing.scaling,
+    )
+    plan = ExpertPlanArgs(
+        num_rows,
+        buffers.ids.data_ptr(),
+        buffers.num_places.data_ptr(),
+        buffers.starts.data_ptr(),
+        buffers.places.data_ptr(),
+        buffers.ranks.data_ptr(),
+        routing.num_experts,
+        routing.num_active,
+    )
+    activation = ActivationArgs(
+        None,
+        buffers.num_places.data_ptr(),
+        gate_up.data_ptr(),
+        gate_up.data_ptr(),
+        width,
+        gate_up.stride(0),
+        KINDS[layer.activation],
+    )
+    total = ExpertSumArgs(
+        num_rows,
+        buffers.shares.data_ptr(),
+        buffers.ranks.data_ptr(),
+        changes.data_ptr(),
+        out.data_ptr(),
+        routing.num_active,
+        layer.down[0].outputs,
+        changes.stride(0),
+        out.stride(0),
+        int(accumulate),
+    )
+    return [
+        *product_ops(library, router, layer, buffers, x),
+        Op(library, "route", route, buffers, correction),
+        Op(library, "expert_plan", plan, buffers),
+        *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
+        Op(library, "activation", activation, buffers),
+        *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
+        Op(library, "expert_sum", total, buffers, out),
+    ]
+
+
+def _expert_products(
+    library: NativeLibrary,
+    weights: Sequence[PackedWeight],
+    buffers: ExpertBuffers,
+    x: Tensor,
+    out: Tensor,
+    places: Tensor | None,
+    routing: Routing,
+) -> list[Op]:
+    structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
+    args = ExpertGemmArgs(
+        buffers.starts.data_ptr(),
+        None if places is None else places.data_ptr(),
+        x.data_ptr(),
+        out.data_ptr(),
+        buffers.workspace.data_ptr(),
+        ctypes.addressof(structs),
+        routing.num_experts,
+        routing.num_active,
+        x.stride(0),
+        out.stride(0),
+    )
+    keep = (structs, list(weights), buffers, x, out)
+    return [Op(library, "expert_rows", args, *keep), Op(library, "expert_gemm", args, *keep)]

@@ -1,0 +1,215 @@
+"""Native sparse layers against torch's, every way of routing, every format of weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int64
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.activation import gate
+from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
+from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from engine.kernels.linear.native import NativePacker
+from engine.kernels.native import NativeLibrary
+from engine.model.experts import Router
+
+HIDDEN, INTERMEDIATE = 96, 160
+ROUTINGS = {
+    "softmax": Routing(num_experts=9, num_active=3),
+    "not normalized": Routing(num_experts=5, num_active=2, normalized=False, scaling=2.5),
+    "all": Routing(num_experts=4, num_active=4),
+    "softmax of best": Routing(num_experts=32, num_active=4, scoring="softmax_of_best"),
+    "sigmoid": Routing(
+        num_experts=24,
+        num_active=6,
+        scoring="sigmoid",
+        scaling=1.5,
+        num_groups=4,
+        num_active_groups=2,
+        group_score="two_best",
+    ),
+    "best of groups": Routing(num_experts=16, num_active=3, num_groups=4, num_active_groups=2),
+}
+
+
+@pytest.fixture
+def native(product_level: NativeLibrary) -> NativeLibrary:
+    """Every level that has products of its own."""
+    return product_level
+
+
+def dense(outputs: int, inputs: int) -> WeightFormat:
+    """bfloat16."""
+    return DenseWeight(values=(torch.randn(outputs, inputs) / inputs**0.5).bfloat16())
+
+
+def int8(outputs: int, inputs: int) -> WeightFormat:
+    """A scale per output."""
+    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    return Int8Weight(values=levels, scale=torch.rand(outputs, 1) / 700)
+
+
+def w8a8(outputs: int, inputs: int) -> WeightFormat:
+    """Rows are rounded, too, and smoothed by each expert in its own way."""
+    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    scale = torch.rand(outputs, 1) / 700
+    return Int8Weight(values=levels, scale=scale, activations="int8", smoothing=torch.rand(inputs) + 0.5)
+
+
+def mxfp4(outputs: int, inputs: int) -> WeightFormat:
+    """As expanded from gpt-oss."""
+    levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    values = levels[torch.randint(0, len(levels), (outputs, inputs))]
+    return Int8Weight(values=values, scale=2.0 ** torch.randint(-8, -5, (outputs, inputs // 32)).float())
+
+
+def int4(outputs: int, inputs: int) -> WeightFormat:
+    """Some experts have minimums and some have an order of their own."""
+    groups = (outputs, inputs // 32)
+    packed = pack_levels(torch.randint(0, 16, (outputs, inputs)))
+    order = torch.randperm(inputs) if torch.rand(()) < 0.5 else None
+    minimum = torch.randn(groups) / 10 if torch.rand(()) < 0.5 else None
+    return Int4Weight(packed=packed, scale=torch.rand(groups) / 50, minimum=minimum, order=order)
+
+
+class Layer:
+    """A sparse layer of random weights, packed, and its inputs' way through torch."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        routing: Routing,
+        make: Callable[[int, int], WeightFormat] = dense,
+        *,
+        max_tokens: int = 100,
+        threads: int = 2,
+    ) -> None:
+        self.native, self.routing, self.threads = native, routing, threads
+        self.router = torch.randn(routing.num_experts, HIDDEN) / HIDDEN**0.5
+        self.correction = torch.rand(routing.num_experts) if routing.scoring == "sigmoid" else None
+        self.gate_up = [make(2 * INTERMEDIATE, HIDDEN) for _ in range(routing.num_experts)]
+        self.down = [make(HIDDEN, INTERMEDIATE) for _ in range(routing.num_experts)]
+        self.biases = [torch.randn(HIDDEN) / 4 for _ in self.down]
+        packer = NativePacker(native, num_threads=threads)
+        self.layer = SparseLayer(
+            routing=routing,
+            router=packer.pack(DenseWeight(values=self.router)),
+            gate_up=[packer.pack(weight) for weight in self.gate_up],
+            down=[packer.pack(weight, bias) for weight, bias in zip(self.down, self.biases, strict=True)],
+            activation="silu",
+            correction=self.correction,
+        )
+        self.buffers = ExpertBuffers(
+            native,
+            routing,
+            max_tokens=max_tokens,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            num_threads=threads,
+        )
+        for buffer in (self.buffers.logits, self.buffers.shares, self.buffers.gate_up, self.buffers.changes):
+            buffer.fill_(float("nan"))
+        for workspace in (self.buffers.workspace, self.buffers.router_workspace):
+            workspace.fill_(255)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The native result, inside a wider tensor of NaN."""
+        wide = torch.full((len(x), HIDDEN + 5), float("nan"))[:, 2 : HIDDEN + 2]
+        if out is not None:
+            wide.copy_(out)
+        count = c_int64(len(x))
+        address = ctypes.addressof(count)
+        ops = sparse_ops(self.native, self.layer, self.buffers, address, x, wide, accumulate=out is not None)
+        self.native.run(ops, num_threads=self.threads)
+        return wide
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and shares by the router of the model."""
+        router = Router.__new__(Router)
+        fields: Any = SimpleNamespace(**vars_of(self.routing))
+        router.experts, router.correction, router.bias = fields, self.correction, None
+        router.product = lambda rows, bias: rows @ self.router.T
+        return router(x)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """In float64, by dequantized weights."""
+        ids, shares = self.chosen(x)
+        out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+        for row in range(len(x)):
+            for expert, share in zip(ids[row].tolist(), shares[row], strict=True):
+                up = x[row].double() @ self.gate_up[expert].dequantize().double().T
+                down = gate("silu", up[None])[0] @ self.down[expert].dequantize().double().T
+                out[row] += share * (down + self.biases[expert])
+        return out
+
+
+def vars_of(routing: Routing) -> dict[str, Any]:
+    """Fields by name."""
+    return {name: getattr(routing, name) for name in routing.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing(native: NativeLibrary, name: str) -> None:
+    torch.manual_seed(len(name))
+    layer = Layer(native, ROUTINGS[name])
+    x = torch.randn(77, HIDDEN)
+    out = layer(x)
+    ids, shares = layer.chosen(x)
+    assert torch.equal(layer.buffers.ids[:77], ids)
+    assert torch.allclose(layer.buffers.shares[:77], shares, rtol=1e-5)
+    assert torch.allclose(out.double(), layer.exact(x), atol=0.02)
+    again = layer(x, out.clone())
+    assert torch.allclose(again, 2 * out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [dense, int8, w8a8, mxfp4, int4])
+def test_formats(native: NativeLibrary, make: Callable[[int, int], WeightFormat]) -> None:
+    torch.manual_seed(3)
+    layer = Layer(native, ROUTINGS["softmax"], make)
+    x = torch.randn(41, HIDDEN)
+    exact = layer.exact(x)
+    error = (layer(x) - exact).abs().max() / exact.abs().max()
+    assert error < (0.03 if make is w8a8 else 0.01)
+
+
+@pytest.mark.parametrize("make", [dense, int8, w8a8, mxfp4, int4])
+def test_a_token_does_not_depend_on_the_others(
+    native: NativeLibrary, make: Callable[[int, int], WeightFormat]
+) -> None:
+    torch.manual_seed(4)
+    layer = Layer(native, ROUTINGS["softmax"], make)
+    x = torch.randn(100, HIDDEN)
+    whole = layer(x)
+    assert whole.isfinite().all()
+    for rows in (1, 2, 7, 50):
+        assert torch.equal(layer(x[-rows:]), whole[-rows:])
+    # All of them with one expert, and others with none.
+    crowd = layer(x[3:4].repeat(100, 1))
+    assert torch.equal(crowd, whole[3:4].expand(100, -1))
+    layer.threads = 1
+    assert torch.equal(layer(x), whole)
+    assert layer(x[:0]).shape == (0, HIDDEN)
+
+
+def test_a_broken_token_is_its_own_fault(native: NativeLibrary) -> None:
+    torch.manual_seed(5)
+    layer = Layer(native, ROUTINGS["sigmoid"])
+    x = torch.randn(20, HIDDEN)
+    sound = layer(x)
+    x[7, 5], x[11, 0] = float("nan"), float("inf")
+    out = layer(x)
+    assert not out[[7, 11]].isfinite().any()
+    others = [row for row in range(20) if row not in (7, 11)]
+    assert torch.equal(out[others], sound[others])
+
+
+def test_equal_experts_are_taken_in_order(native: NativeLibrary) -> None:
+    layer = Layer(native, Routing(num_experts=8, num_active=3))
+    layer(torch.zeros(4, HIDDEN))
+    assert layer.buffers.ids[:4].tolist() == [[0, 1, 2]] * 4
