@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +44,39 @@ def generate(runner: TorchRunner, vocab_size: int, *, num_tokens: int = 24) -> l
     return done
 
 
-# Names of tests/unit/engine/checkpoints.
-LOWERED = ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2"]
+# Latent attention in dense layers; wide latents, and queries with and without a rank of their own.
+LATENT = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Name to a model type of tests/unit/engine/checkpoints and changes to its configuration.
+LOWERED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {})
+        for name in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo2")
+    },
+    "latent": ("deepseek_v3", LATENT),
+    "latent-yarn": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+}
 
 
 @pytest.mark.parametrize("family", LOWERED)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_family_gives_the_tokens_of_torch(family: str, num_threads: int, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family)
+    model_type, changes = LOWERED[family]
+    make_checkpoint(tmp_path, model_type, **changes)
     native = open_runner(tmp_path, native="required", num_threads=num_threads)
     assert isinstance(native.model, NativeDecoder)
     ours = generate(native, 199)
@@ -62,7 +88,8 @@ def test_a_family_gives_the_tokens_of_torch(family: str, num_threads: int, tmp_p
 
 @pytest.mark.parametrize("family", LOWERED)
 def test_bfloat16_is_near_float32(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family)
+    model_type, changes = LOWERED[family]
+    make_checkpoint(tmp_path, model_type, **changes)
     ours = generate(open_runner(tmp_path, native="required", dtype="bfloat16"), 199, num_tokens=1)
     theirs = generate(open_runner(tmp_path, native="off"), 199, num_tokens=1)
     for job, other in zip(ours, theirs, strict=True):
