@@ -66,6 +66,14 @@ def _prefix(rows: Rows) -> list[Line]:
     ]
 
 
+def _burst(rows: Rows) -> list[Line]:
+    ours = next(index for index, row in enumerate(rows) if row["configuration"].startswith("ours"))
+    return [
+        _pair(rows, "answers' longest gap ms", "ms", last=ours),
+        _pair(rows, "burst TTFT p99 s", "s", last=ours),
+    ]
+
+
 def _invariance(rows: Rows) -> list[Line]:
     plain, ours = (f"{row['same tokens alone and together']} of {row['requests']}" for row in rows)
     return [("bfloat16, same tokens alone and among 31 others", plain, ours)]
@@ -135,6 +143,7 @@ def _process_split(rows: Rows) -> list[Line]:
 
 
 BENCHMARKS: dict[str, Callable[[Rows], list[Line]]] = {
+    "burst": _burst,
     "convoy": _convoy,
     "fairness": _fairness,
     "tiers": _tiers,

@@ -1,7 +1,8 @@
 """What the machine's memory and matrix units allow: the lower bound of a run's time.
 
-A decode step reads all weights and the KV of every running sequence; prompts cost two operations per
-parameter and token. Both rates are measured in this run.
+A decode step reads all weights and the KV of every running sequence, and multiplies every weight with every
+sequence's row; prompts cost two operations per parameter and token. All rates are measured in this run. The
+bfloat16 rate is that of the faster of torch's product and ours; int8 rows have a rate of their own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from statistics import median
 
 import torch
 
+from benchmarks.kernels.cpu import measure, read_bandwidth, weights_of
 from benchmarks.peers.checkpoints import SHAPES, kv_values_per_token, matrix_parameters
 from benchmarks.peers.loads import Load
+from engine.kernels.native import load_native
 
 REPEATS = 7
 
@@ -24,17 +27,25 @@ class Machine:
     """Measured rates."""
 
     read_bytes_per_s: float
-    gemm_flops_per_s: float
+    bfloat16_flops_per_s: float
+    int8_ops_per_s: float
 
 
-def measure_machine(num_bytes: int = 1 << 30) -> Machine:
-    """Reads a large buffer with all cores, and multiplies large bfloat16 matrices; the best of a few runs."""
-    buffer = torch.ones(num_bytes // 8, dtype=torch.float64)
-    left = torch.randn(2048, 2048, dtype=torch.bfloat16)
-    right = torch.randn(2048, 4096, dtype=torch.bfloat16)
-    read_s = min(_seconds(buffer.sum) for _ in range(REPEATS))
-    gemm_s = median(_seconds(lambda: left @ right) for _ in range(REPEATS))
-    return Machine(read_bytes_per_s=num_bytes / read_s, gemm_flops_per_s=2 * 2048 * 2048 * 4096 / gemm_s)
+def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -> Machine:
+    """Reads a buffer far larger than the caches with all cores, and multiplies large matrices."""
+    library = load_native()
+    threads = library.num_threads(0)
+    torch.set_num_threads(threads)
+    left, right = (torch.randn(size, inputs, dtype=torch.bfloat16) for size in (rows, outputs))
+    torch_s = median(_seconds(lambda: left @ right.T) for _ in range(REPEATS))
+    formats = weights_of(outputs, inputs)
+    ours_s = {name: measure(library, formats[name][0], 2, rows, threads) for name in ("bfloat16", "w8a8")}
+    num_operations = 2.0 * rows * outputs * inputs
+    return Machine(
+        read_bytes_per_s=read_bandwidth(library, threads),
+        bfloat16_flops_per_s=num_operations / min(torch_s, ours_s["bfloat16"]),
+        int8_ops_per_s=num_operations / ours_s["w8a8"],
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -43,18 +54,36 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def bound_tokens_per_s(
-    machine: Machine, checkpoint: str, load: Load, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0
-) -> float:
-    """Output tokens per second that no server can pass whose weights and KV have these bytes per value."""
-    parameters = matrix_parameters(checkpoint)
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of a weight and of a KV value, and whether products take int8 rows."""
+
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    int8_rows: bool = False
+
+    def flops_per_s(self, machine: Machine) -> float:
+        """The rate at which a machine multiplies in this precision."""
+        return machine.int8_ops_per_s if self.int8_rows else machine.bfloat16_flops_per_s
+
+
+def bound_tokens_per_s(machine: Machine, checkpoint: str, load: Load, precision: Precision) -> float:
+    """Output tokens per second that no server can pass whose weights and KV have this precision."""
+    parameters, rate = matrix_parameters(checkpoint), precision.flops_per_s(machine)
     head = int(SHAPES[checkpoint]["vocab_size"] * SHAPES[checkpoint]["hidden_size"])
     context = load.shared_tokens + load.input_tokens + load.output_tokens / 2
     # A prefix that all share is read once per step.
     own = context - load.shared_tokens
-    kv = kv_values_per_token(checkpoint) * kv_bytes * (load.shared_tokens + own * load.concurrency)
+    kv_values = kv_values_per_token(checkpoint) * (load.shared_tokens + own * load.concurrency)
+    read_s = (parameters * precision.weight_bytes + kv_values * precision.kv_bytes) / machine.read_bytes_per_s
+    multiply_s = 2 * parameters * load.concurrency / rate
     steps = load.output_tokens * load.num_requests / load.concurrency
-    decode_s = steps * (parameters * weight_bytes + kv) / machine.read_bytes_per_s
     prompt_tokens = load.input_tokens * load.num_requests + load.shared_tokens
-    prefill_s = 2 * (parameters - head) * prompt_tokens / machine.gemm_flops_per_s
-    return load.output_tokens * load.num_requests / (decode_s + prefill_s)
+    prefill_s = 2 * (parameters - head) * prompt_tokens / rate
+    return load.output_tokens * load.num_requests / (steps * max(read_s, multiply_s) + prefill_s)
+
+
+def prefill_bound_tokens_per_s(machine: Machine, checkpoint: str, precision: Precision) -> float:
+    """Prompt tokens per second at the machine's rate of multiplication."""
+    head = int(SHAPES[checkpoint]["vocab_size"] * SHAPES[checkpoint]["hidden_size"])
+    return precision.flops_per_s(machine) / (2 * (matrix_parameters(checkpoint) - head))

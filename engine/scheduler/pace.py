@@ -6,6 +6,12 @@ import math
 
 # Weight of the newest step in the averages.
 _ALPHA = 0.1
+# Tokens from which on a chunk is computed as fast per token as a larger one, on any device that is slow
+# enough for a step to be cut by time.
+LEAST_CHUNK_TOKENS = 64
+# A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
+# prompts wait, and a burst that is cut too fine would take much longer as a whole.
+LEAST_CHUNK_PER_DECODE = 8
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
 
@@ -18,6 +24,8 @@ class StepPace:
         self.decode_tokens_per_s = 0.0
         # Of steps that used up their budget: what the engine can do, not what it was asked for.
         self.full_prefill_tokens_per_s = 0.0
+        # All tokens of steps that computed a chunk of prompt.
+        self.chunk_tokens_per_s = 0.0
 
     def observe(self, prefill: int, decode: int, seconds: float, *, full: bool = False) -> None:
         """Books one step that computed so many prefill and decode tokens in `seconds`."""
@@ -28,6 +36,9 @@ class StepPace:
             if full:
                 rate = prefill / seconds
                 self.full_prefill_tokens_per_s = _average(self.full_prefill_tokens_per_s, rate)
+            if prefill >= LEAST_CHUNK_TOKENS:
+                rate = (prefill + decode) / seconds
+                self.chunk_tokens_per_s = _average(self.chunk_tokens_per_s, rate)
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 

@@ -21,7 +21,7 @@ class PlanDraft:
         self.now = now
         # Prompt blocks that somebody computes already; None where nobody may wait for them.
         self.under_way = under_way
-        self.budget = budget
+        self.budget = self.whole_budget = budget
         self.long_budget = long_budget
         self.rows: dict[int, Row] = {}
         self.new: dict[int, NewSequence] = {}
@@ -44,6 +44,13 @@ class PlanDraft:
         self.budget -= row.num_tokens
         if row.is_long:
             self.long_budget -= row.num_tokens
+
+    def limit(self, num_tokens: int, long_share: float) -> None:
+        """Lets prompts take no more than so many of the tokens that are left."""
+        cut = max(0, self.budget - num_tokens)
+        self.budget -= cut
+        self.whole_budget -= cut
+        self.long_budget = min(self.long_budget, max(1, int(num_tokens * long_share)))
 
     def drop(self, sequence: Sequence) -> None:
         """Takes out the row of a running sequence that is displaced after all."""

@@ -13,6 +13,7 @@ promised to it: so the number of preemptions is bounded, and whoever is left can
 from __future__ import annotations
 
 from engine.scheduler.admitter import Admitter
+from engine.scheduler.pace import LEAST_CHUNK_PER_DECODE, LEAST_CHUNK_TOKENS
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
@@ -47,6 +48,8 @@ class Planner:
             under_way=BlocksUnderWay(state.running, state.cache.block_size) if shares else None,
         )
         prefills = self._plan_decodes(draft, allowed)
+        if draft.rows:
+            draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
         self._plan_prefills(draft, prefills, allowed)
         if draft.budget > 0 or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
@@ -54,6 +57,15 @@ class Planner:
         if state.running and not draft.rows and not state.in_flight and allowed is None:
             state.retreat(now)
         return self._seal(draft)
+
+    def _chunk_tokens(self, draft: PlanDraft) -> int:
+        """Prompt tokens that bring a step with the draft's decodes to its target time."""
+        target_s, rate = self._config.step_target_ms / 1000, self._state.speed.chunk_tokens_per_s
+        if not target_s or not rate:
+            return draft.budget
+        num_decodes = draft.whole_budget - draft.budget
+        least = max(LEAST_CHUNK_TOKENS, LEAST_CHUNK_PER_DECODE * num_decodes)
+        return max(least, int(target_s * rate) - num_decodes)
 
     def _seal(self, draft: PlanDraft) -> SchedulerOutput:
         state = self._state
@@ -87,7 +99,7 @@ class Planner:
             # The runner drops states before it copies them, so copied ones go with the next plan.
             state.released = [each for each in state.outlived if each in copied]
             state.outlived.clear()
-            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows))
+            state.in_flight.append(StepInFlight(draft.step_id, draft.now, draft.rows, draft.whole_budget))
             self._next_step_id += 1
         return plan
 

@@ -35,7 +35,7 @@ class ResultHandler:
         seconds = result.compute_s or now - started
         prefill = sum(row.num_tokens for row in step.rows.values() if row.is_prefill)
         total = sum(row.num_tokens for row in step.rows.values())
-        full = total >= _FULL_SHARE * self._state.config.max_num_batched_tokens
+        full = total >= _FULL_SHARE * step.budget
         self._state.speed.observe(prefill, total - prefill, seconds, full=full)
         long_share = self._long_share(step)
         results = {each.sequence_id: each for each in result.results}

@@ -46,6 +46,8 @@ class StepInFlight:
     step_id: int
     planned_s: float
     rows: dict[int, Row]
+    # Tokens that it might have had.
+    budget: int
     # A step before it failed: what it computed rests on nothing.
     void: bool = False
 

@@ -68,6 +68,8 @@ class CheckedRunner:
     # Drafts to propose after a sequence's tokens, for speculation.
     propose: Callable[[State], tuple[int, ...]] = lambda state: ()
     poison_token_id: int = -1
+    # What a step says that it took, in seconds.
+    compute_s: float = 0.001
     states: dict[int, State] = field(default_factory=dict)
     num_computed_tokens: int = 0
     num_released: int = 0
@@ -109,7 +111,7 @@ class CheckedRunner:
                     self._slot(state, position, -1)
             return FinishedStep(StepResult(plan.step_id, (), failure=failure), self)
         results = tuple(self._compute(row) for row in plan.scheduled)
-        return FinishedStep(StepResult(plan.step_id, results, 0.001), self)
+        return FinishedStep(StepResult(plan.step_id, results, self.compute_s), self)
 
     def num_states(self) -> int:
         return len(self.states)
