@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.kernels.activation import gate
 from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
+from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary
@@ -131,11 +132,13 @@ class Layer:
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and shares by the router of the model."""
-        router = Router.__new__(Router)
+        router: Any = Router.__new__(Router)
         fields: Any = SimpleNamespace(**vars_of(self.routing))
-        router.experts, router.correction, router.bias = fields, self.correction, None
-        router.product = lambda rows, bias: rows @ self.router.T
-        return router(x)
+        router.experts, router.correction = fields, self.correction
+        router.product = lambda rows: rows @ self.router.T
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
+        ids, shares = router(padded)
+        return ids[: len(x)], shares[: len(x)]
 
     def exact(self, x: Tensor) -> Tensor:
         """In float64, by dequantized weights."""

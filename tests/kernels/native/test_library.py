@@ -37,6 +37,25 @@ def test_args_of_another_size_are_refused(native: NativeLibrary) -> None:
         Op(native, "embedding", StepStruct())
 
 
+@pytest.mark.parametrize(
+    ("vendor", "levels"),
+    [
+        ("AuthenticAMD", ["avx2", "avx512", "avx512_bf16"]),
+        ("GenuineIntel", ["avx2", "avx512_bf16", "avx512"]),
+    ],
+)
+def test_the_best_level_depends_on_who_made_the_processor(
+    vendor: str, levels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Intel's bfloat16 dot product is half as fast as its float32 multiply-adds."""
+    flags = " ".join(sorted(build.NEEDS["avx512_bf16"] | build.NEEDS["avx2"]))
+    monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}")
+    assert build.machine_levels() == levels
+    tiles = " ".join(build.NEEDS["amx"])
+    monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {tiles}")
+    assert build.machine_levels() == [*levels, "amx"]
+
+
 def test_several_processes_build_at_once(tmp_path: Path) -> None:
     code = "from engine.kernels.native import load_native; print(load_native().path)"
     environment = {**os.environ, "NATIVE_KERNELS_CACHE": str(tmp_path), "NATIVE_KERNELS_LEVEL": "avx2"}
