@@ -134,7 +134,7 @@ class _Watch:
 
 
 def linears(part: object) -> Iterator[Linear]:
-    """Every Linear inside a layer."""
+    """Every Linear inside a layer, but for those of experts and their router."""
     for value in vars(part).values():
         if isinstance(value, Linear):
             yield value

@@ -8,16 +8,16 @@ Shape letters: T tokens, E hidden size, X experts, A active experts, I intermedi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.activation import gate
-from engine.kernels.linear import ROW_MULTIPLE, Product, WeightFormat, pack_linear
+from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, GroupedProduct, WeightFormat
 from engine.kernels.linear.formats import rows_of
-from engine.model.layers import FeedForward
+from engine.kernels.selection import Kernels
+from engine.model.layers import FeedForward, Linear
 from engine.model.spec import ExpertSpec, ModelSpec
 from engine.model.weights import WeightReader
 
@@ -28,10 +28,11 @@ class Router:
     def __init__(self, weights: WeightReader, name: str, spec: ModelSpec, experts: ExpertSpec) -> None:
         self.experts = experts
         shape = (experts.num_experts, spec.hidden_size)
-        self.product = pack_linear(weights.take(f"{name}.weight", shape, dtype=torch.float32))
-        self.bias: Tensor | None = None
+        weight = DenseWeight(values=weights.take(f"{name}.weight", shape, dtype=torch.float32))
+        bias = None
         if experts.layout == "gpt_oss":
-            self.bias = weights.take(f"{name}.bias", shape[:1], dtype=torch.float32)
+            bias = weights.take(f"{name}.bias", shape[:1], dtype=torch.float32)
+        self.product = Linear.of(weight, weights.kernels.linear, bias)
         self.correction: Tensor | None = None
         if experts.correction_bias:
             self.correction = weights.take(f"{name}.e_score_correction_bias", shape[:1], dtype=torch.float32)
@@ -39,7 +40,7 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, E] -> ids [T, A] and weights [T, A] in float32."""
         experts = self.experts
-        logits = self.product(x.float(), self.bias)
+        logits = self.product(x.float())
         if experts.scoring == "softmax_of_best":
             best = torch.topk(logits, experts.num_active, dim=-1)
             return best.indices, torch.softmax(best.values, -1)
@@ -72,17 +73,58 @@ class Expert:
     """One gated feed-forward."""
 
     def __init__(
-        self, gate_up: WeightFormat, down: WeightFormat, biases: tuple[Tensor, Tensor] | None = None
+        self,
+        kernels: Kernels,
+        gate_up: WeightFormat,
+        down: WeightFormat,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.gate_up_weight, self.down_weight = gate_up, down
-        self.gate_up: Product = pack_linear(gate_up)  # [2 I, E]
-        self.down: Product = pack_linear(down)  # [E, I]
-        self.gate_up_bias: Tensor | None = biases[0] if biases else None
-        self.down_bias: Tensor | None = biases[1] if biases else None
+        first, second = biases or (None, None)
+        self._gate = kernels.gate
+        self.gate_up = Linear.of(gate_up, kernels.linear, first)  # [2 I, E]
+        self.down = Linear.of(down, kernels.linear, second)  # [E, I]
 
     def __call__(self, x: Tensor, activation: str) -> Tensor:
         """x [rows, E] -> [rows, E]; rows a multiple of 16."""
-        return self.down(gate(activation, self.gate_up(x, self.gate_up_bias)), self.down_bias)
+        return self.down(self._gate(activation, self.gate_up(x)))
+
+
+class ExpertsTogether:
+    """All experts of a layer in two grouped products, so that the host need not know who chose whom."""
+
+    def __init__(
+        self, experts: list[Expert], gate_up: GroupedProduct, down: GroupedProduct, kernels: Kernels
+    ) -> None:
+        self._gate_up, self._down, self._gate = gate_up, down, kernels.gate
+        self._biases: tuple[Tensor, Tensor] | None = None  # [X, 2 I], [X, E]
+        gate_biases = [expert.gate_up.bias for expert in experts if expert.gate_up.bias is not None]
+        down_biases = [expert.down.bias for expert in experts if expert.down.bias is not None]
+        if gate_biases:
+            self._biases = torch.stack(gate_biases), torch.stack(down_biases)
+
+    @classmethod
+    def of(cls, experts: list[Expert], kernels: Kernels) -> ExpertsTogether | None:
+        """The experts as the back end groups them, or None where it cannot."""
+        gate_up = kernels.linear.grouped([_weight(expert.gate_up) for expert in experts])
+        if gate_up is None:
+            return None
+        down = kernels.linear.grouped([_weight(expert.down) for expert in experts])
+        return None if down is None else cls(experts, gate_up, down, kernels)
+
+    def __call__(self, x: Tensor, ids: Tensor, activation: str) -> Tensor:
+        """x [T, E], ids [T, A] -> [T * A, E], each token's experts side by side."""
+        flat = ids.flatten()
+        choice = flat.int()
+        inner = self._gate_up(x, choice, rows_per_input=ids.shape[1])
+        if self._biases is not None:
+            inner = inner + self._biases[0].index_select(0, flat)
+        out = self._down(self._gate(activation, inner), choice, rows_per_input=1)
+        return out if self._biases is None else out + self._biases[1].index_select(0, flat)
+
+
+def _weight(linear: Linear) -> WeightFormat:
+    assert linear.weight is not None, "not packed yet"
+    return linear.weight
 
 
 class SparseFeedForward:
@@ -94,15 +136,40 @@ class SparseFeedForward:
         block, router = ROUTERS[experts.layout]
         self.router = Router(weights, f"{layer_prefix}.{block}.{router}", spec, experts)
         self.experts = LAYOUTS[experts.layout](weights, f"{layer_prefix}.{block}.experts", spec, experts)
+        self.together = ExpertsTogether.of(self.experts, weights.kernels)
+        if self.together is not None:
+            # It has its own copy of the weights.
+            self.experts = []
         self.activation = spec.activation
         self.shared: FeedForward | None = None
         if experts.shared_intermediate_size:
             name = f"{layer_prefix}.{block}.shared_experts"
             self.shared = FeedForward(weights, name, spec, experts.shared_intermediate_size)
 
+    def routed_linears(self) -> Iterator[Linear]:
+        """The router's product and the experts' own."""
+        yield self.router.product
+        for expert in self.experts:
+            yield expert.gate_up
+            yield expert.down
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]."""
         ids, shares = self.router(x)
+        num_active = ids.shape[1]
+        if self.together is None:
+            results = self._in_turn(x, ids)
+        else:
+            results = self.together(x, ids, self.activation)
+        each = results.view(-1, num_active, x.shape[1]).float() * shares[..., None]
+        total = each[:, 0]
+        for place in range(1, num_active):
+            total = total + each[:, place]
+        out = total.to(x.dtype)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _in_turn(self, x: Tensor, ids: Tensor) -> Tensor:
+        """x [T, E], ids [T, A] -> [T * A, E]; the host learns how many rows each expert has."""
         num_active = ids.shape[1]
         order = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
@@ -115,12 +182,7 @@ class SparseFeedForward:
             start += count
             rows = F.pad(x.index_select(0, places // num_active), (0, 0, 0, -count % ROW_MULTIPLE))
             results[places] = expert(rows, self.activation)[:count]
-        each = results.view(-1, num_active, x.shape[1]).float() * shares[..., None]
-        total = each[:, 0]
-        for place in range(1, num_active):
-            total = total + each[:, place]
-        out = total.to(x.dtype)
-        return out if self.shared is None else out + self.shared(x)
+        return results
 
 
 def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[Expert]]:
@@ -132,7 +194,7 @@ def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, Exper
         for index in range(experts.num_experts):
             gate_name, up_name, down_name = (f"{prefix}.{index}.{name}" for name in names)
             gate_up = weights.linear([gate_name, up_name], [size, size], hidden)
-            found.append(Expert(gate_up, weights.linear([down_name], [hidden], size)))
+            found.append(Expert(weights.kernels, gate_up, weights.linear([down_name], [hidden], size)))
         return found
 
     return read
@@ -150,6 +212,7 @@ def _gpt_oss_experts(
     turns = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2))).to(weights.device)
     return [
         Expert(
+            weights.kernels,
             weights.quantized(rows_of(gate_up(index), turns)),
             weights.quantized(down(index)),
             (gate_up_bias[index][turns], down_bias[index]),

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.activation import gate
 from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import Product, WeightFormat, pack_linear
-from engine.kernels.norm import rms_norm
+from engine.kernels.linear import LinearBackend, Product, WeightFormat
 from engine.kernels.paged_cache import LayerCache
-from engine.kernels.rope import rotate
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 
@@ -41,6 +38,7 @@ class Linear:
     def __init__(
         self, weights: WeightReader, names: Sequence[str], outputs: Sequence[int], inputs: int, bias: bool
     ) -> None:
+        self._backend = weights.kernels.linear
         self.use(weights.linear(names, outputs, inputs, calibrates=True))  # [sum of outputs, inputs]
         self.bias: Tensor | None = None
         if bias:
@@ -50,11 +48,12 @@ class Linear:
             self.bias = torch.cat(biases)
 
     @classmethod
-    def of(cls, weight: WeightFormat) -> Linear:
-        """A layer without bias from a weight that was read already."""
+    def of(cls, weight: WeightFormat, backend: LinearBackend, bias: Tensor | None = None) -> Linear:
+        """A layer from a weight and a bias that were read already."""
         linear = cls.__new__(cls)
+        linear._backend = backend
         linear.use(weight)
-        linear.bias = None
+        linear.bias = bias
         return linear
 
     def use(self, weight: WeightFormat) -> None:
@@ -68,10 +67,10 @@ class Linear:
 
     @property
     def product(self) -> Product:
-        """The packed weight; torch's, unless another was set, is made when it is first asked for."""
+        """The packed weight; the back end's, unless another was set, is made when it is first asked for."""
         if self._product is None:
             assert self.weight is not None, "a weight or a product"
-            self._product = pack_linear(self.weight)
+            self._product = self._backend.pack(self.weight)
         return self._product
 
     @product.setter
@@ -87,19 +86,25 @@ class Norm:
     """Root-mean-square norm with a learned weight, kept in float32."""
 
     def __init__(self, weights: WeightReader, name: str, size: int, spec: ModelSpec) -> None:
+        self._backend = weights.kernels.norm
         weight = weights.take(f"{name}.weight", (size,), dtype=torch.float32)
         self.weight = weight + 1.0 if spec.norm_offset else weight
         self.eps = spec.norm_eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
-        return rms_norm(x, self.weight, self.eps)
+        return self._backend.plain(x, self.weight, self.eps)
+
+    def added(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+        """x and change [T, size] -> their sum, and the sum normed."""
+        return self._backend.added(x, change, self.weight, self.eps)
 
 
 class Attention:
     """Grouped-query attention with rotary positions over the paged cache."""
 
     def __init__(self, weights: WeightReader, prefix: str, spec: ModelSpec, layer: int) -> None:
+        self._backend = weights.kernels.rope
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
         self.sizes = sizes
@@ -134,9 +139,7 @@ class Attention:
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = step.rotations[self.rope]
-        q = rotate(q, cos, sin, interleaved=self.interleaved)
-        k = rotate(k, cos, sin, interleaved=self.interleaved)
-        cache.write(k, v, step.slots)
+        q = self._backend.rotate_and_store(q, k, v, cos, sin, step.slots, cache, interleaved=self.interleaved)
         mixed = step.attention.run(step.attention_plan, q, cache, self.options, self.sinks)
         return self.output(mixed.flatten(1))
 
@@ -145,6 +148,7 @@ class FeedForward:
     """act(gate) * up, then down."""
 
     def __init__(self, weights: WeightReader, prefix: str, spec: ModelSpec, size: int | None = None) -> None:
+        self._gate = weights.kernels.gate
         size = size or spec.intermediate_size
         if spec.fused_projections:
             names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
@@ -156,4 +160,4 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E]."""
-        return self.down(gate(self.activation, self.gate_up(x)))
+        return self.down(self._gate(self.activation, self.gate_up(x)))

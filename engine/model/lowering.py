@@ -36,15 +36,16 @@ from engine.model.layers import Linear
 from engine.model.program_builder import ProgramBuilder, packed_weight
 from engine.model.spec import ModelSpec
 
-# The native cache ops shift by block sizes.
+# The native cache ops shift by block sizes, and hold one head's vector at a time.
 LARGEST_BLOCK = 256
+LARGEST_HEAD = 1024
 NUM_LOGIT_ROWS = StepStruct.num_logit_rows.offset
 
 
 def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
-    if spec.experts is not None and spec.experts.layers:
-        return "sparse experts have no native op"
+    if spec.cache_key_dim > LARGEST_HEAD:
+        return f"heads of {spec.cache_key_dim} elements are larger than {LARGEST_HEAD}"
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:
         return f"blocks of {block_size} tokens are not a power of two up to {LARGEST_BLOCK}"
     return ""

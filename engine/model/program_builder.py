@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
 from engine.kernels.attention.native import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
 from engine.kernels.linear.native import NativeProduct, PackedWeight, gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.embedding import EmbeddingArgs
@@ -23,6 +24,7 @@ from engine.kernels.paged_cache.native import describe
 from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 from engine.model.calibration import linears
 from engine.model.decoder import Decoder, DecoderLayer
+from engine.model.experts import SparseFeedForward
 from engine.model.latent_attention import INNER_NORM_EPS, LatentAttention
 from engine.model.layers import Attention, FeedForward, Linear, Norm
 
@@ -47,7 +49,9 @@ class ProgramBuilder:
             packed_weight(linear.product).inputs for layer in model.layers for linear in linears(layer)
         )
         self.workspace = make_workspace(library, max_tokens, widest, num_threads)
+        self.num_threads = num_threads
         self.plan: AttentionPlan | None = None
+        self.expert_buffers: ExpertBuffers | None = None
 
     def buffer(self, name: str, width: int) -> Tensor:
         """[max_tokens, width] float32, the same for all layers."""
@@ -80,7 +84,6 @@ class ProgramBuilder:
     def layer(self, layer: DecoderLayer, cache: LayerCache) -> None:
         """Attention and feed-forward."""
         attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(feed_forward, FeedForward)
 
         def attend(x: Tensor, out: Tensor, join: bool) -> None:
             if isinstance(attention, LatentAttention):
@@ -88,12 +91,14 @@ class ProgramBuilder:
             else:
                 self.attention(attention, cache, x, out, join)
 
+        def feed(x: Tensor, out: Tensor, join: bool) -> None:
+            if isinstance(feed_forward, SparseFeedForward):
+                self.sparse_feed_forward(feed_forward, x, out, join)
+            else:
+                self.feed_forward(feed_forward, x, out, join)
+
         self.half(layer.before[0], layer.after[0], attend)
-        self.half(
-            layer.before[1],
-            layer.after[1],
-            lambda x, out, join: self.feed_forward(feed_forward, x, out, join),
-        )
+        self.half(layer.before[1], layer.after[1], feed)
 
     def half(
         self, before: Norm | None, after: Norm | None, compute: Callable[[Tensor, Tensor, bool], None]
@@ -296,6 +301,43 @@ class ProgramBuilder:
         )
         self.add("activation", args, gate_up)
         self.product(feed_forward.down, gate_up, out, join)
+
+    def sparse_feed_forward(
+        self, feed_forward: SparseFeedForward, x: Tensor, out: Tensor, join: bool
+    ) -> None:
+        """The router's choice of experts, and the feed-forward that all tokens share."""
+        experts = feed_forward.router.experts
+        routing = Routing(
+            num_experts=experts.num_experts,
+            num_active=experts.num_active,
+            scoring=experts.scoring,
+            normalized=experts.normalized,
+            scaling=experts.scaling,
+            num_groups=experts.num_groups,
+            num_active_groups=experts.num_active_groups,
+            group_score=experts.group_score,
+        )
+        if self.expert_buffers is None:
+            self.expert_buffers = ExpertBuffers(
+                self.library,
+                routing,
+                max_tokens=self.max_tokens,
+                hidden_size=self.spec.hidden_size,
+                intermediate_size=experts.intermediate_size,
+                num_threads=self.num_threads,
+            )
+        layer = SparseLayer(
+            routing=routing,
+            router=packed_weight(feed_forward.router.product.product),
+            gate_up=[packed_weight(expert.gate_up.product) for expert in feed_forward.experts],
+            down=[packed_weight(expert.down.product) for expert in feed_forward.experts],
+            activation=feed_forward.activation,
+            correction=feed_forward.router.correction,
+        )
+        rows = self.step + NUM_TOKENS
+        self.ops += sparse_ops(self.library, layer, self.expert_buffers, rows, x, out, accumulate=join)
+        if feed_forward.shared is not None:
+            self.feed_forward(feed_forward.shared, x, out, True)
 
 
 def packed_weight(product: object) -> PackedWeight:

@@ -210,7 +210,7 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     assert assert_equals(tmp_path, oracle) is DenseWeight
     runner = open_runner(tmp_path, native="off")
     try:
-        assert isinstance(runner.model.layers[0].feed_forward.experts[0].gate_up_weight, Int8Weight)
+        assert isinstance(runner.model.layers[0].feed_forward.experts[0].gate_up.weight, Int8Weight)
     finally:
         runner.close()
 
