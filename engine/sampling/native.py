@@ -96,13 +96,12 @@ def native_sample(
     """
     logits = logits.contiguous()
     count, vocab_size = logits.shape
-    options = table.options[rows.slots]
+    # All zeros is the most likely token.
     described = np.zeros(count, SAMPLE_ROW)
-    for name in _COPIED:
-        described[name] = options[name]
-    described["key"] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    kept = _describe_wide(described, options, table, rows)
-    changed = any(described[name].any() for name in ("counts", "bias", "mask", "num_stops"))
+    kept: list[NDArray[np.generic]] = []
+    if rows.grammar_masks is not None or not table.plain[rows.slots].all():
+        kept = _describe(described, table, rows)
+    changed = bool(kept) and any(described[name].any() for name in ("counts", "bias", "mask", "num_stops"))
     processed = torch.empty_like(logits) if changed else logits
     tokens = np.zeros(count, np.int64)
     finite, allowed = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
@@ -110,8 +109,8 @@ def native_sample(
         logits=logits.data_ptr(),
         processed=processed.data_ptr() if changed else None,
         rows=described.ctypes.data,
-        stop_ids=kept[0].ctypes.data,
-        draft_tokens=kept[1].ctypes.data,
+        stop_ids=kept[0].ctypes.data if kept else None,
+        draft_tokens=kept[1].ctypes.data if kept else None,
         tokens=tokens.ctypes.data,
         finite=finite.ctypes.data,
         allowed=allowed.ctypes.data,
@@ -120,6 +119,17 @@ def native_sample(
     )
     library.run([Op(library, "sample", args, kept)], num_threads=torch.get_num_threads())
     return tokens, finite, allowed, processed
+
+
+def _describe(
+    described: NDArray[np.void], table: SamplingTable, rows: SamplingRows
+) -> list[NDArray[np.generic]]:
+    """Fills in what the rows ask for; returns what `_describe_wide` does."""
+    options = table.options[rows.slots]
+    for name in _COPIED:
+        described[name] = options[name]
+    described["key"] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    return _describe_wide(described, options, table, rows)
 
 
 def _describe_wide(

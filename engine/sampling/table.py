@@ -69,6 +69,8 @@ class SamplingTable:
         self.vocab_size = vocab_size
         self.native = True
         self.options = np.zeros(0, OPTIONS)  # [N]
+        # Whether the most likely token is all that is wanted, of logits as they are.
+        self.plain = np.zeros(0, np.bool_)  # [N]
         self.biases = _WideRows(vocab_size, torch.float32, device)
         # Occurrences in the output, and whether a token is in prompt or output.
         self.output_counts = _WideRows(vocab_size, torch.int32, device)
@@ -81,6 +83,7 @@ class SamplingTable:
         grown = np.zeros(num_slots, OPTIONS)
         grown[: self.options.size] = self.options
         self.options = grown
+        self.plain = np.concatenate((self.plain, np.zeros(num_slots - self.plain.size, np.bool_)))
 
     def put(
         self,
@@ -104,6 +107,13 @@ class SamplingTable:
             params.min_tokens,
             self._put_bias(params),
             self._put_counts(params, prompt, output),
+        )
+        row = self.options[slot]
+        self.plain[slot] = (
+            row["temperature"] == 0
+            and row["bias_row"] == NO_ROW
+            and row["count_row"] == NO_ROW
+            and not params.min_tokens
         )
         if params.min_tokens > 0 and params.stop_token_ids:
             self.stop_ids[slot] = params.stop_token_ids

@@ -149,7 +149,7 @@ class Planner:
     def _fits(self, sequence: Sequence, start: int, end: int) -> bool:
         state = self._state
         needed = state.cache.num_new_blocks(sequence.table, start, end)
-        return needed <= state.cache.num_available - state.num_reserved_blocks(besides=sequence)
+        return not needed or needed <= state.cache.num_available - state.num_reserved_blocks(besides=sequence)
 
     def _lowest_below(self, draft: PlanDraft, sequence: Sequence) -> Sequence:
         for victim in reversed(self._state.running):

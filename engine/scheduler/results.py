@@ -169,12 +169,13 @@ class ResultHandler:
         sequence.drafts_in_flight = False
         sequence.num_computed -= num_rejected
         sequence.num_confirmed = min(row.start + row.num_tokens - num_rejected, sequence.num_known)
-        if self._state.cache.prefix_caching:
+        cache, table = self._state.cache, sequence.table
+        if cache.prefix_caching and sequence.num_confirmed // cache.block_size > table.num_registered:
             sequence.hasher.extend(sequence.token_ids, sequence.num_confirmed)
-            self._state.cache.register(sequence.table, sequence.hasher, sequence.num_confirmed)
-        if not sequence.is_beam:
+            cache.register(table, sequence.hasher, sequence.num_confirmed)
+        if cache.window is not None and not sequence.is_beam:
             # What is promised to a beam search counts on blocks that beams share.
-            self._state.cache.give_up(sequence.table, sequence.num_confirmed)
+            cache.give_up(table, sequence.num_confirmed)
 
     @staticmethod
     def _logprobs(sequence: Sequence, outcome: SequenceResult, count: int) -> tuple[TokenLogprobs, ...]:

@@ -91,6 +91,8 @@ class SchedulerState:
 
     def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
         """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
+        if not self._promised and not self._promised_beams:
+            return 0
         own = None if besides is None else besides.group
         alone = (each for each in self._promised.values() if each is not besides)
         beams = (each for each in self._promised_beams.values() if each is not own)

@@ -171,6 +171,46 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     assert drawn.tokens.tolist() == [1] * 50
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=0.0, logit_bias={5: 100.0}),
+        SamplingParams(temperature=0.0, frequency_penalty=1.0),
+        SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,)),
+    ],
+)
+def test_plain_rows_and_others_keep_their_draws_together(other: SamplingParams) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, V, generator=generator)
+    logits[:, 7] += 10
+    table = SamplingTable(V, CPU)
+    table.grow(2)
+    none = np.array([], np.int64)
+    table.put(0, SamplingParams(temperature=0.0), 0, none, none)
+    table.put(1, other, 0, none, np.array([7], np.int64))
+    assert table.plain.tolist() == [True, False]
+
+    def tokens(slots: list[int]) -> list[int]:
+        rows = SamplingRows(
+            slots=np.array(slots, np.int64),
+            positions=np.ones(len(slots), np.int64),
+            draft_rows=none,
+            draft_tokens=none,
+            grammar_rows=none,
+            grammar_masks=None,
+        )
+        return sample(logits[slots], table, rows).tokens.tolist()
+
+    assert tokens([0, 1]) == [*tokens([0]), *tokens([1])]
+    assert tokens([0]) == [7]
+    # The slot of a sequence that wanted more serves one that wants nothing, and the other way about.
+    table.drop(1)
+    table.put(1, SamplingParams(temperature=0.0), 0, none, none)
+    assert table.plain.tolist() == [True, True]
+    assert tokens([1]) == [7]
+
+
 def test_counts_follow_the_output() -> None:
     table = SamplingTable(4, CPU)
     table.grow(2)
