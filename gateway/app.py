@@ -11,6 +11,7 @@ from importlib import metadata
 
 from millrace.inference.v1 import inference_pb2_grpc
 
+from gateway.auth.callers import HttpCallers
 from gateway.edge import Edge
 from gateway.engines import discovery
 from gateway.engines.continuation import ContinuationConfig
@@ -54,10 +55,12 @@ class Gateway:
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
         self.grpc = GrpcServer(self._config.grpc_listen)
+        http_callers = HttpCallers(self._edge.authorizer, self._callers)
         self.http = HttpServer(
             build_app(
                 self._current_pipeline,
-                self._callers,
+                http_callers,
+                self._edge.counter,
                 self._edge.authorizer,
                 metrics,
                 self.not_ready,
@@ -65,6 +68,7 @@ class Gateway:
             ),
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,
+            callers=http_callers,
         )
         self._add_servicers()
         self._tasks: list[asyncio.Task[None]] = []

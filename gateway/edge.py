@@ -13,6 +13,7 @@ from gateway.auth.key_watch import KeyWatch
 from gateway.config import LedgerConfig, LimitsConfig
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.writer import LedgerWriter
+from gateway.limits.counter import RequestCounter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
@@ -41,11 +42,12 @@ class Edge:
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         self._store = limit_store(settings.gateway.limits, metrics)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
-        # Asked over the HTTP face.
+        # Asked by the HTTP face, for itself and for Envoy.
         self.authorizer = Authorizer(
             self.directory, self.tiers, settings.security.secret(), telemetry, metrics
         )
-        self._ratelimit = RateLimitServicer(RequestLimiter(self._store, self.directory), telemetry, metrics)
+        self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
+        self._ratelimit = RateLimitServicer(self.counter)
 
     def register(self, server: GrpcServer) -> None:
         """Adds the service that Envoy asks over gRPC."""

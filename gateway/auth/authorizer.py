@@ -1,4 +1,5 @@
-"""Envoy's external authorization: credentials to a signed request context, before anything else is spent.
+"""Credentials to a request context, before anything else is spent: Envoy's external authorization of gRPC
+calls, and the HTTP face's own.
 
 Envoy asks over HTTP (`ext_authz` with `http_service`): it sends the client's headers that matter to a path
 below AUTHORIZE_PREFIX, adds the headers of a 200 to the request and passes everything else to the client.
@@ -13,15 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from millrace.common.v1 import context_pb2
 
-from gateway.auth.convert import signed_context
+from gateway.auth.convert import context_of
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
 from observability.tracing import Telemetry, context_from_traceparent
-from services.context import CONTEXT_HEADER
+from services.context import CONTEXT_HEADER, sign, to_header
 from services.errors import MillraceError, Reason
 from services.status import to_status
 
@@ -34,8 +36,10 @@ CLAIMS_HEADER = "x-millrace-jwt-claims"
 # Copy of the client's content type, which tells the form of a refusal. The question itself must not have it:
 # Envoy answers its own "gRPC" question that fails with HTTP 200, which would let the request through.
 CONTENT_TYPE_HEADER = "x-millrace-content-type"
-# Where Envoy asks: the client's own path follows. Envoy lets no client's request there.
+# Where Envoy asks: the client's own path follows. Envoy lets no client's request there, however it spells the
+# path: what makes a question is a header that clients cannot send.
 AUTHORIZE_PREFIX = "/edge/authorize/"
+QUESTION_HEADER = "x-millrace-question"
 # Envoy drops the request headers that this header of an answer names.
 _REMOVED = (
     b"x-envoy-auth-headers-to-remove",
@@ -76,7 +80,15 @@ class Authorizer:
         self._metrics = metrics
 
     def check(self, headers: Mapping[bytes, bytes]) -> Answer:
-        """Authenticates one request by its headers (names in lower case)."""
+        """Answers a question of Envoy's by a request's headers (names in lower case)."""
+        try:
+            context = self.context_of(headers)
+        except MillraceError as error:
+            return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
+        return self._allowed(context)
+
+    def context_of(self, headers: Mapping[bytes, bytes]) -> context_pb2.RequestContext:
+        """Authenticates one request; raises what its caller is told."""
         started_s = time.monotonic()
         traceparent = _text(headers, b"traceparent")
         tracestate = _text(headers, b"tracestate")
@@ -94,7 +106,7 @@ class Authorizer:
                 span, attributes={names.OUTCOME: error.reason.value}, error=error.reason.value
             )
             self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
-            return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
+            raise
         else:
             self._telemetry.end(
                 span,
@@ -104,15 +116,13 @@ class Authorizer:
                     names.TIER: principal.tier,
                 },
             )
-            signed = signed_context(
+            return context_of(
                 principal,
                 self._tiers.named(principal.tier),
-                self._secret,
                 request_id=request_id,
                 traceparent=traceparent,
                 tracestate=tracestate,
             )
-            return self._allowed(principal, signed)
         finally:
             self._metrics.observe(
                 names.AUTHORIZE_SECONDS, time.monotonic() - started_s, span=span.get_span_context()
@@ -135,22 +145,20 @@ class Authorizer:
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, principal: Principal, context: str) -> Answer:
+    def _allowed(self, context: context_pb2.RequestContext) -> Answer:
         added = [
-            (CONTEXT_HEADER.encode(), context.encode()),
-            (TENANT_HEADER.encode(), principal.tenant.encode()),
-            (KEY_HEADER.encode(), principal.key_id.encode()),
+            (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
+            (TENANT_HEADER.encode(), context.tenant.encode()),
+            (KEY_HEADER.encode(), context.key_id.encode()),
             _REMOVED,
         ]
-        if self._is_counted(principal):
+        if self.is_counted(context.tenant, context.key_id):
             added.append(_COUNTED)
         return Answer(200, added)
 
-    def _is_counted(self, principal: Principal) -> bool:
-        limits = (
-            self._directory.tenant_limits(principal.tenant),
-            self._directory.key_limits(principal.key_id),
-        )
+    def is_counted(self, tenant: str, key_id: str) -> bool:
+        """Whether a limit of requests per minute applies."""
+        limits = (self._directory.tenant_limits(tenant), self._directory.key_limits(key_id))
         return any(limit.requests_per_minute is not None for limit in limits)
 
 

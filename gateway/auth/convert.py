@@ -10,7 +10,6 @@ from millrace.common.v1 import context_pb2
 from gateway.auth.directory import Principal
 from gateway.identity import Identity
 from gateway.tiers import Tier
-from services.context import sign, to_header
 
 _Promise = Literal["ttft_target_ms", "tpot_target_ms", "queue_limit_ms", "max_context_tokens"]
 _OPTIONAL_PROMISES: tuple[_Promise, ...] = get_args(_Promise)
@@ -44,10 +43,10 @@ def write_tier(context: context_pb2.RequestContext, tier: Tier, *, tenant_weight
             setattr(context, name, value)
 
 
-def signed_context(
-    principal: Principal, tier: Tier, secret: bytes, *, request_id: str, traceparent: str, tracestate: str
-) -> str:
-    """The context of one request of `principal` under `tier`, signed, as the header that carries it."""
+def context_of(
+    principal: Principal, tier: Tier, *, request_id: str, traceparent: str, tracestate: str
+) -> context_pb2.RequestContext:
+    """The context of one request of `principal` under `tier`."""
     context = context_pb2.RequestContext(
         request_id=request_id,
         tenant=principal.tenant,
@@ -59,4 +58,4 @@ def signed_context(
         issued_unix_ms=time.time_ns() // 1_000_000,
     )
     write_tier(context, tier, tenant_weight=principal.tenant_weight)
-    return to_header(sign(context, secret))
+    return context

@@ -10,6 +10,7 @@ from gateway.auth.authorizer import (
     CONTENT_TYPE_HEADER,
     COUNTED_HEADER,
     KEY_HEADER,
+    QUESTION_HEADER,
     TENANT_HEADER,
 )
 from gateway.config import EnvoyConfig, JwtConfig
@@ -54,17 +55,24 @@ RATE_LIMITS: list[dict[str, Any]] = [
     }
 ]
 
-# Per-route configuration of paths that need no key.
-PUBLIC_ROUTE: dict[str, Any] = {
+# Per-route configuration of what Envoy does not ask about: paths that need no key, and the HTTP face, which
+# authenticates its requests itself.
+UNASKED_ROUTE: dict[str, Any] = {
     _AUTHZ: typed(f"{_FILTERS}.ext_authz.v3.ExtAuthzPerRoute", disabled=True),
 }
+
+# Who called, as dynamic metadata for the log and the spans: of a gRPC call from the request's headers, which
+# authorization has added; of an HTTP request from the response's, in which the HTTP face tells it.
+IDENTITY_METADATA = "millrace"
+TENANT_METADATA = "tenant"
+KEY_METADATA = "key_id"
 
 
 def http_filters(config: EnvoyConfig, jwt: JwtConfig) -> list[dict[str, Any]]:
     """The filter chain."""
     timeout = f"{config.authorization_timeout_ms / 1000:g}s"
     filters = [_jwt_authn(jwt)] if jwt.issuer else []
-    return [*filters, _ext_authz(timeout), _ratelimit(timeout), _router()]
+    return [*filters, _ext_authz(timeout), _ratelimit(timeout), _identity_metadata(), _router()]
 
 
 def _ext_authz(timeout: str) -> dict[str, Any]:
@@ -81,6 +89,7 @@ def _ext_authz(timeout: str) -> dict[str, Any]:
                 },
                 # The client's own path follows, with its slash.
                 "path_prefix": AUTHORIZE_PREFIX.rstrip("/"),
+                "authorization_request": {"headers_to_add": [{"key": QUESTION_HEADER, "value": "1"}]},
                 "authorization_response": {
                     "allowed_upstream_headers": _exactly(*IDENTITY_HEADERS[:-1]),
                     "allowed_client_headers": _exactly(*_REFUSAL_HEADERS),
@@ -121,6 +130,32 @@ def _ratelimit(timeout: str) -> dict[str, Any]:
                 "transport_api_version": "V3",
                 "grpc_service": _gateway_service(timeout),
             },
+        ),
+    }
+
+
+def _identity_metadata() -> dict[str, Any]:
+    def rules(*, remove: bool) -> list[dict[str, Any]]:
+        return [
+            {
+                "header": header,
+                "on_header_present": {
+                    "metadata_namespace": IDENTITY_METADATA,
+                    "key": key,
+                    "type": "STRING",
+                },
+                "remove": remove,
+            }
+            for header, key in ((TENANT_HEADER, TENANT_METADATA), (KEY_HEADER, KEY_METADATA))
+        ]
+
+    return {
+        "name": "envoy.filters.http.header_to_metadata",
+        "typed_config": typed(
+            f"{_FILTERS}.header_to_metadata.v3.Config",
+            request_rules=rules(remove=False),
+            # Clients know who they are.
+            response_rules=rules(remove=True),
         ),
     }
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.auth.authorizer import AUTHORIZE_PREFIX, CONTENT_TYPE_HEADER
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, CONTENT_TYPE_HEADER, QUESTION_HEADER
 from gateway.config import EnvoyConfig, JwtConfig
 from gateway.envoy import clusters
 from gateway.envoy.clusters import address, typed
-from gateway.envoy.filters import IDENTITY_HEADERS, PUBLIC_ROUTE, RATE_LIMITS, http_filters
+from gateway.envoy.filters import (
+    IDENTITY_HEADERS,
+    IDENTITY_METADATA,
+    KEY_METADATA,
+    RATE_LIMITS,
+    TENANT_METADATA,
+    UNASKED_ROUTE,
+    http_filters,
+)
 from gateway.envoy.replies import local_reply_config
 from observability import names
 
@@ -36,8 +44,8 @@ _ACCESS_LOG_FIELDS = {
     "request_id": "%REQ(X-REQUEST-ID)%",
     "client_request_id": f"%REQ({_CLIENT_REQUEST_ID.upper()})%",
     "trace_id": "%TRACE_ID%",
-    "tenant": "%REQ(X-MILLRACE-TENANT)%",
-    "key_id": "%REQ(X-MILLRACE-KEY)%",
+    "tenant": f"%DYNAMIC_METADATA({IDENTITY_METADATA}:{TENANT_METADATA})%",
+    "key_id": f"%DYNAMIC_METADATA({IDENTITY_METADATA}:{KEY_METADATA})%",
     "method": "%REQ(:METHOD)%",
     "path": "%REQ(:PATH)%",
     "protocol": "%PROTOCOL%",
@@ -138,7 +146,7 @@ def _header_mutation() -> dict[str, Any]:
     """Runs before everything else: the client's request id moves aside, identity headers are dropped."""
     client_id = {"key": _CLIENT_REQUEST_ID, "value": "%REQ(X-REQUEST-ID)%"}
     content_type = {"key": CONTENT_TYPE_HEADER, "value": "%REQ(CONTENT-TYPE)%"}
-    removed = [*IDENTITY_HEADERS, CONTENT_TYPE_HEADER, "x-request-id"]
+    removed = [*IDENTITY_HEADERS, QUESTION_HEADER, CONTENT_TYPE_HEADER, "x-request-id"]
     return {
         "name": "envoy.http.early_header_mutation.header_mutation",
         "typed_config": typed(
@@ -170,11 +178,11 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
         _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC) for prefix in _CLIENT_PREFIXES
     ]
     public = [
-        _route({"path": path}, clusters.GATEWAY_HTTP, typed_per_filter_config=PUBLIC_ROUTE)
+        _route({"path": path}, clusters.GATEWAY_HTTP, typed_per_filter_config=UNASKED_ROUTE)
         for path in _PUBLIC_PATHS
     ]
     public += [
-        _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC, typed_per_filter_config=PUBLIC_ROUTE)
+        _route({"prefix": prefix, **is_grpc}, clusters.GATEWAY_GRPC, typed_per_filter_config=UNASKED_ROUTE)
         for prefix in _PUBLIC_PREFIXES
     ]
     return {
@@ -191,7 +199,7 @@ def _routes(max_body_bytes: int) -> dict[str, Any]:
                     *for_clients,
                     # gRPC reads 404 as UNIMPLEMENTED.
                     _direct({"prefix": "/", **is_grpc}, 404),
-                    _route({"prefix": "/"}, clusters.GATEWAY_HTTP),
+                    _route({"prefix": "/"}, clusters.GATEWAY_HTTP, typed_per_filter_config=UNASKED_ROUTE),
                 ],
             }
         ],
@@ -203,7 +211,7 @@ def _direct(match: dict[str, Any], status: int) -> dict[str, Any]:
     return {
         "match": match,
         "direct_response": {"status": status},
-        "typed_per_filter_config": PUBLIC_ROUTE,
+        "typed_per_filter_config": UNASKED_ROUTE,
     }
 
 
@@ -234,12 +242,19 @@ def _access_log(path: str) -> dict[str, Any]:
 
 
 def _tracing(config: EnvoyConfig) -> dict[str, Any]:
-    tags = {
-        names.REQUEST_ID: "x-request-id",
-        names.CLIENT_REQUEST_ID: _CLIENT_REQUEST_ID,
-        names.TENANT: IDENTITY_HEADERS[1],
-        names.KEY_ID: IDENTITY_HEADERS[2],
-    }
+    headers = {names.REQUEST_ID: "x-request-id", names.CLIENT_REQUEST_ID: _CLIENT_REQUEST_ID}
+    metadata = {names.TENANT: TENANT_METADATA, names.KEY_ID: KEY_METADATA}
+    tags = [{"tag": str(tag), "request_header": {"name": header}} for tag, header in headers.items()]
+    tags += [
+        {
+            "tag": str(tag),
+            "metadata": {
+                "kind": {"request": {}},
+                "metadata_key": {"key": IDENTITY_METADATA, "path": [{"key": key}]},
+            },
+        }
+        for tag, key in metadata.items()
+    ]
     return {
         "provider": {
             "name": "envoy.tracers.opentelemetry",
@@ -250,7 +265,5 @@ def _tracing(config: EnvoyConfig) -> dict[str, Any]:
             ),
         },
         "random_sampling": {"value": config.trace_sampling_percent},
-        "custom_tags": [
-            {"tag": str(tag), "request_header": {"name": header}} for tag, header in tags.items()
-        ],
+        "custom_tags": tags,
     }

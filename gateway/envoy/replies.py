@@ -14,6 +14,10 @@ _IS_GRPC: dict[str, Any] = {
     }
 }
 
+# What Envoy refuses with a 403 of its own; others with this status are the gateway's, with its body.
+_IS_UPGRADE: dict[str, Any] = {"header_filter": {"header": {"name": "upgrade", "present_match": True}}}
+_NO_UPGRADE = "HTTP/1.1, HTTP/2 and gRPC are spoken here, and no WebSockets; use stream: true"
+
 # What Envoy says by its response flags (%RESPONSE_FLAGS% in its documentation), as the suite says it.
 # Not here: UAEX and RL, whose bodies the gateway wrote itself.
 _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
@@ -51,6 +55,7 @@ def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
         *((_has_flag(*flags), reason, message) for flags, reason, message in _BY_FLAG),
         (_has_status(413), Reason.REQUEST_TOO_LARGE, too_large),
         *((_has_status(status), reason, message) for status, reason, message in _BY_STATUS),
+        (_all_of(_has_status(403), _IS_UPGRADE), Reason.MALFORMED_BODY, _NO_UPGRADE),
     ]
     mappers = []
     for when, reason, message in cases:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
-from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
+from gateway.auth.callers import HttpCallers
 from gateway.http import openapi
 from gateway.http.connection import Handler
 from gateway.http.errors import not_found, unexpected
 from gateway.http.exchange import Exchange
 from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
-from gateway.pipeline.caller import CallerVerifier
+from gateway.limits.counter import RequestCounter, exceeded_headers
+from gateway.pipeline.caller import Caller
 from gateway.pipeline.pipeline import Pipeline
 from observability.metrics import Metrics
-from services.context import CONTEXT_HEADER
 from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
@@ -38,33 +40,44 @@ _NOT_SERVED: Mapping[str, str] = {
     "/v1/edits": "use /v1/chat/completions",
 }
 
-_CONTEXT = CONTEXT_HEADER.encode()
-
 Answering: TypeAlias = "Coroutine[Any, Any, None] | None"
 
 
 class Endpoint:
-    """A handler behind the check of who calls; whatever it raises is answered."""
+    """A handler behind the check of who calls and how often; whatever it raises is answered."""
 
-    def __init__(self, callers: CallerVerifier, handler: Handler) -> None:
+    def __init__(self, callers: HttpCallers, counter: RequestCounter, handler: Handler) -> None:
         self._callers = callers
+        self._counter = counter
         self._handler = handler
 
     def __call__(self, exchange: Exchange) -> Answering:
         """See Handler."""
         try:
-            exchange.caller = self._callers.verify(
-                exchange.header(_CONTEXT) or None,
-                received_s=exchange.received_s,
-                traceparent=exchange.header(b"traceparent"),
-                tracestate=exchange.header(b"tracestate"),
-                client_request_id=exchange.header(b"x-client-request-id"),
-            )
+            exchange.identify(self._callers)
+            caller = exchange.caller
+            if caller is None:
+                assert exchange.caller_error is not None, "identify sets one of the two"
+                raise exchange.caller_error
+            if self._callers.is_counted(caller):
+                return self._follow(exchange, self._count_first(exchange, caller))
             answering = self._handler(exchange)
         except Exception as error:
             _tell(exchange, error)
             return None
         return None if answering is None else self._follow(exchange, answering)
+
+    async def _count_first(self, exchange: Exchange, caller: Caller) -> None:
+        identity = caller.identity
+        try:
+            headers = await self._counter.count(identity.tenant, identity.key_id, caller.trace)
+        except MillraceError as error:
+            _add(exchange, exceeded_headers(error))
+            raise
+        _add(exchange, headers)
+        answering = self._handler(exchange)
+        if answering is not None:
+            await answering
 
     async def _follow(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
         try:
@@ -77,6 +90,10 @@ class Endpoint:
             _tell(exchange, error)
 
 
+def _add(exchange: Exchange, headers: Mapping[str, str]) -> None:
+    exchange.extra_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
 def _tell(exchange: Exchange, error: Exception) -> None:
     if not isinstance(error, MillraceError):
         _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
@@ -85,15 +102,31 @@ def _tell(exchange: Exchange, error: Exception) -> None:
         exchange.respond_error(error)
 
 
+def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
+    """Answers a question of Envoy's. A request of a client's that gets to its path is none."""
+    if QUESTION_HEADER.encode() not in exchange.headers:
+        exchange.respond_error(not_found(exchange.path, {}))
+        return
+    answer = authorizer.check(exchange.headers)
+    exchange.respond(answer.status, answer.body, answer.headers)
+
+
 class Application:
     """Calls the handler of an exchange's method and path. HEAD is answered as GET, without the body."""
 
     def __init__(
-        self, routes: Mapping[tuple[str, str], Handler], below: Mapping[str, tuple[str, Handler]]
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        below: Mapping[str, tuple[str, Handler]],
+        wrap: Callable[[Handler], Handler],
     ) -> None:
-        """`below` has a method ("" for any) and a handler for all paths that begin in one way."""
+        """`below` has a method ("" for any) and a handler for all paths that begin in one way.
+
+        `wrap` makes of a handler one that asks who calls: what there is, and what not, is told to callers.
+        """
         self._routes = routes
         self._below = below
+        self._nothing = wrap(self._refuse)
 
     def __call__(self, exchange: Exchange) -> Answering:
         """See Handler."""
@@ -105,7 +138,7 @@ class Application:
         for beginning, (served, handler) in self._below.items():
             if path.startswith(beginning) and served in ("", method):
                 return handler
-        return self._routes.get((method, path), self._refuse)
+        return self._routes.get((method, path), self._nothing)
 
     def _refuse(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -123,7 +156,8 @@ class Application:
 
 def build_app(
     pipeline: Callable[[], Pipeline],
-    callers: CallerVerifier,
+    callers: HttpCallers,
+    counter: RequestCounter,
     authorizer: Authorizer,
     metrics: Metrics,
     not_ready: Callable[[], str],
@@ -151,23 +185,23 @@ def build_app(
     def describe(exchange: Exchange) -> None:
         exchange.respond(200, schema)
 
-    def authorize(exchange: Exchange) -> None:
-        answer = authorizer.check(exchange.headers)
-        exchange.respond(answer.status, answer.body, answer.headers)
+    def known(handler: Handler) -> Endpoint:
+        return Endpoint(callers, counter, handler)
 
     return Application(
         {
-            ("POST", "/v1/chat/completions"): Endpoint(callers, generate.chat),
-            ("POST", "/v1/completions"): Endpoint(callers, generate.complete),
-            ("GET", "/v1/models"): Endpoint(callers, inspect.models),
-            ("POST", "/tokenize"): Endpoint(callers, inspect.tokenize),
-            ("POST", "/detokenize"): Endpoint(callers, inspect.detokenize),
+            ("POST", "/v1/chat/completions"): known(generate.chat),
+            ("POST", "/v1/completions"): known(generate.complete),
+            ("GET", "/v1/models"): known(inspect.models),
+            ("POST", "/tokenize"): known(inspect.tokenize),
+            ("POST", "/detokenize"): known(inspect.detokenize),
             ("GET", "/health"): health,
             ("GET", "/metrics"): expose,
             ("GET", "/openapi.json"): describe,
         },
         {
-            AUTHORIZE_PREFIX: ("", authorize),
-            MODELS_PREFIX: ("GET", Endpoint(callers, inspect.model)),
+            AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)),
+            MODELS_PREFIX: ("GET", known(inspect.model)),
         },
+        known,
     )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
 
+from gateway.auth.callers import HttpCallers
 from gateway.http.exchange import Exchange
 from services.errors import MillraceError, Reason
 
@@ -29,6 +30,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FLUSH_BYTES = 65536
 # More than the edge lets through, with what it adds; exceeded by one read of the socket at most.
 _HEAD_LIMIT_BYTES = 128 * 1024
+# Larger bodies, and those of unknown length, are only taken from callers who have been identified.
+_ANYBODYS_BYTES = 64 * 1024
 # How long the rest of a body that is too large is read and dropped. Closing at once would make the kernel
 # reset the connection, and the answer would be lost with it.
 _LINGER_S = 5.0
@@ -37,8 +40,15 @@ _LINGER_S = 5.0
 class Connection(asyncio.Protocol):
     """Parses requests and calls the handler for each when its body is complete, in order, one at a time."""
 
-    def __init__(self, handler: Handler, body_limit: int, connections: set[Connection]) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        body_limit: int,
+        connections: set[Connection],
+        callers: HttpCallers | None = None,
+    ) -> None:
         self._handler = handler
+        self._callers = callers
         self._body_limit = body_limit
         self._connections = connections
         self._loop = asyncio.get_running_loop()
@@ -160,8 +170,15 @@ class Connection(asyncio.Protocol):
         if declared.isdigit() and int(declared) > self._body_limit:
             exchange.num_body_bytes = int(declared)
             self._complete_early(exchange, body_follows=not waits)
+        elif self._callers is not None and not _is_small(declared, headers) and self._is_nobody(exchange):
+            self._complete_early(exchange, body_follows=not waits)
         elif waits:
             self.write(_CONTINUE)
+
+    def _is_nobody(self, exchange: Exchange) -> bool:
+        assert self._callers is not None, "the caller has looked"
+        exchange.identify(self._callers)
+        return exchange.caller is None
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body. One that is too large is answered before all of it has come."""
@@ -298,6 +315,13 @@ class Connection(asyncio.Protocol):
         exchange.closes = True
         self._active = exchange
         exchange.respond_error(error)
+
+
+def _is_small(declared: bytes, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a body may be kept before it is known whose it is."""
+    if b"transfer-encoding" in headers:
+        return False
+    return not declared or (declared.isdigit() and int(declared) <= _ANYBODYS_BYTES)
 
 
 def _path(url: bytes) -> str:

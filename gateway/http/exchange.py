@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Protocol
 
+from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER
+from gateway.auth.callers import HttpCallers
 from gateway.http.errors import Headers, retry_headers
 from gateway.openai_error import error_body
 from gateway.pipeline.caller import Caller
@@ -24,7 +26,16 @@ _EVENTS = _STATUS_LINES[200] + (
     # Proxies that buffer would hold tokens back.
     b"x-accel-buffering: no\r\n"
 )
+_WHO = b"%b: %%b\r\n%b: %%b\r\n" % (TENANT_HEADER.encode(), KEY_HEADER.encode())
 _LAST_CHUNK = b"0\r\n\r\n"
+
+
+# The ids of tokens are their issuer's words.
+_CONTROL_CHARACTERS = bytes([*range(32), 127])
+
+
+def _value(text: str) -> bytes:
+    return text.encode("latin-1", "replace").translate(None, _CONTROL_CHARACTERS)
 
 
 class Wire(Protocol):
@@ -53,6 +64,7 @@ class Exchange:
         "begun",
         "body_limit",
         "caller",
+        "caller_error",
         "client_gone",
         "closes",
         "ended",
@@ -79,6 +91,8 @@ class Exchange:
         # Added to whatever response comes.
         self.extra_headers: Headers = []
         self.caller: Caller | None = None
+        # Why there is no caller, where one was looked for.
+        self.caller_error: MillraceError | None = None
         self.begun = False
         self.ended = False
         # The client has closed the connection.
@@ -86,6 +100,14 @@ class Exchange:
         self._wire = wire
         self._pieces: list[bytes] = []
         self._on_gone: Callable[[], None] | None = None
+
+    def identify(self, callers: HttpCallers) -> None:
+        """Finds out who calls, once; sets `caller` or `caller_error`."""
+        if self.caller is None and self.caller_error is None:
+            try:
+                self.caller = callers.identify(self.headers, self.received_s)
+            except MillraceError as error:
+                self.caller_error = error
 
     def header(self, name: bytes) -> str:
         """A request header as text, "" when it is not there."""
@@ -151,7 +173,11 @@ class Exchange:
 
     def respond_error(self, error: MillraceError) -> None:
         """The error's response; the client may be gone already."""
-        self.respond(error.mapping.http_status, error_body(error), [_JSON, *retry_headers(error)])
+        status = error.mapping.http_status
+        headers = [_JSON, *retry_headers(error)]
+        if status == HTTPStatus.UNAUTHORIZED:
+            headers.append((b"www-authenticate", b"Bearer"))
+        self.respond(status, error_body(error), headers)
 
     def begin_events(self) -> None:
         """Head of an event stream."""
@@ -187,6 +213,10 @@ class Exchange:
             self.request_id.encode("latin-1"),
             elapsed_ms,
         )
+        if self.caller is not None:
+            # For the edge's log and traces; it drops them.
+            identity = self.caller.identity
+            head += _WHO % (_value(identity.tenant), _value(identity.key_id))
         if self.extra_headers:
             head += b"".join([b"%b: %b\r\n" % pair for pair in self.extra_headers])
         return head + (b"connection: close\r\n\r\n" if self.closes else b"\r\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from gateway.auth.callers import HttpCallers
 from gateway.http.connection import Connection, Handler
 from services import tls
 from services.errors import ConfigError
@@ -22,8 +23,12 @@ class HttpServer:
     would race with its next request. Peers that are dead without having said so are found by TCP itself.
     """
 
-    def __init__(self, handler: Handler, listen: str, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, handler: Handler, listen: str, *, max_body_bytes: int, callers: HttpCallers | None = None
+    ) -> None:
+        """With `callers`, nobody without credentials may send a large body."""
         self._handler = handler
+        self._callers = callers
         self._listen = listen
         self._max_body_bytes = max_body_bytes
         self._connections: set[Connection] = set()
@@ -49,7 +54,7 @@ class HttpServer:
         self.port = bound.getsockname()[1]
         secure = tls.current()
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self._handler, self._max_body_bytes, self._connections),
+            lambda: Connection(self._handler, self._max_body_bytes, self._connections, self._callers),
             sock=bound,
             backlog=_BACKLOG,
             ssl=secure.server_context() if secure else None,

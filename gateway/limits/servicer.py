@@ -1,4 +1,4 @@
-"""Envoy's rate limit service: requests per minute, counted before the request reaches a face."""
+"""Envoy's rate limit service: gRPC calls per minute, counted before they reach their face."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from envoy_api.config.core.v3 import base_pb2
 from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 
 from gateway.auth.authorizer import is_grpc, refusal_headers
-from gateway.limits.requests import RequestLimiter
+from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.openai_error import error_body
-from observability import names
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
 
 # Keys of the descriptor that Envoy is configured to send.
@@ -33,38 +30,28 @@ class RateLimitServicer(rls_pb2_grpc.RateLimitServiceServicer):
     When requests cannot be counted and the policy is to refuse, the call fails and Envoy answers 503.
     """
 
-    def __init__(self, limiter: RequestLimiter, telemetry: Telemetry, metrics: Metrics) -> None:
-        self._limiter = limiter
-        self._telemetry = telemetry
-        self._metrics = metrics
+    def __init__(self, counter: RequestCounter) -> None:
+        self._counter = counter
 
     async def ShouldRateLimit(
         self, request: rls_pb2.RateLimitRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rls_pb2.RateLimitResponse:
         """Decides about one request by the tenant and key in its descriptor."""
         entries = {entry.key: entry.value for item in request.descriptors for entry in item.entries}
-        tenant, key_id = entries.get(TENANT_ENTRY, ""), entries.get(KEY_ENTRY, "")
-        with self._telemetry.span(
-            names.GATEWAY_RATE_LIMIT, attributes={names.TENANT: tenant, names.KEY_ID: key_id}
-        ) as span:
-            try:
-                headers = await self._limiter.admit(tenant, key_id)
-            except MillraceError as error:
-                span.set_attribute(names.OUTCOME, error.reason.value)
-                self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
-                if error.reason is not Reason.REQUEST_RATE_EXCEEDED:
-                    raise
-                return _over(error, is_grpc=is_grpc(entries.get(CONTENT_TYPE_ENTRY, "")))
-            return rls_pb2.RateLimitResponse(overall_code=_OK, response_headers_to_add=_headers(headers))
+        try:
+            headers = await self._counter.count(entries.get(TENANT_ENTRY, ""), entries.get(KEY_ENTRY, ""))
+        except MillraceError as error:
+            if error.reason is not Reason.REQUEST_RATE_EXCEEDED:
+                raise
+            return _over(error, is_grpc=is_grpc(entries.get(CONTENT_TYPE_ENTRY, "")))
+        return rls_pb2.RateLimitResponse(overall_code=_OK, response_headers_to_add=_headers(headers))
 
 
 def _over(error: MillraceError, *, is_grpc: bool) -> rls_pb2.RateLimitResponse:
     limit = rls_pb2.RateLimitResponse.RateLimit(
         requests_per_unit=int(error.metadata["limit"]), unit=_MINUTE, name=error.metadata["scope"]
     )
-    headers = refusal_headers(error, is_grpc=is_grpc)
-    headers["x-ratelimit-limit-requests"] = error.metadata["limit"]
-    headers["x-ratelimit-remaining-requests"] = "0"
+    headers = {**refusal_headers(error, is_grpc=is_grpc), **exceeded_headers(error)}
     return rls_pb2.RateLimitResponse(
         overall_code=_OVER,
         statuses=[rls_pb2.RateLimitResponse.DescriptorStatus(code=_OVER, current_limit=limit)],

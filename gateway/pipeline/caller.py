@@ -34,6 +34,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     # The client's own x-request-id, cut to a length that every span can carry.
     client_request_id: str = ""
+    # Somebody in front has authenticated and counted the call, and signed its context.
+    was_signed: bool = False
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, at least 0; infinity without one."""
@@ -74,12 +76,47 @@ class CallerVerifier:
         context = verify(
             from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
         )
+        return self._caller(
+            context,
+            received_s=received_s,
+            traceparent=traceparent or context.traceparent,
+            tracestate=tracestate if traceparent else context.tracestate,
+            client_request_id=client_request_id,
+            timeout_s=timeout_s,
+            was_signed=True,
+        )
+
+    def caller(
+        self, context: context_pb2.RequestContext, *, received_s: float, client_request_id: str
+    ) -> Caller:
+        """The caller of a context that this process has made itself."""
+        return self._caller(
+            context,
+            received_s=received_s,
+            traceparent=context.traceparent,
+            tracestate=context.tracestate,
+            client_request_id=client_request_id,
+            timeout_s=None,
+            was_signed=False,
+        )
+
+    def _caller(
+        self,
+        context: context_pb2.RequestContext,
+        *,
+        received_s: float,
+        traceparent: str,
+        tracestate: str,
+        client_request_id: str,
+        timeout_s: float | None,
+        was_signed: bool,
+    ) -> Caller:
         identity = identity_from_context(context)
         client_request_id = client_request_id[:_MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
         deadline_s = None if timeout_s is None else now_s + timeout_s
         if identity.deadline_unix_ms is not None:
-            edge_s = now_s + (identity.deadline_unix_ms - now_unix_ms) / 1000
+            edge_s = now_s + (identity.deadline_unix_ms - time.time_ns() // 1_000_000) / 1000
             deadline_s = edge_s if deadline_s is None else min(deadline_s, edge_s)
         return Caller(
             identity=identity,
@@ -87,13 +124,11 @@ class CallerVerifier:
             received_s=received_s,
             trace=with_identity(
                 RequestIdentity(identity.request_id, client_request_id, identity.tenant, identity.tier),
-                context_from_traceparent(
-                    traceparent or identity.traceparent,
-                    tracestate if traceparent else identity.tracestate,
-                ),
+                context_from_traceparent(traceparent, tracestate),
             ),
             deadline_s=deadline_s,
             client_request_id=client_request_id,
+            was_signed=was_signed,
         )
 
     def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> context_pb2.SignedContext:

@@ -16,6 +16,7 @@ from services.errors import ConfigError
 # Statistic that counts requests in flight from clients.
 _ACTIVE_REQUESTS = "downstream_rq_active"
 _PAUSE_S = 0.05
+_GRPC_HEALTH = "/grpc.health.v1.Health/Check"
 
 
 def envoy_binary() -> Path:
@@ -54,8 +55,8 @@ async def wait_forwarding(address: str, limit_s: float) -> None:
     Raises TimeoutError after `limit_s` seconds.
     """
     async with asyncio.timeout(limit_s), _client(f"http://{address}") as client:
-        # The gRPC face refuses a request without a key; the HTTP face tells its health to anybody.
-        while await _status(client, "/v1/models") != httpx.codes.UNAUTHORIZED:
+        # Both tell their health to anybody.
+        while not await _grpc_is_served(client):
             await asyncio.sleep(_PAUSE_S)
         while await _status(client, "/health") != httpx.codes.OK:
             await asyncio.sleep(_PAUSE_S)
@@ -66,6 +67,17 @@ async def _status(client: httpx.AsyncClient, path: str) -> int:
         return (await client.get(path)).status_code
     except httpx.HTTPError:
         return 0
+
+
+async def _grpc_is_served(client: httpx.AsyncClient) -> bool:
+    # An empty message, in gRPC's framing: a byte that says it is not compressed, and its length.
+    headers = {"content-type": "application/grpc", "te": "trailers"}
+    try:
+        answer = await client.post(_GRPC_HEALTH, headers=headers, content=bytes(5))
+    except httpx.HTTPError:
+        return False
+    # A status in the header is a refusal; that of an answer is in the trailer.
+    return answer.status_code == httpx.codes.OK and "grpc-status" not in answer.headers
 
 
 async def stop_accepting(admin: str) -> None:

@@ -17,20 +17,24 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
+from gateway.auth.callers import HttpCallers
 from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.envoy.bootstrap import build
+from gateway.http.app import Endpoint, authorize
 from gateway.http.exchange import Exchange
 from gateway.http.server import HttpServer
+from gateway.limits.counter import RequestCounter
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
+from gateway.pipeline.caller import CallerVerifier
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
-from services.context import CONTEXT_HEADER, from_header, verify
+from services.context import CONTEXT_HEADER, from_header, sign, to_header, verify
 from services.server import GrpcServer
 from services.supervisor.edge import envoy_binary
 
@@ -82,8 +86,10 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
             context = exchange.headers.get(CONTEXT_HEADER.encode(), b"no context")
             exchange.respond(200, context, [(b"content-type", b"text/plain")])
             return None
-        # Tells what arrived.
+        # Tells what arrived, and from whom.
         headers = {name.decode(): value.decode() for name, value in exchange.headers.items()}
+        if exchange.caller is not None:
+            headers[CONTEXT_HEADER] = to_header(sign(exchange.caller.context, SECRET.encode()))
         body = {"headers": headers, "num_bytes": len(exchange.body())}
         exchange.respond(200, json.dumps(body).encode())
         return None
@@ -109,15 +115,18 @@ class Edge:
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
         self._authorizer: Authorizer | None = None
+        self._face: Endpoint | None = None
         # Nothing here may refuse a large body before Envoy does.
         self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
 
     def _answer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
-        if not exchange.path.startswith(AUTHORIZE_PREFIX):
-            return self.faces.http(exchange)
         assert self._authorizer is not None
-        answer = self._authorizer.check(exchange.headers)
-        exchange.respond(answer.status, answer.body, answer.headers)
+        assert self._face is not None
+        if exchange.path == "/health":
+            return self.faces.http(exchange)
+        if not exchange.path.startswith(AUTHORIZE_PREFIX):
+            return self._face(exchange)
+        authorize(self._authorizer, exchange)
         return None
 
     async def start(self, otlp_endpoint: str = "") -> None:
@@ -129,10 +138,12 @@ class Edge:
         metrics = Metrics()
         directory = KeyDirectory(settings)
         store = MemoryLimitStore(lease_ttl_s=30, clock=unix_ms)
-        self._authorizer = Authorizer(
-            directory, Tiers(settings), settings.security.secret(), telemetry, metrics
-        )
-        ratelimit = RateLimitServicer(RequestLimiter(store, directory), telemetry, metrics)
+        tiers = Tiers(settings)
+        self._authorizer = Authorizer(directory, tiers, settings.security.secret(), telemetry, metrics)
+        counter = RequestCounter(RequestLimiter(store, directory), telemetry, metrics)
+        callers = HttpCallers(self._authorizer, CallerVerifier(settings.security, tiers))
+        self._face = Endpoint(callers, counter, self.faces.http)
+        ratelimit = RateLimitServicer(counter)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
             ratelimit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ async def stub(edge: Edge) -> AsyncIterator[inference_pb2_grpc.InferenceServiceS
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
-async def test_good_key_becomes_a_signed_context(client: httpx.AsyncClient) -> None:
+async def test_good_key_becomes_a_context(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/chat/completions", headers=BEARER, content=b"{}")
     headers = response.json()["headers"]
     identity, context = verified(headers["x-millrace-context"])
@@ -54,24 +55,47 @@ async def test_good_key_becomes_a_signed_context(client: httpx.AsyncClient) -> N
     assert identity.request_id == response.headers["x-request-id"] == headers["x-request-id"]
     assert (context.priority, context.weight, context.ttft_target_ms) == (3, 2.0, 900)
     assert not context.HasField("queue_limit_ms")
-    assert "authorization" not in headers
+    # Who calls is told to the edge, not to the client.
+    assert not [name for name in response.headers if name.startswith("x-millrace-")]
+
+
+FORGED = {
+    "x-millrace-context": "forged",
+    "x-millrace-tenant": "other",
+    "x-millrace-key": "other",
+    "x-millrace-counted": "1",
+    "x-millrace-jwt-claims": "eyJ0ZW5hbnQiOiJsaW1pdGVkIn0",
+}
 
 
 async def test_client_cannot_set_identity_headers(client: httpx.AsyncClient) -> None:
-    forged = {
-        "x-millrace-context": "forged",
-        "x-millrace-tenant": "other",
-        "x-millrace-key": "other",
-        "x-millrace-counted": "1",
-        "x-millrace-jwt-claims": "eyJ0ZW5hbnQiOiJsaW1pdGVkIn0",
-    }
-    response = await client.get("/anything", headers={**BEARER, **forged})
+    response = await client.get("/anything", headers={**BEARER, **FORGED})
     headers = response.json()["headers"]
-    assert headers["x-millrace-tenant"] == "acme"
-    assert headers["x-millrace-key"] == "good"
-    assert "x-millrace-jwt-claims" not in headers
-    assert "x-millrace-counted" not in headers
-    assert verified(headers["x-millrace-context"])[0].tenant == "acme"
+    assert verified(headers.pop("x-millrace-context"))[0].tenant == "acme"
+    assert not set(FORGED) & set(headers)
+
+
+async def test_client_cannot_set_identity_metadata(
+    edge: Edge, stub: inference_pb2_grpc.InferenceServiceStub
+) -> None:
+    edge.faces.items.put_nowait(None)
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple({**BEARER, **FORGED}.items()))
+    assert await call.read() is grpc.aio.EOF
+    metadata = edge.faces.metadata
+    identity, _ = verified(metadata["x-millrace-context"])
+    assert (identity.tenant, metadata["x-millrace-tenant"]) == ("acme", "acme")
+    assert (identity.key_id, metadata["x-millrace-key"]) == ("good", "good")
+    assert "x-millrace-jwt-claims" not in metadata
+    assert "x-millrace-counted" not in metadata
+
+
+@pytest.mark.parametrize("credential", [None, "mr-wrong"])
+async def test_nobody_may_forge_an_identity_instead_of_a_key(
+    client: httpx.AsyncClient, credential: str | None
+) -> None:
+    headers = FORGED if credential is None else {**FORGED, "authorization": f"Bearer {credential}"}
+    response = await client.post("/v1/chat/completions", headers=headers, content=b"{}")
+    assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
 
 
 async def test_public_page_needs_no_key_and_gets_no_context(client: httpx.AsyncClient) -> None:
@@ -235,7 +259,8 @@ async def test_authorization_cannot_be_asked_from_outside(edge: Edge, path: str,
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
         f"POST {path} HTTP/1.1\r\nhost: edge\r\nauthorization: {BEARER['authorization']}\r\n"
-        f"content-type: {content_type}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+        f"x-millrace-question: 1\r\ncontent-type: {content_type}\r\ncontent-length: 0\r\n"
+        "connection: close\r\n\r\n".encode()
     )
     answer = await reader.read()
     writer.close()
@@ -293,6 +318,24 @@ async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
                 edge.faces.items.put_nowait(None)
     finally:
         await edge.stop()
+
+
+async def test_upgrade_to_a_websocket_is_an_openai_error(edge: Edge) -> None:
+    host, _, port = edge.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"GET /v1/realtime HTTP/1.1\r\nhost: edge\r\nauthorization: {BEARER['authorization']}\r\n"
+        "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+        "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+    )
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    error = json.loads(await reader.readexactly(length))["error"]
+    writer.close()
+    assert head.startswith(b"http/1.1 400 ")
+    assert b"content-type: application/json" in head
+    assert (error["code"], error["type"]) == ("MALFORMED_BODY", "invalid_request_error")
+    assert "WebSocket" in error["message"]
 
 
 async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) -> None:

@@ -136,6 +136,7 @@ def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, An
         "security": {"context_secret": SECRET},
         "model": {"name": "tiny", "aliases": ["default"]},
         "tiers": {"standard": more.get("tier", {}), "fast": {"priority": 5, **more.get("fast", {})}},
+        "keys": more.get("keys", {}),
         "tenants": {"acme": {"allowed_tiers": ["fast"], **more.get("tenant", {})}},
         "gateway": {
             "grpc_listen": "127.0.0.1:0",

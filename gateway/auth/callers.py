@@ -1,0 +1,51 @@
+"""Who sends an HTTP request: the context that somebody in front has signed, or the credentials themselves.
+
+Envoy asks about gRPC calls before it sends them on (`authorizer`). An HTTP request it sends at once, with its
+credentials: the question would cost the gateway and Envoy more than most of what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.auth.authorizer import Authorizer
+from gateway.pipeline.caller import Caller, CallerVerifier
+from services.context import CONTEXT_HEADER
+
+_CONTEXT = CONTEXT_HEADER.encode()
+
+
+class HttpCallers:
+    """Identifies callers by their headers; Envoy has dropped what clients may not send."""
+
+    def __init__(self, authorizer: Authorizer, verifier: CallerVerifier) -> None:
+        self._authorizer = authorizer
+        self._verifier = verifier
+
+    def identify(self, headers: Mapping[bytes, bytes], received_s: float) -> Caller:
+        """The caller of a request; names of `headers` are in lower case.
+
+        Raises MISSING_CREDENTIALS, INVALID_CREDENTIALS, TENANT_NOT_ALLOWED, TIER_NOT_ALLOWED and
+        CONTEXT_SIGNATURE_INVALID.
+        """
+        traceparent, tracestate, client_request_id = (
+            headers.get(name, b"").decode("latin-1")
+            for name in (b"traceparent", b"tracestate", b"x-client-request-id")
+        )
+        signed = headers.get(_CONTEXT)
+        if signed is not None:
+            return self._verifier.verify(
+                signed.decode("latin-1"),
+                received_s=received_s,
+                traceparent=traceparent,
+                tracestate=tracestate,
+                client_request_id=client_request_id,
+            )
+        context = self._authorizer.context_of(headers)
+        return self._verifier.caller(context, received_s=received_s, client_request_id=client_request_id)
+
+    def is_counted(self, caller: Caller) -> bool:
+        """Whether a limit of requests per minute applies that nobody has counted this request against."""
+        return not caller.was_signed and self._authorizer.is_counted(
+            caller.identity.tenant, caller.identity.key_id
+        )

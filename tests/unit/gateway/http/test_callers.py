@@ -1,0 +1,74 @@
+"""Who calls the HTTP face: by a key, by a context that somebody has signed, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER
+from gateway.auth.directory import hash_key
+from services.context import CONTEXT_HEADER
+from tests.unit.gateway.rig.deployment import Deployment, deployed
+
+KEY = "mr-test"
+TABLES: dict[str, Any] = {
+    "keys": {"entries": [{"id": "k1", "tenant": "acme", "hash": hash_key(KEY)}]},
+    "tenant": {"requests_per_minute": 2},
+}
+
+
+async def ask(rig: Deployment, path: str = "/v1/models", **headers: str) -> httpx.Response:
+    """Without what the rig's own client sends."""
+    async with httpx.AsyncClient(base_url=rig.http.base_url) as client:
+        return await client.get(path, headers=headers)
+
+
+async def test_requests_with_a_key_are_counted_and_those_with_a_context_have_been() -> None:
+    async with deployed(tables=TABLES) as rig:
+        bearer = {"authorization": f"Bearer {KEY}"}
+        for left in ("1", "0"):
+            answer = await ask(rig, **bearer)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-remaining-requests"] == left
+        refused = await ask(rig, **bearer)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "REQUEST_RATE_EXCEEDED")
+        assert refused.headers["x-ratelimit-limit-requests"] == "2"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(refused.headers["retry-after"]) >= 1
+        # The rig's client sends a signed context.
+        assert (await rig.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/nothing"])
+async def test_without_a_key_nothing_is_told(path: str) -> None:
+    async with deployed(tables=TABLES) as rig:
+        answer = await ask(rig, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "MISSING_CREDENTIALS")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert (await ask(rig, path, **{CONTEXT_HEADER: "forged"})).status_code == 401
+
+
+@pytest.mark.parametrize("framing", ["content-length: 1000000", "transfer-encoding: chunked"])
+async def test_a_large_body_is_not_taken_from_nobody(framing: str) -> None:
+    async with deployed(tables=TABLES) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.gateway.http.port)
+        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode())
+        # The body is never sent: whoever waited for it would wait for good.
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert b"connection: close" in head
+        writer.close()
+
+
+async def test_only_a_question_is_answered_with_a_context() -> None:
+    async with deployed(tables=TABLES) as rig:
+        headers = {"authorization": f"Bearer {KEY}"}
+        answer = await ask(rig, f"{AUTHORIZE_PREFIX}v1/models", **headers)
+        assert answer.status_code == 404
+        assert CONTEXT_HEADER not in answer.headers
+        answer = await ask(rig, f"{AUTHORIZE_PREFIX}v1/models", **headers, **{QUESTION_HEADER: "1"})
+        assert CONTEXT_HEADER in answer.headers
