@@ -113,6 +113,7 @@ REQUEST_ID = Attribute("millrace.request_id", "", "Id that Envoy gave the reques
 CLIENT_REQUEST_ID = Attribute("millrace.client_request_id", "", "The client's own x-request-id.")
 TENANT = Attribute("millrace.tenant", "", "Who asked.")
 TIER = Attribute("millrace.tier", "", "SLA tier the request is served under.")
+IDENTITY = (REQUEST_ID, CLIENT_REQUEST_ID, TENANT, TIER)
 KEY_ID = Attribute("millrace.key_id", "", "Public identifier of the API key; never the key.")
 FACE = Attribute("millrace.face", "", "grpc or http.")
 STREAMING = Attribute("millrace.streaming", "", "Whether the answer is streamed.")

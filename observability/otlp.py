@@ -12,15 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from observability.recorder import RecordedSpan
+    from opentelemetry.trace import TraceState
+
+    from observability.spans import RecordedSpan
 
 _SMALL = 1 << 12
-# Attributes whose bytes are kept: text by key and value, and the part of each key before a float.
+# Numbers and flags whose bytes are kept, with their keys.
 _MAX_KEPT = 8192
-_MAX_KEPT_TEXT = 64
+# Of longer texts no beginnings are kept.
+_MAX_TEXT = 256
 
-_IDS = struct.Struct(">2sQQ2sQ")
-_PARENT = struct.Struct(">2sQ")
+_TRACE_ID = struct.Struct(">2sQQ")
+_IDS = struct.Struct(">2sQ2sQ")
+_ROOT_ID = struct.Struct(">2sQ")
 _TIMES = struct.Struct("<cQcQ")
 _EVENT_TIME = struct.Struct("<cQ")
 _LINK = struct.Struct(">2sQQ2sQ")
@@ -54,10 +58,12 @@ def _field(tag: bytes, body: bytes) -> bytes:
     return tag + _size(len(body)) + body
 
 
-_texts: dict[tuple[str, str], bytes] = {}
+# All of an attribute but its text, by the key and the size of the text; but the eight bytes of its float.
+_texts: dict[tuple[str, int], bytes] = {}
+_floats: dict[str, bytes] = {}
+# Apart, because 1 and True are equal.
 _numbers: dict[tuple[str, int], bytes] = {}
 _flags: dict[tuple[str, bool], bytes] = {}
-_floats: dict[str, bytes] = {}
 
 
 def _pair(key: str, value: Any) -> bytes:
@@ -66,13 +72,19 @@ def _pair(key: str, value: Any) -> bytes:
     if kind is float:
         found = _floats.get(key)
         if found is None:
-            # All but the eight bytes of the number itself.
             found = _floats[key] = _whole(key, b"\x21" + bytes(8))[:-8]
         return found + _DOUBLE.pack(value)
+    if kind is str:
+        text: bytes = value.encode(errors="replace")
+        size = len(text)
+        found = _texts.get((key, size))
+        if found is None:
+            found = _whole(key, _field(b"\x0a", text))[: -size or None]
+            if size <= _MAX_TEXT and len(_texts) < _MAX_KEPT:
+                _texts[key, size] = found
+        return found + text
     kept: dict[Any, bytes]
-    if kind is str and len(value) <= _MAX_KEPT_TEXT:
-        kept = _texts
-    elif kind is int:
+    if kind is int:
         kept = _numbers
     elif kind is bool:
         kept = _flags
@@ -133,29 +145,37 @@ def encode(spans: Iterable[bytes], resource: bytes) -> bytes:
     return _field(b"\x0a", resource + _field(b"\x12", b"".join(found)))
 
 
+def encode_lineage(trace_id: int, trace_state: TraceState | None) -> bytes:
+    """What all spans of one trace in one service begin with."""
+    found = _TRACE_ID.pack(b"\x0a\x10", trace_id >> 64, trace_id & _MASK)
+    return found + _field(b"\x1a", trace_state.to_header().encode()) if trace_state else found
+
+
 _names: dict[tuple[str, int], bytes] = {}
 
 
 def encode_span(span: RecordedSpan) -> bytes:
     """One Span."""
-    trace_id = span.trace_id
-    parts = [_IDS.pack(b"\x0a\x10", trace_id >> 64, trace_id & _MASK, b"\x12\x08", span.span_id)]
-    if span.trace_state:
-        parts.append(_field(b"\x1a", span.trace_state.to_header().encode()))
-    if span.parent_id:
-        parts.append(_PARENT.pack(b"\x22\x08", span.parent_id))
-    name = _names.get((span.name, span.kind.value))
+    lineage = span.lineage
+    parent_id = span.parent_id
+    kind = span.kind.value
+    name = _names.get((span.name, kind))
     if name is None:
         # OTLP counts kinds from 1.
-        name = _field(b"\x2a", span.name.encode()) + b"\x30" + _varint(span.kind.value + 1)
+        name = _field(b"\x2a", span.name.encode()) + b"\x30" + _varint(kind + 1)
         if len(_names) < _MAX_KEPT:
-            _names[span.name, span.kind.value] = name
-    parts += (
+            _names[span.name, kind] = name
+    parts = [
+        lineage.encoded_trace,
+        _IDS.pack(b"\x12\x08", span.span_id, b"\x22\x08", parent_id)
+        if parent_id
+        else _ROOT_ID.pack(b"\x12\x08", span.span_id),
         name,
         _TIMES.pack(b"\x39", span.start_ns, b"\x41", span.end_ns),
-        span.inherited.encoded,
-        _pairs(_SPAN_ATTRIBUTE, span.attributes),
-    )
+        lineage.encoded_identity,
+    ]
+    if span.attributes:
+        parts.append(_pairs(_SPAN_ATTRIBUTE, span.attributes))
     if span.events:
         parts.append(_events(span.events))
     if span.links:

@@ -21,160 +21,27 @@ from typing import Any, TypeAlias
 import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    TraceState,
-)
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
-from observability.otlp import encode, encode_inherited, encode_resource, encode_span
+from observability.otlp import encode, encode_resource, encode_span
+from observability.spans import Lineage, RecordedSpan, RemoteSpan
 
 _log = logging.getLogger(__name__)
 
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _NOT_SAMPLED = TraceFlags(TraceFlags.DEFAULT)
+_LOW_BITS = 2**64 - 1
 # Spans in one message; a call costs as much as the encoding of a hundred.
 _BATCH = 2048
 EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-
-
-class Inherited:
-    """Attributes that a span takes from the context it starts in, with their bytes."""
-
-    __slots__ = ("attributes", "encoded")
-
-    def __init__(self, attributes: Mapping[str, AttributeValue]) -> None:
-        self.attributes = attributes
-        self.encoded = encode_inherited(attributes)
-
-
-NOTHING_INHERITED = Inherited({})
-
-
-class RecordedSpan(Span):
-    """One span. After `end` nothing changes it any more."""
-
-    __slots__ = (
-        "attributes",
-        "context",
-        "end_ns",
-        "events",
-        "inherited",
-        "kind",
-        "links",
-        "name",
-        "parent_id",
-        "recorder",
-        "span_id",
-        "start_ns",
-        "status",
-        "trace_id",
-        "trace_state",
-    )
-
-    def __init__(
-        self,
-        recorder: SpanRecorder,
-        name: str,
-        trace_id: int,
-        span_id: int,
-        parent_id: int,
-        trace_state: TraceState | None,
-        kind: SpanKind,
-        inherited: Inherited,
-        attributes: dict[str, Any],
-        links: Sequence[Link],
-        start_ns: int,
-    ) -> None:
-        self.recorder = recorder
-        self.name = name
-        self.trace_id = trace_id
-        self.span_id = span_id
-        # 0 for a root.
-        self.parent_id = parent_id
-        self.trace_state = trace_state
-        self.kind = kind
-        self.inherited = inherited
-        self.attributes = attributes
-        self.links = links
-        self.start_ns = start_ns
-        # Made when somebody asks for it.
-        self.context: SpanContext | None = None
-        # 0 while it is open.
-        self.end_ns = 0
-        self.status: Status | None = None
-        self.events: Sequence[tuple[str, int, Mapping[str, Any]]] = ()
-
-    def end(self, end_time: int | None = None) -> None:
-        """Ends it, once, at Unix nanoseconds (default now)."""
-        if not self.end_ns:
-            self.end_ns = time.time_ns() if end_time is None else end_time
-            self.recorder.take(self)
-
-    def get_span_context(self) -> SpanContext:
-        """Its ids."""
-        context = self.context
-        if context is None:
-            context = SpanContext(self.trace_id, self.span_id, False, _SAMPLED, self.trace_state)
-            self.context = context
-        return context
-
-    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
-        """Adds attributes."""
-        if not self.end_ns:
-            self.attributes.update(attributes)
-
-    def set_attribute(self, key: str, value: AttributeValue) -> None:
-        """Adds one attribute."""
-        if not self.end_ns:
-            self.attributes[key] = value
-
-    def add_event(
-        self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None
-    ) -> None:
-        """Adds an event at Unix nanoseconds (default now)."""
-        if not self.end_ns:
-            self.events = (*self.events, (name, timestamp or time.time_ns(), dict(attributes or {})))
-
-    def update_name(self, name: str) -> None:
-        """Renames it."""
-        self.name = name
-
-    def is_recording(self) -> bool:
-        """Whether it is open."""
-        return not self.end_ns
-
-    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """Marks success or failure."""
-        if not self.end_ns:
-            self.status = status if isinstance(status, Status) else Status(status, description)
-
-    def record_exception(
-        self,
-        exception: BaseException,
-        attributes: Mapping[str, Any] | None = None,
-        timestamp: int | None = None,
-        escaped: bool = False,
-    ) -> None:
-        """Adds the exception's type as an event; its message may hold what a client wrote."""
-        self.add_event(
-            "exception", {"exception.type": type(exception).__name__, **(attributes or {})}, timestamp
-        )
 
 
 # Takes what was kept of spans within so many seconds; whether it did.
 Export: TypeAlias = Callable[[Sequence[Any], float], bool]
 # What is kept of a span that has ended.
 Keep: TypeAlias = Callable[[RecordedSpan], Any]
-# What a span takes from the context it starts in.
-Inherit: TypeAlias = Callable[[Context | None], Inherited]
+# Attributes that a span takes from the context it starts in.
+Inherit: TypeAlias = Callable[[Context | None], Mapping[str, AttributeValue]]
 
 
 class OtlpExport:
@@ -255,32 +122,61 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
     ) -> Span:
         """A span below the one in `context` (default: the current one), if its trace is recorded."""
         parent = trace.get_current_span(context)
-        span_id = self._random_bits(64) or 1
-        state: TraceState | None
+        identity = self._inherit(context)
         if type(parent) is RecordedSpan:
-            trace_id, parent_id, state = parent.trace_id, parent.span_id, parent.trace_state
-        else:
-            above = parent.get_span_context()
-            if above.is_valid:
-                trace_id, parent_id, state = above.trace_id, above.span_id, above.trace_state
-                sampled = above.trace_flags.sampled
-            else:
-                trace_id, parent_id, state = self._random_bits(128) or 1, 0, None
-                sampled = (trace_id & (2**64 - 1)) < self._bound
-            if not sampled:
-                return NonRecordingSpan(SpanContext(trace_id, span_id, False, _NOT_SAMPLED, state))
+            lineage = parent.lineage.identified(identity) if identity else parent.lineage
+            return self._started(lineage, parent.span_id, name, kind, attributes, links, start_time)
+        above = parent.get_span_context()
+        remote = RemoteSpan(above.trace_id, above.span_id, above.trace_flags, above.trace_state, identity)
+        return self.start_below(remote, name, kind, attributes, links, start_time)
+
+    def start_below(
+        self,
+        parent: Span,
+        name: str,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        links: Sequence[Link] | None = None,
+        start_time: int | None = None,
+    ) -> Span:
+        """A span below `parent`, with its identity; `parent` itself where its trace is not recorded."""
+        if type(parent) is RecordedSpan:
+            return self._started(parent.lineage, parent.span_id, name, kind, attributes, links, start_time)
+        if type(parent) is not RemoteSpan:
+            return parent
+        if parent.trace_id and parent.span_id:
+            if not parent.flags & TraceFlags.SAMPLED:
+                return parent
+            lineage = Lineage(parent.trace_id, parent.trace_state, parent.identity)
+            return self._started(lineage, parent.span_id, name, kind, attributes, links, start_time)
+        trace_id = self._random_bits(128) or 1
+        if trace_id & _LOW_BITS >= self._bound:
+            span_id = self._random_bits(64) or 1
+            return NonRecordingSpan(SpanContext(trace_id, span_id, False, _NOT_SAMPLED))
+        return self._started(
+            Lineage(trace_id, None, parent.identity), 0, name, kind, attributes, links, start_time
+        )
+
+    def _started(
+        self,
+        lineage: Lineage,
+        parent_id: int,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, AttributeValue] | None,
+        links: Sequence[Link] | None,
+        start_ns: int | None,
+    ) -> RecordedSpan:
         return RecordedSpan(
             self,
+            lineage,
             name,
-            trace_id,
-            span_id,
+            self._random_bits(64) or 1,
             parent_id,
-            state,
             kind,
-            self._inherit(context),
             dict(attributes) if attributes else {},
             links or (),
-            start_time or time.time_ns(),
+            start_ns or time.time_ns(),
         )
 
     def start_as_current_span(self, name: str, *arguments: Any, **options: Any) -> Any:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from opentelemetry import trace
 from opentelemetry.context import Context
 
+from observability import names
 from observability.config import ObservabilityConfig
 from services.errors import ConfigError
 
@@ -39,7 +41,11 @@ def provider(service: str, config: ObservabilityConfig, inherit: Inherit) -> Tra
 
     class Identity(SpanProcessor):
         def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-            span.set_attributes(dict(inherit(parent_context).attributes))
+            parent = trace.get_current_span(parent_context)
+            # Below a span of this process, which has the identity, or the caller's, which brings it.
+            above = getattr(parent, "attributes", None) or getattr(parent, "identity", None) or {}
+            span.set_attributes({str(key): above[key] for key in names.IDENTITY if key in above})
+            span.set_attributes(inherit(parent_context))
 
         def on_end(self, span: ReadableSpan) -> None:
             """Nothing to do."""

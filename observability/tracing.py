@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import grpc
+import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from observability import names, sdk
-from observability.clock import unix_ns
+from observability.clock import offset_ns, unix_ns
 from observability.config import ObservabilityConfig
 from observability.names import SpanName
-from observability.recorder import NOTHING_INHERITED, Inherited, OtlpExport, SpanRecorder
+from observability.recorder import OtlpExport, SpanRecorder
+from observability.spans import RecordedSpan, RemoteSpan
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
@@ -36,10 +36,12 @@ _W3C = TraceContextTextMapPropagator()
 _PLAIN_TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 Attributes = Mapping[str, AttributeValue]
+# A span of this process, or the caller's (`remote_span`), whose identity goes on; or a context that has both,
+# by default the current one.
+Parent: TypeAlias = Span | Context | None
 
 
-@dataclass(frozen=True)
-class RequestIdentity:
+class RequestIdentity(msgspec.Struct, frozen=True):
     """What every span of a request carries. Empty parts are left out."""
 
     request_id: str
@@ -57,11 +59,6 @@ class RequestIdentity:
         )
         return {key: value for key, value in pairs if value}
 
-    @cached_property
-    def inherited(self) -> Inherited:
-        """The same for the recorder, made once for all spans of the request."""
-        return Inherited(self.attributes())
-
 
 def with_identity(identity: RequestIdentity, parent: Context | None = None) -> Context:
     """`parent` (default: the current context) in which every new span gets the identity's attributes."""
@@ -74,26 +71,39 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
     return identity if isinstance(identity, RequestIdentity) else None
 
 
-def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
-    """Context whose current span is the remote one; without a span when the header is empty or invalid."""
+def remote_span(
+    traceparent: str, tracestate: str = "", identity: RequestIdentity | None = None
+) -> RemoteSpan:
+    """The caller's span, as the parent of this service's; those below it get the identity.
+
+    An empty or invalid header makes them begin a trace of their own.
+    """
+    attributes = None if identity is None else identity.attributes()
     plain = None if tracestate else _PLAIN_TRACEPARENT.fullmatch(traceparent)
     if plain is None:
-        return _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
-    # By far the most common form; the propagator takes five times as long for it.
+        extracted = _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
+        found = trace.get_current_span(extracted).get_span_context()
+        return RemoteSpan(found.trace_id, found.span_id, found.trace_flags, found.trace_state, attributes)
+    # By far the most common form; the propagator takes several times as long for it.
     trace_id, span_id, flags = plain.groups()
-    remote = SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
-    return (
-        trace.set_span_in_context(trace.NonRecordingSpan(remote), Context()) if remote.is_valid else Context()
-    )
+    return RemoteSpan(int(trace_id, 16), int(span_id, 16), int(flags, 16), None, attributes)
+
+
+def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
+    """Context whose current span is the remote one; without a span when the header is empty or invalid."""
+    remote = remote_span(traceparent, tracestate)
+    return trace.set_span_in_context(remote, Context()) if remote.trace_id and remote.span_id else Context()
 
 
 def traceparent_of(span: Span) -> tuple[str, str]:
     """(traceparent, tracestate) that makes `span` the parent in the next hop; empty if it is invalid."""
-    context = span.get_span_context()
-    if not context.is_valid:
-        return "", ""
-    ids = f"{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-    return f"00-{ids}", context.trace_state.to_header()
+    if type(span) is RecordedSpan:
+        trace_id, span_id, flags, state = span.lineage.trace_id, span.span_id, 1, span.lineage.trace_state
+    else:
+        trace_id, span_id, _, flags, state, is_valid = span.get_span_context()
+        if not is_valid:
+            return "", ""
+    return f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}", state.to_header() if state else ""
 
 
 class SpanSource(Protocol):
@@ -121,6 +131,8 @@ class Telemetry:
         # Generation of the GenAI attribute names.
         self.semconv = config.semconv_generation()
         self._provider = provider
+        # Ours takes shorter ways than OpenTelemetry's interfaces have.
+        self._recorder = provider if isinstance(provider, SpanRecorder) else None
         self.tracer: trace.Tracer = (
             trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")
         )
@@ -129,7 +141,7 @@ class Telemetry:
         self,
         name: SpanName,
         *,
-        parent: Context | None = None,
+        parent: Parent = None,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
         links: Sequence[Link] = (),
@@ -138,10 +150,33 @@ class Telemetry:
         """Starts a span that the caller ends with `end`. `start_s` is in monotonic seconds, default now.
 
         It is not made current: in async generators a current span would leak into the consumer. Children
-        get it by `parent=telemetry.under(span)`.
+        get it by `parent=span`.
         """
         start_ns = None if start_s is None else unix_ns(start_s)
-        return self.tracer.start_span(name, parent, kind, attributes, links, start_ns)
+        return self._start(name, parent, kind, attributes, links, start_ns)
+
+    def _start(
+        self,
+        name: SpanName,
+        parent: Parent,
+        kind: SpanKind,
+        attributes: Attributes | None,
+        links: Sequence[Link],
+        start_ns: int | None,
+    ) -> Span:
+        if parent is None and self._recorder is not None:
+            current = trace.get_current_span()
+            if type(current) is RecordedSpan:
+                return self._recorder.start_below(current, name, kind, attributes, links, start_ns)
+        if parent is None or isinstance(parent, Context):
+            return self.tracer.start_span(name, parent, kind, attributes, links, start_ns)
+        if self._recorder is not None:
+            return self._recorder.start_below(parent, name, kind, attributes, links, start_ns)
+        if self._provider is None:
+            return parent
+        # The SDK looks for identity and parent in a context.
+        context = trace.set_span_in_context(parent, Context())
+        return self.tracer.start_span(name, context, kind, attributes, links, start_ns)
 
     def end(
         self,
@@ -152,6 +187,8 @@ class Telemetry:
         error: str = "",
     ) -> None:
         """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed."""
+        if not span.is_recording():
+            return
         if attributes:
             span.set_attributes(attributes)
         if error:
@@ -164,23 +201,28 @@ class Telemetry:
         *,
         start_s: float,
         end_s: float,
-        parent: Context | None = None,
+        parent: Parent = None,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
         links: Sequence[Link] = (),
         error: str = "",
     ) -> Span:
         """A span over a time that has passed, in monotonic seconds. Returned, ended, for use as a parent."""
-        span = self.start(name, parent=parent, kind=kind, attributes=attributes, links=links, start_s=start_s)
-        # Clocks of two processes may disagree by less than a tick; a span never ends before it starts.
-        self.end(span, end_s=max(start_s, end_s), error=error)
+        offset = offset_ns()
+        start_ns = offset + round(start_s * 1e9)
+        span = self._start(name, parent, kind, attributes, links, start_ns)
+        if span.is_recording() and span is not parent:
+            if error:
+                span.set_status(Status(StatusCode.ERROR, error))
+            # Clocks of two processes may disagree by less than a tick; a span never ends before it starts.
+            span.end(max(start_ns, offset + round(end_s * 1e9)))
         return span
 
     def span(
         self,
         name: SpanName,
         *,
-        parent: Context | None = None,
+        parent: Parent = None,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
     ) -> CurrentSpan:
@@ -189,7 +231,8 @@ class Telemetry:
         An exception marks it as failed with the exception's type; the message may hold the client's text and
         stays out of the trace unless content capture is on.
         """
-        return CurrentSpan(self, self.start(name, parent=parent, kind=kind, attributes=attributes), parent)
+        context = parent if isinstance(parent, Context) else None
+        return CurrentSpan(self, self.start(name, parent=parent, kind=kind, attributes=attributes), context)
 
     def under(self, span: Span, parent: Context | None = None) -> Context:
         """Context in which `span` is the parent; the request's identity is kept."""
@@ -260,12 +303,12 @@ def setup(service: str, config: ObservabilityConfig) -> Telemetry:
     return Telemetry(service, config, recorder)
 
 
-def identity_attributes(context: Context | None = None) -> Inherited:
+def identity_attributes(context: Context | None = None) -> Attributes:
     """The request's identity, which travels in the context, for every span that starts in it."""
     identity = otel_context.get_value(_IDENTITY_KEY, context)
-    return identity.inherited if isinstance(identity, RequestIdentity) else NOTHING_INHERITED
+    return identity.attributes() if isinstance(identity, RequestIdentity) else {}
 
 
 def span_context_of(traceparent: str) -> SpanContext:
     """The remote span that a W3C header names, for links; invalid when the header is."""
-    return trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
+    return remote_span(traceparent).get_span_context()

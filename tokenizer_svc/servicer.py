@@ -81,13 +81,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         who = self._verify(request)
         self._check_model(request.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
-        token = otel_context.attach(with_identity(identity, trace))
-        try:
-            with self._telemetry.span(names.TOKENIZER_PREPARE):
-                prepared = await self._within_limit(self._prepare(request, who), timeout_s)
+        with self._telemetry.span(names.TOKENIZER_PREPARE, parent=with_identity(identity, trace)):
+            prepared = await self._within_limit(self._prepare(request, who), timeout_s)
             self._preparer.observe_length(len(prepared.token_ids))
-        finally:
-            otel_context.detach(token)
         return convert.prepare_response(prepared, self._vocabulary.fingerprint)
 
     async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:

@@ -8,7 +8,7 @@ from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, Requ
 from observability import names
 from observability.names import SpanName
 from observability.neighbours import RecentWork, Work
-from observability.tracing import RequestIdentity, Telemetry, context_from_traceparent, with_identity
+from observability.tracing import RequestIdentity, Telemetry, remote_span
 
 _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
 
@@ -25,11 +25,9 @@ class RequestTrace:
         identity = RequestIdentity(
             request.external_id, request.client_request_id, request.tenant, request.tier
         )
-        parent = context_from_traceparent(request.traceparent, request.tracestate)
-        self._context = with_identity(identity, parent)
         self._span = telemetry.start(
             names.ENGINE_REQUEST,
-            parent=self._context,
+            parent=remote_span(request.traceparent, request.tracestate, identity),
             start_s=request.arrival_s,
             attributes={
                 names.ENGINE_ID: engine_id,
@@ -38,7 +36,6 @@ class RequestTrace:
                 names.NUM_CHOICES: request.sampling.n,
             },
         )
-        self._context = telemetry.under(self._span, self._context)
         self._recent = recent
         # Its own place in the batch, once it had one.
         self._place: Work | None = None
@@ -58,6 +55,8 @@ class RequestTrace:
         """Ends engine.request with its outcome."""
         if self._place is not None:
             self._place.end_s = now
+        if not self._span.is_recording():
+            return
         failure = event.failure
         reason = event.finish_reason or FinishReason.ERROR
         outcome = failure.reason if failure else reason.name.lower()
@@ -73,11 +72,12 @@ class RequestTrace:
         )
 
     def _record_first_token(self, first: FirstTokenTimings) -> None:
-        record, parent = self._telemetry.record, self._context
-        if self._span.is_recording():
-            self._place = self._recent.prefilled(
-                self._span.get_span_context(), first.first_scheduled_s, first.prefill_end_s
-            )
+        record, parent = self._telemetry.record, self._span
+        if not parent.is_recording():
+            return
+        self._place = self._recent.prefilled(
+            parent.get_span_context(), first.first_scheduled_s, first.prefill_end_s
+        )
         record(names.ENGINE_QUEUE, start_s=first.arrival_s, end_s=first.first_scheduled_s, parent=parent)
         for start_s, end_s, num_tokens in first.prefill_chunks:
             record(
@@ -92,6 +92,8 @@ class RequestTrace:
         )
 
     def _record_decode(self, choice_index: int, statistics: ChoiceStatistics, now: float) -> None:
+        if not self._span.is_recording():
+            return
         delays = sorted(statistics.delayed_by_s.items(), key=lambda item: -item[1])
         attributes: dict[str, str | int | float | list[str]] = {
             names.CHOICE_INDEX: choice_index,
@@ -112,7 +114,7 @@ class RequestTrace:
             names.ENGINE_DECODE,
             start_s=now - statistics.decode_s,
             end_s=now,
-            parent=self._context,
+            parent=self._span,
             attributes=attributes,
             links=self._links(statistics, now),
         )
@@ -135,14 +137,14 @@ class RequestTrace:
                 name,
                 start_s=start_s,
                 end_s=end_s,
-                parent=self._context,
+                parent=self._span,
                 attributes={names.CHOICE_INDEX: choice_index, **attributes},
             )
 
     def _links(self, statistics: ChoiceStatistics, now: float) -> list[Link]:
         """The requests whose work took the time that this one lost."""
         first = self._first
-        if first is None or not statistics.delayed_by_s or not self._span.is_recording():
+        if first is None or not statistics.delayed_by_s:
             return []
         return self._recent.links(
             self._span.get_span_context(),

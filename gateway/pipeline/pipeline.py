@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
-from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from gateway.engines.continuation import ContinuationConfig, ContinuousStream
@@ -304,7 +303,7 @@ class Pipeline:
                 names.GATEWAY_STREAM,
                 start_s=meter.first_output_s,
                 end_s=time.monotonic(),
-                parent=call.trace,
+                parent=call.span,
             )
         if generation.num_engines_lost:
             self._note_continuations(call, generation, outcome)
@@ -315,7 +314,7 @@ class Pipeline:
         result = "failed" if lost else "continued"
         self._metrics.add(names.RESUBMISSIONS, generation.num_engines_lost, outcome=result)
         for start_s, end_s in generation.interruptions:
-            self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.trace)
+            self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.span)
 
     def _model_limit(self) -> int:
         limit = self.fleet.max_model_len
@@ -327,7 +326,7 @@ class Pipeline:
 class _Call:
     """What the steps of one request share."""
 
-    __slots__ = ("_telemetry", "caller", "request", "span", "tier", "trace")
+    __slots__ = ("_telemetry", "caller", "request", "span", "tier")
 
     def __init__(
         self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
@@ -336,14 +335,13 @@ class _Call:
         self.request = request
         self.tier = tier
         self.span = span
-        self.trace: Context = telemetry.under(span, caller.trace)
         self._telemetry = telemetry
 
     def span_below(self, name: SpanName) -> _Step | nullcontext[Span]:
         """A span around a block; the request's own where it is not recorded."""
         if not self.span.is_recording():
             return nullcontext(self.span)
-        return _Step(self._telemetry, name, self.trace)
+        return _Step(self._telemetry, name, self.span)
 
 
 class _Step:
@@ -351,7 +349,7 @@ class _Step:
 
     __slots__ = ("_span", "_telemetry")
 
-    def __init__(self, telemetry: Telemetry, name: SpanName, parent: Context) -> None:
+    def __init__(self, telemetry: Telemetry, name: SpanName, parent: Span) -> None:
         self._telemetry = telemetry
         self._span = telemetry.start(name, parent=parent)
 

@@ -13,7 +13,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from observability.decode import decode
 from observability.otlp import MalformedOtlp, count_spans, encode, encode_resource, encode_span
-from observability.recorder import Inherited, RecordedSpan, SpanRecorder
+from observability.recorder import SpanRecorder
+from observability.spans import Lineage, RecordedSpan
 
 _RESOURCE = encode_resource({"service.name": "gateway", "service.namespace": "millrace"})
 _VALUES = st.one_of(
@@ -30,7 +31,7 @@ _ATTRIBUTES = st.dictionaries(st.sampled_from(("a", "b", "k" * 200)), _VALUES)
 
 @pytest.fixture(scope="module")
 def recorder() -> Any:
-    made = SpanRecorder(lambda spans, timeout_s: True, lambda context: Inherited({}), delay_s=1000.0)
+    made = SpanRecorder(lambda spans, timeout_s: True, lambda context: {}, delay_s=1000.0)
     yield made
     made.shutdown()
 
@@ -47,19 +48,19 @@ def _parsed(*spans: RecordedSpan) -> Any:
 
 
 def _span(recorder: SpanRecorder, **fields: Any) -> RecordedSpan:
+    lineage = Lineage(
+        fields.pop("trace_id", 7), fields.pop("trace_state", None), fields.pop("identity", None)
+    )
     made = {
         "name": "x",
-        "trace_id": 7,
         "span_id": 8,
         "parent_id": 0,
-        "trace_state": None,
         "kind": SpanKind.INTERNAL,
-        "inherited": Inherited({}),
         "attributes": {},
         "links": (),
         "start_ns": 1,
     }
-    span = RecordedSpan(recorder, **{**made, **fields})
+    span = RecordedSpan(recorder, lineage, **{**made, **fields})
     span.end_ns = 2
     return span
 
@@ -69,7 +70,7 @@ def _span(recorder: SpanRecorder, **fields: Any) -> RecordedSpan:
 def test_attributes_are_read_as_they_were_written(
     recorder: SpanRecorder, attributes: dict[str, Any], inherited: dict[str, Any]
 ) -> None:
-    span = _span(recorder, attributes=attributes, inherited=Inherited(inherited))
+    span = _span(recorder, attributes=attributes, identity=inherited)
     (stored,) = decode(encode([encode_span(span)], _RESOURCE))
     expected = {**inherited, **attributes}
     assert stored.attributes == expected

@@ -12,7 +12,8 @@ from observability import names, tracing
 from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
 from observability.otlp import encode_span
-from observability.recorder import RecordedSpan, SpanRecorder
+from observability.recorder import SpanRecorder
+from observability.spans import RecordedSpan
 from observability.tracing import RequestIdentity, Telemetry
 
 
@@ -64,7 +65,7 @@ def test_every_span_carries_the_identity_however_it_is_made(telemetry: Telemetry
     spans = exporter.spans
     assert len(spans) == 4
     for span in spans:
-        assert span.inherited.attributes == identity.attributes()
+        assert span.lineage.identity == identity.attributes()
 
 
 def test_recorded_spans_have_the_given_times_and_never_end_before_they_start(
@@ -90,7 +91,7 @@ def test_a_traceparent_makes_the_next_service_a_child(telemetry: Telemetry, expo
     telemetry.end(parent)
     child = _by_name(exporter)[names.ENGINE_REQUEST]
     assert child.parent_id == parent.get_span_context().span_id
-    assert child.trace_id == parent.get_span_context().trace_id
+    assert child.lineage.trace_id == parent.get_span_context().trace_id
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-zz-zz-00", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
@@ -131,7 +132,7 @@ def test_seeding_the_global_generator_does_not_repeat_ids(telemetry: Telemetry, 
         random.seed(0)
         telemetry.record(names.ENGINE_REQUEST, start_s=0, end_s=1)
     first, second = exporter.spans
-    assert first.trace_id != second.trace_id
+    assert first.lineage.trace_id != second.lineage.trace_id
 
 
 def test_semconv_generation_follows_the_standard_variable_unless_configured() -> None:
