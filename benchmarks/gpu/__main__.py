@@ -14,18 +14,33 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-# Part to its share of the time, in seconds.
+from benchmarks.gpu.summary import summarize
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process. `kind` is an argument of its module's `run`."""
+
+    module: str
+    # Its share of the time.
+    seconds: float
+    kind: str = ""
+
+
 PARTS = {
-    "kernels": 100,
-    "linear": 60,
-    "model": 150,
-    "serving": 150,
-    "peers": 80,
+    "kernels": Part("kernels", 90),
+    "linear": Part("linear", 60),
+    "model_bf16": Part("model", 75, "bf16"),
+    "model_fp8": Part("model", 75, "fp8"),
+    "serving_fp8": Part("serving", 110, "fp8"),
+    "peers": Part("peers", 80),
+    "serving_bf16": Part("serving", 70, "bf16"),
 }
 # Asked for by name alone.
-EXTRA = {"tune": 560}
+EXTRA = {"tune": Part("tune", 560)}
 RESULTS = Path("benchmarks/results")
 
 
@@ -53,10 +68,10 @@ def main() -> int:
     deadline = time.monotonic() + options.limit_s
     failed = []
     for place, name in enumerate(options.only):
-        later = sum((PARTS | EXTRA)[other] for other in options.only[place + 1 :])
+        later = sum((PARTS | EXTRA)[other].seconds for other in options.only[place + 1 :])
         left = deadline - time.monotonic()
         # A part may use what those before it left over, but not what those after it need.
-        limit = min(left, max((PARTS | EXTRA)[name], left - later))
+        limit = min(left, max((PARTS | EXTRA)[name].seconds, left - later))
         if limit < 10:
             print(f"{name}: no time left")
             failed.append(name)
@@ -67,6 +82,9 @@ def main() -> int:
         print(f"{name}: {reason or 'done'} after {time.monotonic() - began:.0f} s", flush=True)
         if reason:
             failed.append(name)
+    summary = summarize(options.out)
+    for line in summary:
+        print(f"  {line['what']}: {line['measured']} (wanted {line['wanted']})")
     print(f"figures in {options.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
@@ -98,12 +116,13 @@ def run_part(name: str, out: Path, *, rehearses: bool) -> int:
         from engine.kernels.interpreter import round_as_hardware_does
 
         round_as_hardware_does()
-    module = importlib.import_module(f"benchmarks.gpu.{name}")
+    part = (PARTS | EXTRA)[name]
+    module = importlib.import_module(f"benchmarks.gpu.{part.module}")
     gpu = Gpu(rehearses=rehearses)
     report = Report(out / f"gpu-{name}.json", str(module.TITLE), gpu.facts())
-    module.run(gpu, report)
+    module.run(gpu, report, **({"kind": part.kind} if part.kind else {}))
     report.finish()
-    return 0
+    return 1 if report.num_failed else 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ class Report:
         self._content["facts"] |= facts
         self._write()
 
+    @property
+    def num_failed(self) -> int:
+        """Rows that say why they could not be measured."""
+        return sum("failed" in row for row in self._content["rows"])
+
     def row(self, **fields: Any) -> None:
         """One measurement, printed as well."""
         self._content["rows"].append({key: _rounded(value) for key, value in fields.items()})
