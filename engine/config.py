@@ -113,6 +113,28 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     smoothing: Literal["calibrated", "off"] = "calibrated"
 
 
+class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.kernels]`: back end of each operation by name ("torch", "triton"). "auto" is Triton on a GPU
+    that has it, torch elsewhere. (Attention has its own key; on CPUs engine.native replaces them all.)
+    """
+
+    norm: str = "auto"
+    rope: str = "auto"
+    activation: str = "auto"
+    linear: str = "auto"
+    sampling: str = "auto"
+
+
+class GraphsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[engine.graphs]`: decode steps of a GPU that are captured once and replayed."""
+
+    # "auto" captures where model and attention back end allow it.
+    decode: Literal["auto", "off"] = "auto"
+    # Numbers of rows that are captured; a step takes the next larger one. Empty is 1, 2, 4, 8, 16, 24, ... up
+    # to scheduler.max_num_seqs.
+    rows: tuple[int, ...] = ()
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine]`."""
 
@@ -124,10 +146,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Serve deterministic tokens without weights.
     simulated: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too) or int4 (by
-    # groups).
+    # Quantize dense weights at load: int8 (weights alone), w8a8 (inputs of products, too), int4 (by groups),
+    # or fp8 (inputs of products, too; for GPUs).
     # Checkpoints that are quantized already are served as they are.
-    quantize: Literal["off", "int8", "w8a8", "int4"] = "off"
+    quantize: Literal["off", "int8", "w8a8", "int4", "fp8"] = "off"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Kernels in C++ on a CPU. "auto" uses them where they can be built and know the model, "required" refuses
     # to serve otherwise, "off" leaves all to torch.
@@ -146,6 +168,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     quantization: QuantizationConfig = QuantizationConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    graphs: GraphsConfig = GraphsConfig()
     simulation: SimulatedConfig = SimulatedConfig()
 
     def validate(self) -> None:
@@ -166,6 +190,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{scheduler.max_num_batched_tokens}: every running sequence needs one token per step; "
                 "lower the former or raise the latter"
             )
+        if any(rows < 1 for rows in self.graphs.rows):
+            raise ConfigError(f"engine.graphs.rows = {list(self.graphs.rows)}: each must be at least 1")
         if cache.host_bytes and not cache.prefix_caching:
             raise ConfigError(
                 "engine.cache.host_bytes: host memory holds prefixes; set prefix_caching = true, "

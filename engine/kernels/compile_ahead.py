@@ -24,8 +24,19 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from engine.kernels.activation.triton_activation import gate_kernel
-from engine.kernels.attention.triton_attention import attention_kernel, launch_shape, merge_kernel
-from engine.kernels.linear.triton_linear import grouped_kernel, scaled_kernel, weight_only_kernel
+from engine.kernels.attention.triton_attention import (
+    attention_kernel,
+    launch_shape,
+    list_parts_kernel,
+    merge_kernel,
+)
+from engine.kernels.attention.triton_plan import MOST_PARTS, PART
+from engine.kernels.linear.triton_linear import (
+    grouped_kernel,
+    quantize_rows_kernel,
+    scaled_kernel,
+    weight_only_kernel,
+)
 from engine.kernels.norm.triton_norm import rms_norm_kernel
 from engine.kernels.rope.triton_rope import rope_and_store_kernel
 from engine.kernels.sampling.triton_sampling import draw_kernel, process_logits_kernel
@@ -83,6 +94,7 @@ def _attention_variants() -> list[Variant]:
         "part_base": "*i32",
         "rows": "*i32",
         "fields": "*i32",
+        "num_listed": "*i32",
         "tables": "*i32",
         "sums": "*fp32",
         "stats": "*fp32",
@@ -111,7 +123,7 @@ def _attention_variants() -> list[Variant]:
     ]
     made = []
     for name, group, size, kind, changes in shapes:
-        for final in (True, False):
+        for final, listed in ((True, False), (False, False), (False, True)):
             key_dim = size + int(str(changes.get("TAIL", 0)))
             launch = launch_shape(group=group, key_dim=key_dim, final=final, quantized=kind != "*bf16")
             sizes = dict.fromkeys(("MAIN", "MAIN_BLOCK", "VALUE_DIM", "VALUE_BLOCK"), size)
@@ -123,10 +135,10 @@ def _attention_variants() -> list[Variant]:
             }
             made.append(
                 Variant(
-                    name=f"{'prefill' if final else 'decode'} {name}",
+                    name=f"{'prefill' if final else 'decode'} {name}{', captured' if listed else ''}",
                     kernel=attention_kernel,
                     types={**pointers, "keys": kind, "values": kind},
-                    constants={**plain, **sizes, **decided, **changes, "FINAL": final},
+                    constants={**plain, **sizes, **decided, **changes, "FINAL": final, "LISTED": listed},
                     num_warps=launch.num_warps,
                     num_stages=launch.num_stages,
                     float8="fp8" in kind,
@@ -146,7 +158,16 @@ def _attention_variants() -> list[Variant]:
         )
         for size, sinks in ((128, False), (64, True), (512, False))
     ]
-    return made + merges
+    listing = Variant(
+        name="parts of captured rows",
+        kernel=list_parts_kernel,
+        types={
+            **dict.fromkeys(("context_lens", "positions", "part_count", "fields", "num_listed"), "*i32"),
+            **dict.fromkeys(("num_rows", "capacity", "most", "window"), "i32"),
+        },
+        constants={"ROWS": 256, "PART": PART, "MOST_PARTS": MOST_PARTS, "WINDOW": True},
+    )
+    return [*made, *merges, listing]
 
 
 def _row_variants() -> list[Variant]:
@@ -290,6 +311,22 @@ def _linear_variants() -> list[Variant]:
                     "BIAS": False,
                     "SCALE_BLOCK": 128,
                 },
+                float8="fp8" in kind,
+            )
+        )
+    for name, kind, limit in (("int8", "*i8", 127.0), ("fp8", "*fp8e4nv", 448.0)):
+        made.append(
+            Variant(
+                name=f"rows to {name}",
+                kernel=quantize_rows_kernel,
+                types={
+                    "x": "*bf16",
+                    **dict.fromkeys(("factors", "scales"), "*fp32"),
+                    "out": kind,
+                    **dict.fromkeys(("row_stride", "inner", "width"), "i32"),
+                },
+                constants={"BLOCK": 16384, "FACTORS": True, "LIMIT": limit, "ROUND": kind == "*i8"},
+                num_warps=16,
                 float8="fp8" in kind,
             )
         )

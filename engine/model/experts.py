@@ -157,10 +157,8 @@ class SparseFeedForward:
         """x [T, E] -> [T, E]."""
         ids, shares = self.router(x)
         num_active = ids.shape[1]
-        if self.together is None:
-            results = self._in_turn(x, ids)
-        else:
-            results = self.together(x, ids, self.activation)
+        together = self.together
+        results = self._in_turn(x, ids) if together is None else together(x, ids, self.activation)
         each = results.view(-1, num_active, x.shape[1]).float() * shares[..., None]
         total = each[:, 0]
         for place in range(1, num_active):

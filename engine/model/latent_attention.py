@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionOptions
-from engine.kernels.linear import batched_product
-from engine.kernels.norm import rms_norm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
 from engine.model.layers import Linear, StepContext
@@ -33,6 +31,7 @@ class LatentAttention:
     def __init__(self, weights: WeightReader, prefix: str, spec: ModelSpec, layer: int) -> None:
         latent = spec.latent
         assert latent is not None, "called for latent attention only"
+        self._norm, self._linear = weights.kernels.norm, weights.kernels.linear
         self.latent, self.num_heads = latent, spec.num_heads
         query_size = spec.num_heads * (latent.nope_dim + latent.rope_dim)
         bias = spec.qkv_bias
@@ -65,20 +64,20 @@ class LatentAttention:
     def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         """x [T, E] -> [T, E]; writes this step's latents."""
         latent, num_tokens = self.latent, x.shape[0]
-        inner = (
-            x if self.query_down is None else rms_norm(self.query_down(x), self.query_norm, INNER_NORM_EPS)
-        )
+        norm, batched = self._norm.plain, self._linear.batched
+        inner = x
+        if self.query_down is not None:
+            inner = norm(self.query_down(x), self.query_norm, INNER_NORM_EPS)
         q = self.query_up(inner).view(num_tokens, self.num_heads, -1)
         down = self.down(x)
         cos, sin = step.rotations[self.rope]
         q_turned = rotate(q[..., latent.nope_dim :], cos, sin, interleaved=self.interleaved)
         k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=self.interleaved)
-        stored = rms_norm(down[:, : latent.kv_rank], self.latent_norm, INNER_NORM_EPS)
+        stored = norm(down[:, : latent.kv_rank], self.latent_norm, INNER_NORM_EPS)
         cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
-        q_latent = batched_product(q[..., : latent.nope_dim].float().transpose(0, 1), self.key_up).transpose(
-            0, 1
-        )
+        plain = q[..., : latent.nope_dim].float().transpose(0, 1)  # [H, T, N]
+        q_latent = batched(plain, self.key_up).transpose(0, 1)  # [T, H, R]
         queries = torch.cat((q_latent, q_turned.float()), dim=-1)  # [T, H, R + P]
         mixed = step.attention.run(step.attention_plan, queries, cache, self.options)  # [T, H, R]
-        values = batched_product(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
+        values = batched(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
         return self.output(values.flatten(1).to(x.dtype))

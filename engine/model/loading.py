@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, load_native
+from engine.kernels.selection import UnsuitableKernelsError, choose_kernels
 from engine.model.decoder import Decoder, load_decoder
 from engine.model.lowering import NativeDecoder, NativePacking, why_not_lowered
 from engine.model.spec import ModelSpec
@@ -43,14 +45,15 @@ def native_library(config: EngineConfig, spec: ModelSpec, device: str) -> Native
 
 
 def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
-    if config.native == "off":
-        return "engine.native is off"
-    if device != "cpu":
-        return f"they are for CPUs and engine.device is {device}"
+    if config.native == "off" or device != "cpu":
+        return f"engine.native is {config.native} and engine.device is {device}"
     if config.cache.kv_dtype == "fp8":
         return "engine.cache.kv_dtype = 'fp8' is read by torch alone"
-    if config.attention_backend not in ("auto", "native"):
-        return f"engine.attention_backend = {config.attention_backend!r} asks for another back end"
+    if config.quantize == "fp8":
+        return "engine.quantize = 'fp8' is computed by torch alone"
+    forced = any(name != "auto" for name in msgspec.structs.astuple(config.kernels))
+    if forced or config.attention_backend not in ("auto", "native"):
+        return "engine.attention_backend or engine.kernels asks for another back end"
     return why_not_lowered(spec, block_size=config.cache.block_size)
 
 
@@ -67,7 +70,13 @@ def load_model(
 ) -> Model:
     """Reads a checkpoint, packed for `library` or for torch. Raises CheckpointError as load_decoder does."""
     packing = None
-    if library is not None:
+    try:
+        kernels = choose_kernels(config.kernels, device)
+    except UnsuitableKernelsError as error:
+        raise ConfigError(str(error)) from error
+    if library is None:
+        _log.info("kernels: %s", kernels)
+    else:
         packing = NativePacking(NativePacker(library, num_threads=config.num_threads))
     decoder = load_decoder(
         folder,
@@ -78,6 +87,7 @@ def load_model(
         progress=progress,
         config=config,
         packing=packing,
+        kernels=kernels,
     )
     if library is None:
         return decoder

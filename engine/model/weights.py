@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, WeightFormat
 from engine.kernels.linear.formats import stack
+from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.checkpoint import TensorHeader, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
 from engine.model.spec import CheckpointError
@@ -56,10 +57,13 @@ class WeightReader:
         progress: Progress,
         scheme: Scheme | None = None,
         config: EngineConfig | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.folder = folder
         self.scheme = scheme
         self.config = config or EngineConfig()
+        # What the layers that are built from these weights compute with.
+        self.kernels = kernels or torch_kernels()
         self.dtype = dtype
         self.device = device
         self.progress = progress

@@ -8,6 +8,8 @@
   error, symmetric (levels around zero) or asymmetric (from the lowest to the highest weight), whichever is
   nearer over the whole weight.
 
+- "fp8": float8_e4m3, one scale per output; inputs are rounded to it per token.
+
 Shape letters: N outputs, K inputs, G groups.
 """
 
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.formats import INT4_MIDDLE, pack_levels
+from engine.kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import FP8_LIMIT, INT4_MIDDLE, pack_levels
 from engine.quantization.grouping import group_size_for
 
 SMOOTHING_STRENGTH = 0.5
@@ -39,7 +41,17 @@ def quantize(weight: Tensor, config: EngineConfig, input_range: Tensor | None = 
     if config.quantize == "int4":
         size = group_size_for(weight.shape[1], config.quantization.group_size)
         return int4_weight(weight, size) if size else DenseWeight(values=weight)
+    if config.quantize == "fp8":
+        return fp8_weight(weight)
     return DenseWeight(values=weight)
+
+
+def fp8_weight(weight: Tensor) -> Fp8Weight:
+    """One scale per output: the largest magnitude maps to 448. Inputs are rounded, too."""
+    wide = weight.float()
+    scale = (wide.abs().amax(1) / FP8_LIMIT).clamp(min=torch.finfo(torch.float32).tiny)
+    levels = (wide / scale[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
+    return Fp8Weight(values=levels.to(torch.float8_e4m3fn), scale=scale)
 
 
 def int8_weight(weight: Tensor) -> Int8Weight:

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
-from engine.kernels.attention.triton_plan import AttentionPlan, Items, make_plan
+from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
+from engine.kernels.attention.triton_plan import MOST_PARTS, PART, Items, make_plan, most_parts
 from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,6 +28,7 @@ WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
 # Converting a quantized cache takes registers.
 QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 4, 2))
+PROGRAMS_PER_PROCESSOR = 6
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
 
@@ -40,7 +41,8 @@ def _head_parts(base, at, first: tl.constexpr, size: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def attention_kernel(
+def _attend(
+    item,
     q,
     out,
     sums,
@@ -79,15 +81,10 @@ def attention_kernel(
     SINKS: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
-    writes results, else sums and stats (maximum, weight) of a part.
-    """
-    item = tl.program_id(0)
+    """One item for GROUP query heads."""
     kv_head = tl.program_id(1) // CHUNKS
     first = tl.load(fields + item)
     count = tl.load(fields + num_items + item)
-    if count == 0:
-        return
     sequence = tl.load(fields + 2 * num_items + item)
     begin = tl.load(fields + 3 * num_items + item)
     end = tl.load(fields + 4 * num_items + item)
@@ -169,6 +166,182 @@ def attention_kernel(
 
 
 @triton.jit
+def attention_kernel(
+    q,
+    out,
+    sums,
+    stats,
+    keys,
+    values,
+    scales,
+    sinks,
+    tables,
+    positions,
+    part_base,
+    rows,
+    fields,
+    num_items,
+    num_listed,
+    table_stride,
+    num_heads,
+    num_kv_heads,
+    block_size,
+    scale,
+    soft_cap,
+    window,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FINAL: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
+    writes results, else sums and stats (maximum, weight) of a part.
+
+    LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
+    """
+    if LISTED:
+        for item in range(tl.program_id(0), tl.load(num_listed), tl.num_programs(0)):
+            _attend(
+                item,
+                q,
+                out,
+                sums,
+                stats,
+                keys,
+                values,
+                scales,
+                sinks,
+                tables,
+                positions,
+                part_base,
+                rows,
+                fields,
+                num_items,
+                table_stride,
+                num_heads,
+                num_kv_heads,
+                block_size,
+                scale,
+                soft_cap,
+                window,
+                GROUP,
+                CHUNKS,
+                MAIN,
+                TAIL,
+                VALUE_DIM,
+                MAIN_BLOCK,
+                TAIL_BLOCK,
+                VALUE_BLOCK,
+                TILE,
+                STEP,
+                SHARED_VALUE,
+                SCALED,
+                SOFT_CAP,
+                WINDOW,
+                SINKS,
+                FINAL,
+            )
+    else:
+        _attend(
+            tl.program_id(0),
+            q,
+            out,
+            sums,
+            stats,
+            keys,
+            values,
+            scales,
+            sinks,
+            tables,
+            positions,
+            part_base,
+            rows,
+            fields,
+            num_items,
+            table_stride,
+            num_heads,
+            num_kv_heads,
+            block_size,
+            scale,
+            soft_cap,
+            window,
+            GROUP,
+            CHUNKS,
+            MAIN,
+            TAIL,
+            VALUE_DIM,
+            MAIN_BLOCK,
+            TAIL_BLOCK,
+            VALUE_BLOCK,
+            TILE,
+            STEP,
+            SHARED_VALUE,
+            SCALED,
+            SOFT_CAP,
+            WINDOW,
+            SINKS,
+            FINAL,
+        )
+
+
+@triton.jit
+def list_parts_kernel(
+    context_lens,
+    positions,
+    part_count,
+    fields,
+    num_listed,
+    num_rows,
+    capacity,
+    most,
+    window,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One program: the parts of all rows of one token each, as triton_plan cuts them, without gaps."""
+    row = tl.arange(0, ROWS)
+    there = row < num_rows
+    length = tl.load(context_lens + row, mask=there, other=0)
+    size = tl.full([ROWS], PART, tl.int32)
+    for _ in range(16):
+        size = tl.where(size * MOST_PARTS < length, size * 2, size)
+    count = (length + size - 1) // size
+    ends = tl.cumsum(count, axis=0)
+    tl.store(positions + row, length - 1, mask=there)
+    tl.store(part_count + row, count, mask=there)
+    tl.store(num_listed, tl.sum(count, axis=0))
+    reach = tl.zeros([ROWS], tl.int32)
+    if WINDOW:
+        reach = tl.maximum(length - window, 0)
+    for part in range(most):
+        listed = there & (part < count)
+        first = part * size
+        last = tl.minimum(first + size, length)
+        at = fields + ends - count + part
+        tl.store(at, row, mask=listed)
+        tl.store(at + capacity, tl.full([ROWS], 1, tl.int32), mask=listed)
+        tl.store(at + 2 * capacity, row, mask=listed)
+        tl.store(at + 3 * capacity, tl.minimum(tl.maximum(first, reach), last), mask=listed)
+        tl.store(at + 4 * capacity, last, mask=listed)
+        tl.store(at + 5 * capacity, tl.zeros([ROWS], tl.int32) + part, mask=listed)
+
+
+@triton.jit
 def merge_kernel(
     sums,
     stats,
@@ -215,19 +388,75 @@ def merge_kernel(
 class DevicePlan:
     """A plan's arrays on the device."""
 
-    plan: AttentionPlan
+    num_parts: int
     positions: Tensor
     part_base: Tensor
     part_count: Tensor
     tables: Tensor
-    split: tuple[Tensor, Tensor]
-    whole: tuple[Tensor, Tensor]
+    # Rows and fields of the items; None where there are none.
+    split: tuple[Tensor, Tensor] | None
+    whole: tuple[Tensor, Tensor] | None
+    # Where the device lists the items: how many there are [1].
+    num_listed: Tensor | None = None
+
+
+class CapturedPlan:
+    """Steps of `rows` rows of one token each; what depends on their contexts is made on the device."""
+
+    def __init__(self, batch: DecodeBatch) -> None:
+        self.batch = batch
+        self.rows = batch.context_lens.shape[0]
+        self.most_parts = most_parts(batch.max_context_len)
+        device = batch.context_lens.device
+        numbers = torch.arange(self.rows, dtype=torch.int32, device=device)
+        self.row_numbers = numbers
+        self.part_base = numbers * self.most_parts
+        # By window; forgotten at the beginning of each step.
+        self.made: dict[int | None, DevicePlan] = {}
+
+    def of(self, window: int | None) -> DevicePlan:
+        """The step's work under a window; made when a layer first needs it."""
+        if window not in self.made:
+            self.made[window] = self._list(window)
+        return self.made[window]
+
+    def _list(self, window: int | None) -> DevicePlan:
+        device, capacity = self.part_base.device, self.rows * self.most_parts
+        positions, part_count = (torch.empty_like(self.part_base) for _ in range(2))
+        fields = torch.empty(6, capacity, dtype=torch.int32, device=device)
+        num_listed = torch.empty(1, dtype=torch.int32, device=device)
+        list_parts_kernel[(1,)](
+            self.batch.context_lens,
+            positions,
+            part_count,
+            fields,
+            num_listed,
+            self.rows,
+            capacity,
+            self.most_parts,
+            window or 0,
+            ROWS=max(16, triton.next_power_of_2(self.rows)),
+            PART=PART,
+            MOST_PARTS=MOST_PARTS,
+            WINDOW=window is not None,
+        )
+        return DevicePlan(
+            num_parts=capacity,
+            positions=positions,
+            part_base=self.part_base,
+            part_count=part_count,
+            tables=self.batch.block_tables,
+            split=(self.row_numbers, fields),
+            whole=None,
+            num_listed=num_listed,
+        )
 
 
 class TritonAttention:
     """The back end of GPUs."""
 
     name = "triton"
+    captures = True
 
     def __init__(self, *, num_heads: int, num_kv_heads: int) -> None:
         self.num_heads = num_heads
@@ -239,15 +468,30 @@ class TritonAttention:
         self._batch, self._device = batch, device
         return {}
 
+    def plan_decode(self, batch: DecodeBatch) -> CapturedPlan:
+        """See CapturedAttention."""
+        return CapturedPlan(batch)
+
+    def begin(self, plan: CapturedPlan) -> None:
+        """See CapturedAttention."""
+        plan.made.clear()
+
+    def captured_workspace_bytes(self, rows: int, max_context_len: int, head_dim: int) -> int:
+        """See CapturedAttention: sums and their two numbers per part and head, and the parts' own fields."""
+        parts = rows * most_parts(max_context_len)
+        return parts * (self.num_heads * (head_dim + 2) * 4 + 6 * 4)
+
     def run(
         self,
-        plan: dict[int | None, DevicePlan],
+        plan: dict[int | None, DevicePlan] | CapturedPlan,
         q: Tensor,
         cache: PlainCache | QuantizedCache,
         options: AttentionOptions,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
+        if isinstance(plan, CapturedPlan):
+            return self._run(plan.of(options.window), q.contiguous(), cache, options, sinks)
         if options.window not in plan:
             plan[options.window] = self._device_plan(
                 options.window, q.shape[2], isinstance(cache, QuantizedCache)
@@ -272,11 +516,11 @@ class TritonAttention:
                 return tensor.pin_memory().to(self._device, non_blocking=True)
             return tensor
 
-        def items(some: Items) -> tuple[Tensor, Tensor]:
-            return there(some.rows), there(some.fields)
+        def items(some: Items) -> tuple[Tensor, Tensor] | None:
+            return (there(some.rows), there(some.fields)) if some.rows.size else None
 
         return DevicePlan(
-            plan=made,
+            num_parts=made.num_parts,
             positions=there(made.positions),
             part_base=there(made.part_base),
             part_count=there(made.part_count),
@@ -298,19 +542,25 @@ class TritonAttention:
         scales = cache.scales if isinstance(cache, QuantizedCache) else None
         key_dim = keys.shape[-1]
         value_dim = cache.shared_value_dim if shared else values.shape[-1]
-        out = torch.zeros(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
-        parts = max(1, plan.plan.num_parts)
+        # Rows that pad an eager step are nobody's work.
+        empty = torch.zeros if plan.num_listed is None else torch.empty
+        out = empty(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
+        parts = max(1, plan.num_parts)
         sums = torch.empty(parts, self.num_heads, value_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(parts, self.num_heads, 2, dtype=torch.float32, device=q.device)
         main = value_dim if shared else key_dim
         tail = key_dim - main
-        for rows, fields in (plan.split, plan.whole):
-            num_items = fields.shape[1]
-            if not num_items:
+        for work, final in ((plan.split, False), (plan.whole, True)):
+            if work is None:
                 continue
-            final = rows is plan.whole[0]
+            rows, fields = work
+            num_items = fields.shape[1]
             shape = launch_shape(group=self.group, key_dim=key_dim, final=final, quantized=scales is not None)
-            attention_kernel[(num_items, self.num_heads // shape.heads)](
+            width = self.num_heads // shape.heads
+            programs = num_items
+            if plan.num_listed is not None:
+                programs = min(num_items, -(-_programs_at_once(q.device) // width))
+            attention_kernel[(programs, width)](
                 q,
                 out,
                 sums,
@@ -325,6 +575,7 @@ class TritonAttention:
                 rows,
                 fields,
                 num_items,
+                plan.num_listed if plan.num_listed is not None else fields,
                 plan.tables.stride(0),
                 self.num_heads,
                 self.num_kv_heads,
@@ -348,10 +599,11 @@ class TritonAttention:
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
                 FINAL=final,
+                LISTED=plan.num_listed is not None,
                 num_warps=shape.num_warps,
                 num_stages=shape.num_stages,
             )
-        if plan.split[1].shape[1]:
+        if plan.split is not None:
             merge_kernel[(plan.part_count.shape[0], self.num_heads)](
                 sums,
                 stats,
@@ -390,6 +642,13 @@ def launch_shape(*, group: int, key_dim: int, final: bool, quantized: bool) -> L
     heads = next(heads for heads in range(min(group, largest), 0, -1) if group % heads == 0)
     tile = largest if final else max(16, triton.next_power_of_2(heads))
     return LaunchShape(heads=heads, tile=tile, step=step, num_warps=num_warps, num_stages=num_stages)
+
+
+def _programs_at_once(device: torch.device) -> int:
+    """Programs that share a list: as many as run at the same time, several on each multiprocessor."""
+    if device.type != "cuda":
+        return 8
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _block(size: int) -> int:

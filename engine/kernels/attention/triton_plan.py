@@ -55,6 +55,11 @@ def part_size(context_len: int) -> int:
     return size
 
 
+def most_parts(max_context_len: int) -> int:
+    """Parts of the history of up to so many positions that has the most."""
+    return min(MOST_PARTS, -(-max_context_len // PART))
+
+
 def make_plan(
     batch: RaggedBatch, *, split_rows: int, tile_rows: int, window: int | None = None
 ) -> AttentionPlan:

@@ -1,7 +1,14 @@
-"""Matrix products whose rows do not depend on the batch."""
+"""Matrix products whose rows do not depend on each other. A back end is chosen once, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from engine.kernels.linear.batched import batched_product
-from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
 from engine.kernels.linear.reference import (
     PackedProduct,
     PlainProduct,
@@ -11,11 +18,49 @@ from engine.kernels.linear.reference import (
 )
 from engine.kernels.linear.rows import ROW_MULTIPLE
 
+
+class GroupedProduct(Protocol):
+    """Products of rows with the weights that each of them chose."""
+
+    def __call__(self, x: Tensor, choice: Tensor, *, rows_per_input: int) -> Tensor:
+        """x [M, K], choice [R] int32 (the weight of each row) -> [R, N], row r being
+        x[r // rows_per_input] times its weight. No synchronization with the host.
+        """
+
+
+class LinearBackend(Protocol):
+    """Packs weights into products."""
+
+    name: str
+    # Rows of a product must be a multiple of this.
+    row_multiple: int
+
+    def pack(self, weight: Tensor | WeightFormat) -> Product:
+        """The fastest product with a weight [N, K]."""
+
+    def batched(self, left: Tensor, right: Tensor) -> Tensor:
+        """left [B, M, K], right [B, K, N] -> [B, M, N]."""
+
+    def grouped(self, weights: Sequence[WeightFormat]) -> GroupedProduct | None:
+        """The product with one of several weights [N, K] per row, or None where rows must be sorted on the
+        host.
+        """
+
+
+BACKENDS = {
+    "torch": "engine.kernels.linear.reference:TorchLinear",
+    "triton": "engine.kernels.linear.triton_backend:TritonLinear",
+}
+
 __all__ = [
+    "BACKENDS",
     "ROW_MULTIPLE",
     "DenseWeight",
+    "Fp8Weight",
+    "GroupedProduct",
     "Int4Weight",
     "Int8Weight",
+    "LinearBackend",
     "PackedProduct",
     "PlainProduct",
     "Product",

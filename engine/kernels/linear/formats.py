@@ -24,6 +24,9 @@ from torch import Tensor
 
 # Level of a symmetric 4-bit weight that stands for zero.
 INT4_MIDDLE = 8
+# Inputs, and outputs, that share a scale in fp8 weights by blocks; largest magnitude of float8_e4m3.
+FP8_BLOCK = 128
+FP8_LIMIT = 448.0
 
 Activations = Literal["float", "int8"]
 
@@ -130,7 +133,41 @@ class Int4Weight:
         return _bytes(self.packed, self.scale, self.minimum, self.order)
 
 
-WeightFormat = DenseWeight | Int8Weight | Int4Weight
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weight:
+    """stored[n, k] = values[n, k] * scale[n], or * scale[n / 128, k / 128] (DeepSeek-V3, arXiv 2412.19437).
+
+    Inputs are rounded to fp8, too: each token's divided by their largest magnitude / 448, or each token's
+    128 neighbours where the weight has blocks (K is a multiple of 128 then).
+    """
+
+    values: Tensor  # [N, K] float8_e4m3fn
+    scale: Tensor  # [N] or [N/128, K/128], rounded up, float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def blocked(self) -> bool:
+        """Whether scales are by blocks."""
+        return self.scale.dim() == 2
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in float32."""
+        wide = self.values.float()
+        if not self.blocked:
+            return wide * self.scale[:, None]
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return wide * scale[: self.shape[0], : self.shape[1]]
+
+    def num_bytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return _bytes(self.values, self.scale)
+
+
+WeightFormat = DenseWeight | Int8Weight | Int4Weight | Fp8Weight
 
 
 def pack_levels(levels: Tensor) -> Tensor:
@@ -145,6 +182,11 @@ def rows_of(weight: WeightFormat, part: slice | Tensor) -> WeightFormat:
         return DenseWeight(values=weight.values[part])
     if isinstance(weight, Int8Weight):
         return replace(weight, values=weight.values[part], scale=weight.scale[part])
+    if isinstance(weight, Fp8Weight):
+        assert not weight.blocked, "outputs of a block share a scale"
+        # Bytes, as fp8 cannot be indexed everywhere.
+        values = weight.values.view(torch.uint8)[part].view(weight.values.dtype)
+        return Fp8Weight(values=values, scale=weight.scale[part])
     minimum = None if weight.minimum is None else weight.minimum[part]
     return replace(weight, packed=weight.packed[part], scale=weight.scale[part], minimum=minimum)
 
@@ -161,6 +203,8 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
         stacked: WeightFormat | None = _stack_int8([w for w in weights if isinstance(w, Int8Weight)])
     elif all(isinstance(weight, Int4Weight) for weight in weights):
         stacked = _stack_int4([w for w in weights if isinstance(w, Int4Weight)])
+    elif all(isinstance(weight, Fp8Weight) for weight in weights):
+        stacked = _stack_fp8([w for w in weights if isinstance(w, Fp8Weight)])
     else:
         stacked = None
     if stacked is not None:
@@ -196,6 +240,17 @@ def _stack_int4(weights: list[Int4Weight]) -> Int4Weight | None:
         minimum = torch.cat([-INT4_MIDDLE * w.scale if w.minimum is None else w.minimum for w in weights])
     packed, scale = torch.cat([w.packed for w in weights]), torch.cat([w.scale for w in weights])
     return replace(first, packed=packed, scale=scale, minimum=minimum)
+
+
+def _stack_fp8(weights: list[Fp8Weight]) -> Fp8Weight | None:
+    blocked = weights[0].blocked
+    alike = all(
+        weight.blocked == blocked and not (blocked and weight.shape[0] % FP8_BLOCK) for weight in weights
+    )
+    if not alike:
+        return None
+    values = torch.cat([w.values.view(torch.uint8) for w in weights]).view(weights[0].values.dtype)
+    return Fp8Weight(values=values, scale=torch.cat([w.scale for w in weights]))
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:

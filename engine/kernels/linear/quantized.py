@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.linear.formats import Int4Weight, Int8Weight, rows_of
+from engine.kernels.linear.formats import FP8_BLOCK, FP8_LIMIT, Fp8Weight, Int4Weight, Int8Weight, rows_of
 from engine.kernels.linear.rows import ROW_MULTIPLE
 
 INT8_LIMIT = 127.0
@@ -79,6 +79,35 @@ def integer_products_are_exact(device: torch.device) -> bool:
         bool((torch._int_mm(left, right.t()) == 64 * 127 * 127 * sign).all())
         for left, right, sign in ((largest, largest, 1), (largest, -largest, -1), (-largest, -largest, 1))
     )
+
+
+class RoundedProduct:
+    """fp8 inputs with fp8 weights, computed in float32 from what the rounded numbers stand for."""
+
+    def __init__(self, weight: Fp8Weight) -> None:
+        self.weight = weight
+        self.dense = weight.dequantize()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in x's type. M is a multiple of ROW_MULTIPLE."""
+        assert x.shape[0] % ROW_MULTIPLE == 0, f"{x.shape[0]} rows"
+        levels, scale = fp8_rows(x, blocked=self.weight.blocked)
+        size = FP8_BLOCK if self.weight.blocked else x.shape[1]
+        rounded = levels.float().view(x.shape[0], -1, size) * scale.view(x.shape[0], -1)[..., None]
+        tiles = torch.split(rounded.flatten(1), ROW_MULTIPLE)
+        wide_bias = None if bias is None else bias.float()
+        return torch.cat([F.linear(tile, self.dense, wide_bias) for tile in tiles]).to(x.dtype)
+
+
+def fp8_rows(x: Tensor, *, blocked: bool) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> float8_e4m3 [M, K] and scales [M], or [M, K/128] by blocks of inputs. A row (or block) with
+    NaN or infinity keeps a non-finite scale.
+    """
+    parts = x.float().view(x.shape[0], -1, FP8_BLOCK if blocked else x.shape[1])
+    scale = parts.abs().amax(-1, keepdim=True) / FP8_LIMIT
+    safe = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
+    levels = torch.nan_to_num(parts / safe).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
+    return levels.flatten(1), scale[..., 0] if blocked else scale[:, 0, 0]
 
 
 def arranged(x: Tensor, weight: Int8Weight | Int4Weight) -> Tensor:

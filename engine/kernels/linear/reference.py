@@ -10,14 +10,16 @@ Shape letters: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.quantized import DequantizedProduct, IntegerProduct
+from engine.kernels.linear.batched import batched_product
+from engine.kernels.linear.formats import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.quantized import DequantizedProduct, IntegerProduct, RoundedProduct
 from engine.kernels.linear.rows import ROW_MULTIPLE
 
 # Numbers of rows that the proof compares: decode batches, and prefill chunks around the libraries' blocks.
@@ -77,6 +79,8 @@ def pack_linear(weight: Tensor | WeightFormat) -> Product:
     """The fastest product whose rows are proven invariant for this shape; the proof runs once per shape."""
     if isinstance(weight, Int8Weight) and weight.activations == "int8":
         return IntegerProduct(weight)
+    if isinstance(weight, Fp8Weight):
+        return RoundedProduct(weight)
     if isinstance(weight, Int8Weight | Int4Weight):
         return _pack_weight_only(weight)
     values = weight.values if isinstance(weight, DenseWeight) else weight
@@ -117,3 +121,22 @@ def _invariant(product: Product, num_inputs: int, like: Tensor) -> bool:
     return torch.equal(product(moved)[-ROW_MULTIPLE - 1 :], expected[: ROW_MULTIPLE + 1]) and all(
         torch.equal(product(x[:rows]), expected[:rows]) for rows in PROBED_ROWS
     )
+
+
+class TorchLinear:
+    """Products of torch, their rows proven or made independent of the batch."""
+
+    name = "torch"
+    row_multiple = ROW_MULTIPLE
+
+    def pack(self, weight: Tensor | WeightFormat) -> Product:
+        """See LinearBackend."""
+        return pack_linear(weight)
+
+    def batched(self, left: Tensor, right: Tensor) -> Tensor:
+        """See LinearBackend."""
+        return batched_product(left, right)
+
+    def grouped(self, weights: Sequence[WeightFormat]) -> None:
+        """See LinearBackend: experts take turns here."""
+        return

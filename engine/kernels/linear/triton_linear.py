@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.linear.formats import INT4_MIDDLE, Int4Weight, Int8Weight
+from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
+from engine.kernels.norm.triton_norm import LIMITS, Quantized, scaled_row
 
 TILE_M, TILE_N, TILE_K = 64, 64, 64
-# float8 blocks of DeepSeek-V3: one scale for so many inputs (and outputs, in weights).
-FP8_BLOCK = 128
 
 
 @triton.jit
@@ -115,6 +114,64 @@ def weight_only_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor
             TILE_K=tile_k,
         )
     return out
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,
+    factors,
+    out,
+    scales,
+    row_stride,
+    inner,
+    width,
+    BLOCK: tl.constexpr,
+    FACTORS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One program per part of a row; `inner` parts of `width` inputs make a row."""
+    part = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < width
+    at = x + part // inner * row_stride + part % inner * width + place
+    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if FACTORS:
+        values *= tl.load(factors + part % inner * width + place, mask=inside, other=0.0)
+    levels, scale = scaled_row(values, LIMIT, ROUND)
+    tl.store(out + part * width + place, levels.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + part, scale)
+
+
+def quantize_rows(
+    x: Tensor, kind: Quantized, *, factors: Tensor | None = None, block: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x [M, K], times factors [K] where given -> int8 or fp8 [M, K] and scales [M], or [M, K/block]."""
+    rows, inputs = x.shape
+    assert x.stride(1) == 1, "inputs of a row lie side by side"
+    width = block or inputs
+    inner = inputs // width
+    out = torch.empty(
+        rows, inputs, dtype={"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind], device=x.device
+    )
+    scales = torch.empty((rows, inner) if block else (rows,), dtype=torch.float32, device=x.device)
+    size = triton.next_power_of_2(width)
+    if rows:
+        quantize_rows_kernel[(rows * inner,)](
+            x,
+            factors if factors is not None else scales,
+            out,
+            scales,
+            x.stride(0),
+            inner,
+            width,
+            BLOCK=size,
+            FACTORS=factors is not None,
+            LIMIT=LIMITS[kind],
+            ROUND=kind == "int8",
+            num_warps=max(1, min(16, size // 512)),
+        )
+    return out, scales
 
 
 @triton.jit

@@ -1,0 +1,170 @@
+"""Products on GPUs: dense weights by torch's library (cuBLAS), quantized ones and experts by Triton, fp8 by
+torch._scaled_mm where the device has it.
+
+Rows never see each other. But cuBLAS picks its kernel by the number of rows, so the last bits of a dense
+product depend on how many others are computed with it; the price of one kernel for all would be a third of
+its speed. What that means for equal outputs, engine/model/DESIGN.md says.
+
+Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.linear.formats import (
+    FP8_BLOCK,
+    DenseWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+)
+from engine.kernels.linear.reference import Product
+from engine.kernels.linear.triton_linear import (
+    GroupedRows,
+    grouped_product,
+    quantize_rows,
+    scaled_product,
+    weight_only_product,
+)
+
+# torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
+SCALED_MM_ARCH = (9, 0)
+SCALED_MM_MULTIPLE = 16
+
+
+class LibraryProduct:
+    """A dense weight; the library chooses its kernel."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return F.linear(x, self.weight, bias)
+
+
+class WeightOnlyProduct:
+    """Weights of 4 or 8 bits, inputs in floating point."""
+
+    def __init__(self, weight: Int4Weight | Int8Weight) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in x's type."""
+        return weight_only_product(x, self.weight, bias)
+
+
+class IntegerProduct:
+    """int8 with int8; inputs are rounded row by row."""
+
+    def __init__(self, weight: Int8Weight) -> None:
+        self.weight = weight
+        self.scale = weight.scale[:, 0].contiguous()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in x's type."""
+        if self.weight.order is not None:
+            # Smoothing is given in the inputs' own order, and rows are stored in another.
+            factors = self.weight.smoothing
+            x = x if factors is None else (x.float() * factors).to(x.dtype)
+            levels, scale = quantize_rows(x.index_select(1, self.weight.order), "int8")
+        else:
+            levels, scale = quantize_rows(x, "int8", factors=self.weight.smoothing)
+        return scaled_product(levels, scale, self.weight.values, self.scale, bias, dtype=x.dtype)
+
+
+class Fp8Product:
+    """fp8 with fp8, by Triton; scales per row and output, or by blocks of 128."""
+
+    def __init__(self, weight: Fp8Weight) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in x's type."""
+        weight = self.weight
+        levels, scale = quantize_rows(x, "fp8", block=FP8_BLOCK if weight.blocked else 0)
+        return scaled_product(levels, scale, weight.values, weight.scale, bias, dtype=x.dtype)
+
+
+class ScaledMmProduct:
+    """fp8 with fp8 by torch._scaled_mm, a scale per row and per output."""
+
+    def __init__(self, weight: Fp8Weight) -> None:
+        self.columns = weight.values.t()  # [K, N], inputs side by side
+        self.scale = weight.scale[None].contiguous()  # [1, N]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] bfloat16 -> [M, N]."""
+        levels, scale = quantize_rows(x, "fp8")
+        out: Tensor = torch._scaled_mm(
+            levels,
+            self.columns,
+            scale_a=scale[:, None],
+            scale_b=self.scale,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        # Not inside the product: what types of bias it takes differs from release to release.
+        return out if bias is None else out.add_(bias)
+
+
+class GroupedDense:
+    """Dense weights of experts, side by side in one tensor."""
+
+    def __init__(self, weights: Sequence[DenseWeight]) -> None:
+        self.weights = torch.stack([weight.values for weight in weights])  # [X, N, K]
+
+    def __call__(self, x: Tensor, choice: Tensor, *, rows_per_input: int) -> Tensor:
+        """See GroupedProduct."""
+        groups = GroupedRows.of(choice, self.weights.shape[0])
+        return grouped_product(
+            x.contiguous(), self.weights, groups, choice.shape[0], rows_per_input=rows_per_input
+        )
+
+
+class TritonLinear:
+    """Products of GPUs."""
+
+    name = "triton"
+    row_multiple = 1
+
+    def pack(self, weight: Tensor | WeightFormat) -> Product:
+        """See LinearBackend."""
+        if isinstance(weight, Fp8Weight):
+            return ScaledMmProduct(weight) if _scaled_mm_takes(weight) else Fp8Product(weight)
+        if isinstance(weight, Int8Weight) and weight.activations == "int8":
+            return IntegerProduct(weight)
+        if isinstance(weight, Int8Weight | Int4Weight):
+            return WeightOnlyProduct(weight)
+        return LibraryProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+
+    def batched(self, left: Tensor, right: Tensor) -> Tensor:
+        """See LinearBackend."""
+        return torch.bmm(left, right)
+
+    def grouped(self, weights: Sequence[WeightFormat]) -> GroupedDense | None:
+        """See LinearBackend. Quantized experts are sorted on the host, one after another."""
+        dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
+        return GroupedDense(dense) if len(dense) == len(weights) else None
+
+
+def _scaled_mm_takes(weight: Fp8Weight) -> bool:
+    """Whether torch's own product computes this weight, tried once with the weight itself."""
+    values = weight.values
+    sizes = all(size % SCALED_MM_MULTIPLE == 0 for size in weight.shape)
+    if values.device.type != "cuda" or weight.blocked or not sizes:
+        return False
+    if torch.cuda.get_device_capability(values.device) < SCALED_MM_ARCH:
+        return False
+    x = torch.ones(SCALED_MM_MULTIPLE, weight.shape[1], dtype=torch.bfloat16, device=values.device)
+    try:
+        ScaledMmProduct(weight)(x)
+    except (RuntimeError, ValueError):
+        return False
+    return True
