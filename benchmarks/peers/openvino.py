@@ -34,7 +34,8 @@ def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
 
     def launch(port: int) -> Launch:
         return Launch(
-            command=(str(home / "bin/python"), str(server), str(model), str(port), str(KV_GIB)),
+            # -P: this module's own name must not hide the package.
+            command=(str(home / "bin/python"), "-P", str(server), str(model), str(port), str(KV_GIB)),
             variables={"HF_HUB_OFFLINE": "1"},
         )
 
