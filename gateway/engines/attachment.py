@@ -75,6 +75,7 @@ class Leg:
         "num_open_choices",
         "prompt_tokens",
         "started",
+        "worked",
     )
 
     def __init__(self, attachment: Attachment, handle: int, submission: Submission, inbox: Inbox) -> None:
@@ -88,9 +89,11 @@ class Leg:
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
         self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
         self.started = False
+        # Of one that was taken back before anything of it came: whether the engine had begun to compute it.
+        self.worked: asyncio.Future[bool] | None = None
 
     def cancel(self, reason: CancelReason) -> None:
-        """Takes the request back; nothing of it arrives any more."""
+        """Takes the request back; nothing of it arrives any more, but for the answer to `worked`."""
         self.attachment.cancel(self.handle, reason)
 
 
@@ -124,6 +127,8 @@ class Attachment:
         self._on_kv_events = on_kv_events
         self._handles = itertools.count(1)
         self._legs: dict[int, Leg] = {}
+        # Taken back before anything of them came, and what the engine says to that.
+        self._taken_back: dict[int, asyncio.Future[bool]] = {}
         self._outbox: deque[engine_pb2.AttachRequest] = deque()
         self._outbox_filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -167,6 +172,9 @@ class Attachment:
         if leg is not None:
             self._close(leg)
             self._send(convert.cancel(handle, reason))
+            if not leg.started:
+                leg.worked = asyncio.get_running_loop().create_future()
+                self._taken_back[handle] = leg.worked
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         self._outbox.append(message)
@@ -283,7 +291,8 @@ class Attachment:
         for message in outputs:
             leg = legs.get(message.handle)
             if leg is None:
-                # Cancelled here, and on its way when the engine did not know yet.
+                # Cancelled here: on its way when the engine did not know yet, or its answer.
+                self._note_taken_back(message)
                 continue
             output = to_domain(message)
             if output.error is not None:
@@ -300,6 +309,11 @@ class Attachment:
                 if leg.num_open_choices <= 0:
                     self._close(leg)
             leg.inbox.put(output)
+
+    def _note_taken_back(self, message: Any) -> None:
+        worked = self._taken_back.pop(message.handle, None)
+        if worked is not None and not worked.done():
+            worked.set_result(bool(message.token_ids) or message.statistics.num_steps > 0)
 
     def _set_load(self, load: EngineLoad) -> None:
         self.load = load
@@ -325,6 +339,10 @@ class Attachment:
             self._set_state(EngineState.CONNECTING)
         for leg in lost.values():
             leg.inbox.put(Lost(leg))
+        silent, self._taken_back = self._taken_back, {}
+        for worked in silent.values():
+            if not worked.done():
+                worked.set_result(False)
         self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:

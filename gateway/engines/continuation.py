@@ -21,6 +21,9 @@ from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import CancelReason, EngineOutput, Submission
 from services.errors import MillraceError, Reason
 
+# How long an engine may take to say what it has done for a request that was taken back: it does so after the
+# step that runs.
+_ANSWER_S = 1.0
 # Failures that another engine may not have.
 _ELSEWHERE = frozenset({Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED})
 
@@ -78,6 +81,8 @@ class ContinuousStream:
         self._has_output = False
         self._stranded: list[_Stranded] = []
         self._wait: asyncio.Task[None] | None = None
+        # What engines will say of legs that were taken back before anything of them came.
+        self._worked: list[asyncio.Future[bool]] = []
         # Connections that were lost, in order; several choices on one are one loss.
         self._losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
@@ -124,10 +129,21 @@ class ContinuousStream:
         """Takes everything back from the engines."""
         for leg in self._legs:
             leg.cancel(reason)
+            if leg.worked is not None:
+                self._worked.append(leg.worked)
         self._legs.clear()
         self._stranded.clear()
         if self._wait is not None:
             self._wait.cancel()
+
+    async def has_worked(self) -> bool:
+        """Whether an engine had computed anything of what `cancel` took back before an output of it came.
+
+        Not, if it has not said so after a second.
+        """
+        if self._worked:
+            await asyncio.wait(self._worked, timeout=_ANSWER_S)
+        return any(each.done() and each.result() for each in self._worked)
 
     def end_choice(self, index: int, reason: CancelReason) -> None:
         """Forgets one choice; cancels on the engine when it was the last one or has a leg of its own."""

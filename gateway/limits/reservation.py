@@ -78,7 +78,7 @@ class Reservation:
             await self._limiter.close_reservation(self, used)
 
     async def cancel(self) -> None:
-        """Gives everything back: the request never reached an engine."""
+        """Gives everything back: no engine has worked for the request."""
         if self.is_open:
             self.is_open = False
             await self._limiter.close_reservation(self, self._correction(0, 0, 0))

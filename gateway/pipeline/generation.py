@@ -60,6 +60,10 @@ class Generation:
         self._deadline: asyncio.TimerHandle | None = None
         self._finish_reason: FinishReason | None = None
         self._settled = False
+        # Nothing was generated, and no engine has worked on the prompt: nothing is charged.
+        self._is_refunded = False
+        # Kept, so that it is not collected while it runs.
+        self._settling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
         return self
@@ -125,7 +129,7 @@ class Generation:
         """Tokens so far; final once `take` has returned nothing."""
         meter = self.meter
         return Usage(
-            prompt_tokens=len(self.info.prompt_token_ids),
+            prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
             completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
             reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
@@ -201,9 +205,24 @@ class Generation:
         if self._deadline is not None:
             self._deadline.cancel()
         self._stream.cancel(CancelReason.CLIENT)
+        if self.meter.has_worked:
+            await self._settle_now(outcome)
+            return
+        # It goes on whatever becomes of the caller, whose call may be cancelled a second time.
+        self._settling = asyncio.create_task(self._settle_unstarted(outcome), name="settle")
+        await asyncio.shield(self._settling)
+
+    async def _settle_unstarted(self, outcome: Outcome) -> None:
+        """Who is charged does not depend on who ended the request, or by which face: a prompt that was
+        computed is paid for, or prefills would be free for those who leave before the first token.
+        """
+        self._is_refunded = not await self._stream.has_worked()
+        await self._settle_now(outcome)
+
+    async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
         self._on_settled(self, outcome)
-        if self.meter.first_output_s is None and outcome.error is not None:
+        if self._is_refunded:
             await self._reservation.cancel()
         else:
             await self._reservation.settle(

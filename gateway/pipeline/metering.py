@@ -23,6 +23,8 @@ class Meter:
         self.first_written_s: float | None = None
         self.last_output_s = received_s
         self.first_token = FirstToken()
+        # An engine has computed something.
+        self.has_worked = False
         # The place among the requests that wait for their first token.
         self.ticket: Ticket | None = None
         self.completion_tokens = 0
@@ -46,6 +48,8 @@ class Meter:
         self.completion_tokens += len(output.token_ids)
         if output.statistics is not None:
             self._add(output.statistics)
+            self.has_worked |= output.statistics.num_steps > 0
+        self.has_worked |= bool(output.token_ids)
 
     def _count_gap(self, gap_s: float) -> None:
         self.gap_counts[bisect_left(names.ITL.buckets, gap_s)] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
-from gateway.tokenizer.stream import PrepareStream
+from gateway.tokenizer.stream import PrepareStream, Unanswered
 from gateway.tokenizer.types import Prepared, Verdict
 from services.channels import connect
 from services.errors import MillraceError, Reason
@@ -22,6 +23,8 @@ from services.status import from_rpc_error
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
+# How long a request waits for a service that is gone to come back: it restarts in about a second.
+_COMEBACK_S = 2.0
 # Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
 PREPARE_TIMEOUT_S = 30.0
 
@@ -84,10 +87,30 @@ class TokenizerClient:
             parts["response_format"] = convert.format_message(response_format)
         request = tokenizer_pb2.PrepareRequest(**parts)
         try:
-            answer = await self._prepare.call(request, *traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
+            answer = await self._answer(request, traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
         except MillraceError as error:
             raise _unreachable(error) from error
         return convert.prepared(answer)
+
+    async def _answer(
+        self, request: tokenizer_pb2.PrepareRequest, traceparent: tuple[str, str], timeout_s: float
+    ) -> tokenizer_pb2.PrepareResponse:
+        """The service's answer; one that is gone is waited for, within the request's own time."""
+        started_s = time.monotonic()
+        may_repeat = True
+        while True:
+            remaining_s = timeout_s - (time.monotonic() - started_s)
+            try:
+                return await self._prepare.call(request, *traceparent, remaining_s)
+            except Unanswered as error:
+                if error.was_sent and not may_repeat:
+                    # Twice is enough: it may be this request that the service does not survive.
+                    raise
+                may_repeat = may_repeat and not error.was_sent
+                pause_s = _RETRY_S * random.uniform(0.25, 0.5)
+                if time.monotonic() + pause_s - started_s > min(_COMEBACK_S, timeout_s):
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def validate(self, model: str, schema_json: str, text: str, *, context: Any) -> Verdict:
         """Judges a finished text by a schema as it was sent. Raises what the service refused."""

@@ -26,6 +26,20 @@ _GRACE_S = 2.0
 _MAX_TOGETHER = 8
 
 
+class Unanswered(MillraceError):
+    """The stream ended before the call was answered; `was_sent` unless the service was never reached."""
+
+    def __init__(self, failure: MillraceError, *, was_sent: bool) -> None:
+        super().__init__(
+            failure.reason,
+            failure.message,
+            field=failure.field,
+            metadata=failure.metadata,
+            retry_after_s=failure.retry_after_s,
+        )
+        self.was_sent = was_sent
+
+
 class PrepareStream:
     """The stream, opened with the first call and again after it broke; calls open on it then fail."""
 
@@ -75,7 +89,10 @@ class PrepareStream:
         failure = MillraceError(Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0)
         call = self._stub.PrepareStream()
         writer = asyncio.create_task(self._write(call), name="prepare writer")
+        connected = False
         try:
+            await call.wait_for_connection()
+            connected = True
             await self._read(call)
         except grpc.RpcError as error:
             failure = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)
@@ -88,7 +105,7 @@ class PrepareStream:
             lost, self._open = self._open, {}
             self._outbox.clear()
             for answer in lost.values():
-                _set_failure(answer, failure)
+                _set_failure(answer, Unanswered(failure, was_sent=connected))
             writer.cancel()
             call.cancel()
 

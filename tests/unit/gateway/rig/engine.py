@@ -43,6 +43,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Set whenever a cancellation arrives or a submission ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
+    # Steps that a submission has had when it is cancelled.
+    steps_when_cancelled: int = 0
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
     dies_after_tokens: int = -1
 
@@ -93,6 +95,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         task = tasks.pop(message.cancel.handle, None)
         if task is not None:
             task.cancel()
+            ended = engine_pb2.RequestOutput(
+                handle=message.cancel.handle, finish_reason=output_pb2.FINISH_REASON_CANCELLED
+            )
+            ended.statistics.num_steps = self.steps_when_cancelled
+            outputs.put_nowait(ended)
         self.changed.set()
 
     async def _serve(self, submit: engine_pb2.Submit, outputs: Any) -> None:

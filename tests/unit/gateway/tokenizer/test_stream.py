@@ -11,6 +11,8 @@ import grpc
 import pytest
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+from gateway.pipeline.request import TextPrompt
+from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.stream import PrepareStream
 from services.errors import MillraceError, Reason
 from services.server import GrpcServer
@@ -95,3 +97,59 @@ async def test_call_that_is_given_up_leaves_the_others_alone() -> None:
         await asyncio.sleep(0)
         abandoned.cancel()
         assert await kept == [2]
+
+
+async def served(service: Service, listen: str = "127.0.0.1:0") -> GrpcServer:
+    server = GrpcServer(listen)
+    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, service, "")
+    await server.start()
+    return server
+
+
+async def prepare_text(client: TokenizerClient, text: str, timeout_s: float = 20.0) -> tuple[int, ...]:
+    prompt = TextPrompt(text)
+    prepared = await client.prepare(
+        model="", prompt=prompt, response_format=None, context=None, timeout_s=timeout_s
+    )
+    return prepared.token_ids
+
+
+async def test_a_service_that_is_gone_is_waited_for() -> None:
+    server = await served(Service())
+    address = f"127.0.0.1:{server.port}"
+    client = TokenizerClient(address)
+    assert await prepare_text(client, "one") == (3,)
+    await server.stop(0)
+    waiting = [asyncio.create_task(prepare_text(client, "x" * size)) for size in range(5)]
+    # They have found out that nobody is there.
+    await asyncio.sleep(0.3)
+    assert not any(each.done() for each in waiting)
+    server = await served(Service(), address)
+    assert await asyncio.gather(*waiting) == [(size,) for size in range(5)]
+    await client.close()
+    await server.stop(0)
+
+
+async def test_a_service_that_stays_away_is_waited_for_within_the_request_s_time() -> None:
+    server = await served(Service())
+    await server.stop(0)
+    client = TokenizerClient(f"127.0.0.1:{server.port}")
+    async with asyncio.timeout(10):
+        with pytest.raises(MillraceError) as away:
+            await prepare_text(client, "one")
+    assert away.value.reason is Reason.TOKENIZER_UNAVAILABLE
+    assert away.value.retry_after_s == 1.0
+    await client.close()
+
+
+async def test_a_request_that_the_service_does_not_survive_is_sent_twice_at_most() -> None:
+    service = Service()
+    server = await served(service)
+    client = TokenizerClient(f"127.0.0.1:{server.port}")
+    with pytest.raises(MillraceError) as lost:
+        await prepare_text(client, "break")
+    assert lost.value.reason is Reason.TOKENIZER_UNAVAILABLE
+    assert service.num_messages == 2
+    assert await prepare_text(client, "four") == (4,)
+    await client.close()
+    await server.stop(0)
