@@ -1,9 +1,10 @@
-"""What hostile grammars of one tenant do to the Prepare calls of others: nothing, is the aim.
+"""What one tenant's hostile requests do to the Prepare calls of others: nothing, is the aim.
 
-Starts the service, measures well-behaved tenants alone, then again while another tenant floods it with
-grammars that run over every budget. Prints both beside each other.
+Starts the service and measures well-behaved tenants alone and while another tenant floods it, in turns,
+several times over: the machine's own ups and downs fall on both sides. Each calls at fixed times, whatever is
+still under way. Prints quantiles of all windows of a kind together, and the ratio of the two of each turn.
 
-    python benchmarks/tokenizer_isolation.py [--seconds 8] [--tenants 4] [--json OUT]
+    python -m benchmarks.tokenizer_isolation [--attack schemas] [--turns 5] [--seconds 5] [--json OUT]
 """
 
 from __future__ import annotations
@@ -11,208 +12,225 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import grpc
-from millrace.common.v1 import chat_pb2, context_pb2
-from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
-from services.context import sign
+from benchmarks.tokenizer_requests import ATTACKS, SECRET, Request, context, good_request
+from services.bench.report import machine
+from services.channels import CLIENT_OPTIONS
 from services.status import from_rpc_error
 
 _ROOT = Path(__file__).resolve().parent.parent
-_SECRET = "benchmark secret of at least 16"
-# Calls of one well-behaved tenant, per second.
-_RATE = 10.0
+# Different hostile requests of each kind in one window; sent again when all have been.
+_ROUNDS = 8
+_QUANTILES = (("p50_ms", 0.5), ("p95_ms", 0.95), ("p99_ms", 0.99), ("max_ms", 1.0))
+# Latencies of one window by kind of request, in milliseconds.
+Latencies = dict[str, list[float]]
 
 
-def context(tenant: str) -> context_pb2.SignedContext:
-    """A signed context of one tenant."""
-    who = context_pb2.RequestContext(
-        request_id="bench", tenant=tenant, issued_unix_ms=round(time.time() * 1000)
-    )
-    return sign(who, _SECRET.encode())
+def quantile(values: list[float], share: float) -> float:
+    """The value below which that share of all lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def schema_format(schema: Any, *, strict: bool) -> chat_pb2.ResponseFormat:
-    """A response format of a JSON schema."""
-    return chat_pb2.ResponseFormat(
-        json_schema=chat_pb2.JsonSchema(schema_json=json.dumps(schema), strict=strict)
-    )
+async def window(stub: Any, num_tenants: int, rate: float, seconds: float, numbers: Any) -> Latencies:
+    """Well-behaved tenants for some seconds, each with so many calls a second."""
+    found: Latencies = defaultdict(list)
 
-
-def good_request(tenant: str, number: int) -> tokenizer_pb2.PrepareRequest:
-    """A short chat with a schema that nobody has sent before, so that the cache does not hide the workers."""
-    schema = {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"type": "integer", "minimum": 0, "maximum": 30},
-            "kind": {"enum": ["sun", "rain", f"{tenant}-{number}"]},
-            "place": {"oneOf": [{"type": "string"}, {"type": "null"}]},
-        },
-        "required": ["city", "kind"],
-        "additionalProperties": False,
-    }
-    messages = [chat_pb2.Message(role=chat_pb2.ROLE_USER, content=f"What is the weather like? ({number})")]
-    return tokenizer_pb2.PrepareRequest(
-        context=context(tenant),
-        conversation=chat_pb2.Conversation(messages=messages),
-        response_format=schema_format(schema, strict=True),
-    )
-
-
-def hostile_requests(number: int) -> list[tokenizer_pb2.PrepareRequest]:
-    """Deep nesting, doubling definitions, huge enumerations, large repetitions, endless references."""
-    doubling: dict[str, Any] = {
-        f"d{level}": {
-            "type": "object",
-            "properties": {side: {"$ref": f"#/$defs/d{level + 1}", "type": "object"} for side in "ab"},
-        }
-        for level in range(40)
-    }
-    doubling["d40"] = {"type": "object", "minProperties": number}
-    conjunction = [
-        {"anyOf": [{"properties": {f"p{i}_{j}_{number}": {"type": "string"}}} for j in range(4)]}
-        for i in range(12)
-    ]
-    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a", "title": f"{number}"}}}
-    nested = '{"items":' * 5000 + f"{number}"
-    forms = [
-        schema_format({"$ref": "#/$defs/d0", "$defs": doubling}, strict=False),
-        schema_format({"allOf": conjunction}, strict=False),
-        schema_format({"enum": [f"{number}-{each}" * 3 for each in range(30_000)]}, strict=False),
-        chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json=nested)),
-        chat_pb2.ResponseFormat(regex=f"(.*a.{{60}}){{40}}{number}"),
-        schema_format(loop, strict=True),
-    ]
-    return [
-        tokenizer_pb2.PrepareRequest(context=context("hostile"), text="x", response_format=form)
-        for form in forms
-    ]
-
-
-async def behave(stub: Any, tenant: str, seconds: float, latencies_ms: list[float], numbers: Any) -> None:
-    """Calls at a steady rate; a late answer delays only the next call of the same tenant."""
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    async def call(tenant: str) -> None:
+        kind, request = good_request(tenant, next(numbers))
         start = time.perf_counter()
-        await stub.Prepare(good_request(tenant, next(numbers)))
-        elapsed = time.perf_counter() - start
-        latencies_ms.append(elapsed * 1e3)
-        await asyncio.sleep(max(0.0, 1 / _RATE - elapsed))
+        await stub.Prepare(request)
+        found[kind].append((time.perf_counter() - start) * 1e3)
+
+    async def behave(index: int) -> None:
+        loop = asyncio.get_running_loop()
+        # Tenants are out of step with each other.
+        due = loop.time() + index / num_tenants / rate
+        until = due + seconds
+        async with asyncio.TaskGroup() as group:
+            while due < until:
+                await asyncio.sleep(due - loop.time())
+                group.create_task(call(f"tenant-{index}"))
+                due += 1 / rate
+
+    gc.collect()
+    await asyncio.gather(*map(behave, range(num_tenants)))
+    return found
 
 
-async def attack(target: str, rounds: list[list[tokenizer_pb2.PrepareRequest]], seconds: float) -> Any:
-    """Six hostile requests at a time, without a pause; what became of them."""
+async def flood(target: str, requests: list[tuple[str, Request]], seconds: float, width: int) -> Counter[str]:
+    """So many hostile requests at a time, without a pause; what became of them."""
     outcomes: Counter[str] = Counter()
-    async with grpc.aio.insecure_channel(target) as channel:
+    waiting = itertools.cycle(requests)
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
         stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
 
-        async def one(request: tokenizer_pb2.PrepareRequest) -> None:
-            request.context.CopyFrom(context("hostile"))
-            try:
-                await stub.Prepare(request)
-                outcomes["accepted"] += 1
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error)
-                outcomes[f"{failure.reason} {failure.metadata.get('overrun', '')}".strip()] += 1
-
-        async def all_rounds() -> None:
-            for requests in itertools.cycle(rounds):
-                await asyncio.gather(*map(one, requests))
+        async def one_after_the_other() -> None:
+            for kind, request in waiting:
+                request.context.CopyFrom(context("hostile"))
+                try:
+                    await stub.Prepare(request)
+                    outcomes[f"{kind}: accepted"] += 1
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    outcomes[f"{kind}: {failure.reason} {failure.metadata.get('overrun', '')}".strip()] += 1
 
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(all_rounds(), seconds)
+            await asyncio.wait_for(asyncio.gather(*(one_after_the_other() for _ in range(width))), seconds)
     return outcomes
 
 
-def attacker(target: str, seconds: float, begin: Any, results: Any) -> None:
-    """A process of its own: attackers sit elsewhere, and what they compute is not the service's matter."""
-    os.nice(19)
-    rounds = [hostile_requests(number) for number in range(1_000_000, 1_000_030)]
-    results.put("ready")
-    begin.wait()
-    results.put(dict(asyncio.run(attack(target, rounds, seconds))))
+def attacker(target: str, attack: str, width: int, orders: Connection) -> None:
+    """A process of its own that takes only what processor time is left: attackers sit elsewhere, and what
+    they compute is not the service's matter.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    numbers = itertools.count(1_000_000)
+    while True:
+        rounds = [ATTACKS[attack](next(numbers)) for _ in range(_ROUNDS)]
+        orders.send("ready")
+        seconds = orders.recv()
+        if not seconds:
+            return
+        requests = [each for requests in rounds for each in requests.items()]
+        orders.send(dict(asyncio.run(flood(target, requests, seconds, width))))
 
 
-async def phase(stub: Any, num_tenants: int, seconds: float, numbers: Any) -> list[float]:
-    """Latencies of all well-behaved tenants over one phase, in milliseconds."""
-    latencies_ms: list[float] = []
-    await asyncio.gather(
-        *(behave(stub, f"tenant-{index}", seconds, latencies_ms, numbers) for index in range(num_tenants))
-    )
-    return latencies_ms
+@contextlib.contextmanager
+def hostile_process(target: str, attack: str, width: int) -> Iterator[Connection]:
+    """The attacker, and the pipe that orders it about."""
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=attacker, args=(target, attack, width, theirs))
+    process.start()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
 
 
-def summary(latencies_ms: list[float]) -> dict[str, float]:
-    """Calls and quantiles."""
-    ordered = sorted(latencies_ms)
-    return {
-        "calls": len(ordered),
-        **{
-            name: round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 2)
-            for name, share in (("p50_ms", 0.5), ("p95_ms", 0.95), ("p99_ms", 0.99), ("max_ms", 1.0))
-        },
-    }
-
-
-async def run(seconds: float, num_tenants: int) -> dict[str, Any]:
-    """Both phases against a service of our own."""
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All windows against a service of our own."""
     environment = {
         **os.environ,
-        "MILLRACE_SECURITY__CONTEXT_SECRET": _SECRET,
+        "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET,
         "MILLRACE_TOKENIZER__LISTEN": "127.0.0.1:0",
         "MILLRACE_MODEL__PATH": str(_ROOT / "models" / "millrace-nano"),
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tokenizer_svc", env=environment, stdout=asyncio.subprocess.PIPE, cwd=_ROOT
     )
-    assert process.stdout is not None
-    target = (await process.stdout.readline()).decode().partition("grpc=")[2].split()[0]
-    numbers = itertools.count(1)
-    processes = multiprocessing.get_context("spawn")
-    begin, results = processes.Event(), processes.Queue()
-    hostile = processes.Process(target=attacker, args=(target, seconds, begin, results))
-    hostile.start()
     try:
-        async with grpc.aio.insecure_channel(target) as channel:
-            stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-            await asyncio.to_thread(results.get)
-            await phase(stub, num_tenants, 1.0, numbers)
-            alone = await phase(stub, num_tenants, seconds, numbers)
-            begin.set()
-            attacked = await phase(stub, num_tenants, seconds, numbers)
-            outcomes = await asyncio.to_thread(results.get)
+        assert process.stdout is not None
+        target = (await process.stdout.readline()).decode().partition("grpc=")[2].split()[0]
+        with hostile_process(target, arguments.attack, arguments.width) as orders:
+            return await turns(target, orders, arguments)
     finally:
-        hostile.terminate()
         process.terminate()
         await process.wait()
-    return {"alone": summary(alone), "under attack": summary(attacked), "hostile": outcomes}
+
+
+async def turns(target: str, orders: Connection, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Alone, attacked, alone, attacked, ..."""
+    numbers = itertools.count(1)
+    alone: list[Latencies] = []
+    attacked: list[Latencies] = []
+    outcomes: Counter[str] = Counter()
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+        async def one(seconds: float) -> Latencies:
+            return await window(stub, arguments.tenants, arguments.rate, seconds, numbers)
+
+        await one(1.0)
+        for _ in range(arguments.turns):
+            await asyncio.to_thread(orders.recv)
+            # What the attack before has left behind comes to its end.
+            await asyncio.sleep(1.0)
+            alone.append(await one(arguments.seconds))
+            orders.send(arguments.seconds)
+            attacked.append(await one(arguments.seconds))
+            outcomes.update(await asyncio.to_thread(orders.recv))
+        orders.send(0)
+    return report(alone, attacked, outcomes)
+
+
+def report(alone: list[Latencies], attacked: list[Latencies], outcomes: Counter[str]) -> dict[str, Any]:
+    """Quantiles of both sides, by kind as well, and the ratio turn by turn."""
+    p99s = [
+        [quantile(list(itertools.chain(*each.values())), 0.99) for each in side] for side in (alone, attacked)
+    ]
+    ratios = [under / without for without, under in zip(*p99s, strict=True)]
+    return {
+        "alone": _summary(alone),
+        "under_attack": _summary(attacked),
+        "p99_alone_by_turn_ms": [round(each, 2) for each in p99s[0]],
+        "p99_under_attack_by_turn_ms": [round(each, 2) for each in p99s[1]],
+        "p99_ratio": {
+            "median": round(statistics.median(ratios), 2),
+            "least": round(min(ratios), 2),
+            "most": round(max(ratios), 2),
+        },
+        "by_kind": {
+            kind: {"alone": _summary(alone, kind), "under_attack": _summary(attacked, kind)}
+            for kind in alone[0]
+        },
+        "hostile": dict(sorted(outcomes.items())),
+    }
+
+
+def _summary(windows: list[Latencies], kind: str | None = None) -> dict[str, float]:
+    values = [each for found in windows for name in found if kind in (None, name) for each in found[name]]
+    return {"calls": len(values), **{name: round(quantile(values, share), 2) for name, share in _QUANTILES}}
 
 
 def main() -> int:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of each of the two phases")
+    parser.add_argument("--attack", choices=sorted(ATTACKS), default="schemas", help="what is sent")
+    parser.add_argument("--turns", type=int, default=5, help="pairs of windows")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
     parser.add_argument("--tenants", type=int, default=4, help="well-behaved tenants")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--rate", type=float, default=20.0, help="calls of each of them, per second")
+    parser.add_argument("--width", type=int, default=8, help="hostile calls at a time")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of the other attack")
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments.seconds, arguments.tenants))
-    print(f"{'Prepare of well-behaved tenants':34}{'alone':>10}{'under attack':>15}")
-    for key in report["alone"]:
-        print(f"{key:34}{report['alone'][key]:>10}{report['under attack'][key]:>15}")
-    print("outcomes of hostile calls:", report["hostile"])
+    found = asyncio.run(run(arguments))
+    print(f"{'Prepare of well-behaved tenants':34}{'alone':>10}{'under attack':>15}{'ratio':>8}")
+    rows = {"all": found, **found["by_kind"]}
+    for kind, sides in rows.items():
+        for key, without in sides["alone"].items():
+            under = sides["under_attack"][key]
+            print(f"{kind + ' ' + key:34}{without:>10}{under:>15}{under / without:>8.2f}")
+    print("p99 alone, turn by turn:       ", found["p99_alone_by_turn_ms"])
+    print("p99 under attack, turn by turn:", found["p99_under_attack_by_turn_ms"])
+    print("ratio of the two:              ", found["p99_ratio"])
+    print("outcomes of hostile calls:     ", found["hostile"])
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        attacks = {**kept.get("attacks", {}), arguments.attack: found}
+        settings = {
+            name: getattr(arguments, name) for name in ("turns", "seconds", "tenants", "rate", "width")
+        }
+        written = {"machine": machine(), **settings, "attacks": attacks}
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

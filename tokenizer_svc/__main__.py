@@ -26,6 +26,8 @@ from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.servicer import SERVICE_NAME, TokenizerServicer
 
+_SWITCH_INTERVAL_S = 0.0005
+
 
 async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> None:
     settings = config.tokenizer
@@ -37,11 +39,9 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
     pool = WorkerPool(
         settings.compile,
         WorkerSetup(
-            tokenizer_json=checkpoint.tokenizer_json,
-            eos_token_ids=checkpoint.eos_token_ids,
+            checkpoint=checkpoint,
+            limits=settings.limits,
             memory_limit_bytes=settings.compile.memory_limit_bytes,
-            max_schema_depth=settings.limits.max_schema_depth,
-            max_artifact_bytes=settings.limits.max_artifact_bytes,
         ),
     )
     metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
@@ -65,6 +65,8 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         allow_unsigned=settings.allow_unsigned,
         prepare_limit_s=settings.limits.max_prepare_s,
     )
+    # Threads that handle texts give way to the event loop sooner than after Python's 5 ms.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # What is loaded now stays: the garbage collector need not look at a vocabulary's tables again and again.
     gc.collect()
     gc.freeze()

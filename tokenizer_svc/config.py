@@ -20,6 +20,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Text of a prompt, or of all strings of a conversation together.
     max_prompt_bytes: int = 16 * 1024 * 1024
     max_messages: int = 4096
+    # Texts of one EncodeBatch or ValidateOutput.
+    max_batch_texts: int = 8192
     max_tools: int = 256
     # What the chat template writes.
     max_rendered_bytes: int = 32 * 1024 * 1024

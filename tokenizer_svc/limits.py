@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.errors import MillraceError, Reason
@@ -95,6 +96,23 @@ class RequestLimits:
         if size > self._config.max_prompt_bytes:
             raise too_large(f"a prompt of {size} bytes", self._config.max_prompt_bytes, field)
 
+    def whole(self, size: int, field: str) -> None:
+        """Raises REQUEST_TOO_LARGE for a conversation whose tools, options and documents make it too large.
+
+        What its texts alone may have is looked at apart.
+        """
+        limit = self._config.max_prompt_bytes + self._config.max_grammar_bytes
+        if size > limit:
+            raise too_large(f"a conversation of {size} bytes, tools and documents included,", limit, field)
+
+    def batch(self, texts: Sequence[str], field: str) -> int:
+        """Bytes of all texts together; raises REQUEST_TOO_LARGE for too many of either."""
+        if len(texts) > self._config.max_batch_texts:
+            raise too_large(f"{len(texts)} texts", self._config.max_batch_texts, field)
+        size = sum(map(_num_bytes, texts))
+        self.size(size, field)
+        return size
+
     def ids(self, token_ids: list[int], field: str) -> None:
         """Raises INVALID_ARGUMENT for ids that the vocabulary does not have."""
         if max(token_ids, default=0) < self._num_tokens:
@@ -166,6 +184,13 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
 def _spells_spaces(step: dict[str, Any]) -> bool:
     replaced = step.get("pattern"), step.get("content")
     return bool(step["type"] == "Replace" and replaced == ({"String": " "}, "▁"))
+
+
+def num_characters(conversation: Conversation) -> int:
+    """About how much a template writes."""
+    size = sum(map(_size, conversation.messages))
+    # Tools and documents are small here, or a worker prepares them; each costs a template some work.
+    return size + 128 * (len(conversation.tools) + len(conversation.documents))
 
 
 def _size(message: Message) -> int:

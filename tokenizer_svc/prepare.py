@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
+from array import array
 
 from opentelemetry.trace import Span
 
@@ -12,15 +12,12 @@ from observability.metrics import Metrics
 from observability.names import SpanName
 from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
-from tokenizer_svc import formats
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.control import ControlTokens
-from tokenizer_svc.encoding import TextEncoder
-from tokenizer_svc.grammar.cache import GrammarCompiler
-from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec
-from tokenizer_svc.limits import RequestLimits, invalid
-from tokenizer_svc.template import ChatTemplates
+from tokenizer_svc.grammar.cache import GrammarCompiler, refusal
+from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, Prompted, PromptRequest
+from tokenizer_svc.limits import num_characters
+from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.threads import TextThreads
 from tokenizer_svc.types import (
     Compiled,
@@ -28,7 +25,6 @@ from tokenizer_svc.types import (
     LengthLimit,
     Prepared,
     ResponseFormat,
-    ToolChoiceMode,
     Truncation,
     Verdict,
 )
@@ -49,23 +45,17 @@ class Preparer:
         limits: LimitsConfig,
         turn_cache_tokens: int,
     ) -> None:
-        added = checkpoint.description.get("added_tokens", [])
-        tokens = {token["content"]: token["id"] for token in added}
         self.checkpoint = checkpoint
-        self.tool_call_format = formats.tool_call_format(checkpoint.templates, tokens)
-        self.reasoning_format = formats.reasoning_format(checkpoint.templates, tokens)
-        self._control = ControlTokens(added, checkpoint.templates.values())
-        self._templates = ChatTemplates(
-            checkpoint.templates, checkpoint.special_tokens, self._control, limits
-        )
-        self._encoder = TextEncoder(checkpoint, self._control, turn_cache_tokens=turn_cache_tokens)
+        self._prompts = Prompts(checkpoint, limits, turn_cache_tokens=turn_cache_tokens)
+        self.tool_call_format = self._prompts.tool_call_format
+        self.reasoning_format = self._prompts.reasoning_format
         self._compiler = compiler
         self._telemetry = telemetry
         self._metrics = metrics
         # Tools' schemas are grammars as well.
         self.max_grammar_bytes = limits.max_grammar_bytes
         self._threads = TextThreads()
-        self._limits = RequestLimits(limits, checkpoint, writes_user_turns=self._templates.writes_user_turns)
+        self._limits = self._prompts.limits
 
     async def prepare_conversation(
         self,
@@ -81,16 +71,14 @@ class Preparer:
         self._limits.conversation(conversation, length)
         self._limits.format(form)
         start = time.perf_counter()
-        rendered = await self._render(conversation)
+        rendered = await self._render(conversation, tenant)
         rendered_at = time.perf_counter()
         token_ids = await self._encode_rendered(rendered, tenant)
         self._limits.length(len(token_ids), length, "messages")
         encoded_at = time.perf_counter()
-        prefix = ""
-        if self.reasoning_format and not conversation.continue_final_message:
-            prefix = formats.assistant_prefix(rendered, self._control.control)
-        request = self._grammar_request(conversation, form, prefix)
-        compiled, cached = await self._compile(request, tenant)
+        prefix = self._prompts.assistant_prefix(conversation, rendered)
+        request = self._prompts.grammar_request(conversation, form, prefix)
+        compiled, cached = await self._compile(request.encoded() if request else None, tenant)
         return Prepared(
             token_ids=token_ids,
             compiled=compiled,
@@ -101,6 +89,34 @@ class Preparer:
             compile_s=time.perf_counter() - encoded_at if request is not None else 0.0,
         )
 
+    def check_whole(self, num_bytes: int) -> None:
+        """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes."""
+        self._limits.whole(num_bytes, "messages")
+
+    async def prepare_large(
+        self,
+        conversation: bytes,
+        form: ResponseFormat | None,
+        *,
+        tenant: str,
+        length: LengthLimit = ANY_LENGTH,
+    ) -> Prepared:
+        """The same for a serialized conversation that is large (see `large`), in a worker."""
+        self._limits.format(form)
+        request = PromptRequest(conversation=conversation, response_format=form, length=length, tenant=tenant)
+        prompted = await self._in_worker(request, tenant)
+        start = time.perf_counter()
+        compiled, cached = await self._compile(prompted.grammar, tenant)
+        return Prepared(
+            token_ids=_ids(prompted),
+            compiled=compiled,
+            grammar_cached=cached,
+            assistant_prefix=prompted.assistant_prefix,
+            render_s=prompted.render_s,
+            encode_s=prompted.encode_s,
+            compile_s=time.perf_counter() - start if prompted.grammar is not None else 0.0,
+        )
+
     async def prepare_text(
         self, text: str, form: ResponseFormat | None, *, tenant: str, length: LengthLimit = ANY_LENGTH
     ) -> Prepared:
@@ -108,7 +124,7 @@ class Preparer:
         self._limits.format(form)
         self._limits.text(text, length, "prompt")
         start = time.perf_counter()
-        token_ids = await self.encode_text(text, add_special_tokens=True)
+        token_ids = await self.encode_text(text, add_special_tokens=True, tenant=tenant)
         encode_s = time.perf_counter() - start
         return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
 
@@ -128,23 +144,28 @@ class Preparer:
     async def encode_conversation(self, conversation: Conversation, *, tenant: str) -> list[int]:
         """Token ids of a rendered conversation."""
         self._limits.conversation(conversation, ANY_LENGTH)
-        return await self._encode_rendered(await self._render(conversation), tenant)
+        return await self._encode_rendered(await self._render(conversation, tenant), tenant)
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode_large(self, conversation: bytes, *, tenant: str) -> list[int]:
+        """The same for a serialized conversation that is large, in a worker."""
+        return _ids(await self._in_worker(PromptRequest(conversation=conversation, tenant=tenant), tenant))
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool, tenant: str = "") -> list[int]:
         """Token ids of a plain prompt."""
         self._limits.text(text, ANY_LENGTH, "prompt")
+        encoder = self._prompts.encoder
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
             return await self._threads.run(
-                len(text), lambda: self._encoder.encode_text(text, add_special_tokens=add_special_tokens)
+                len(text), lambda: encoder.encode_text(text, add_special_tokens=add_special_tokens), tenant
             )
 
     async def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of several plain prompts."""
-        size = sum(map(len, texts))
-        self._limits.size(size, "texts")
+        size = self._limits.batch(texts, "texts")
+        encoder = self._prompts.encoder
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
             return await self._threads.run(
-                size, lambda: self._encoder.encode_batch(texts, add_special_tokens=add_special_tokens)
+                size, lambda: encoder.encode_batch(texts, add_special_tokens=add_special_tokens), ""
             )
 
     def close(self) -> None:
@@ -163,12 +184,12 @@ class Preparer:
     async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
         """Grammar of a response format alone, and whether it was cached."""
         self._limits.format(form)
-        return await self._compiler.compile(GrammarRequest(response_format=form), tenant=tenant)
+        return await self._compiler.compile(GrammarRequest(response_format=form).encoded(), tenant=tenant)
 
     async def validate(self, schema_json: str, texts: list[str], *, tenant: str) -> tuple[Verdict, ...]:
         """One verdict per finished text; raises GRAMMAR_REFUSED when the schema cannot judge."""
         self._limits.grammar_size(len(schema_json), "schema_json")
-        self._limits.size(sum(map(len, texts)), "texts")
+        self._limits.batch(texts, "texts")
         return await self._compiler.validate(schema_json, tuple(texts), tenant=tenant)
 
     async def _with_grammar(
@@ -182,10 +203,12 @@ class Preparer:
     ) -> Prepared:
         num_tokens = len(token_ids)
         if length.truncation is not Truncation.REFUSE:
-            token_ids = self._encoder.truncated(token_ids, self._limits.max_tokens(length), length.truncation)
+            token_ids = self._prompts.encoder.truncated(
+                token_ids, self._limits.max_tokens(length), length.truncation
+            )
         self._limits.length(len(token_ids), length, "prompt")
         start = time.perf_counter()
-        request = GrammarRequest(response_format=form) if form is not None else None
+        request = GrammarRequest(response_format=form).encoded() if form is not None else None
         compiled, cached = await self._compile(request, tenant)
         return Prepared(
             token_ids=token_ids,
@@ -198,19 +221,31 @@ class Preparer:
             compile_s=time.perf_counter() - start if request is not None else 0.0,
         )
 
-    async def _render(self, conversation: Conversation) -> str:
-        size = sum(len(message.content) + len(message.reasoning) for message in conversation.messages)
+    async def _render(self, conversation: Conversation, tenant: str) -> str:
+        templates = self._prompts.templates
         with self._stage(names.TOKENIZER_RENDER, "render"):
-            return await self._threads.run(size, lambda: self._templates.render(conversation))
+            return await self._threads.run(
+                num_characters(conversation), lambda: templates.render(conversation), tenant
+            )
 
     async def _encode_rendered(self, rendered: str, tenant: str) -> list[int]:
+        encoder = self._prompts.encoder
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
             encoded = await self._threads.run(
-                len(rendered), lambda: self._encoder.encode_rendered(rendered, tenant=tenant)
+                len(rendered), lambda: encoder.encode_rendered(rendered, tenant=tenant), tenant
             )
         return encoded.token_ids
 
-    async def _compile(self, request: GrammarRequest | None, tenant: str) -> tuple[Compiled | None, bool]:
+    async def _in_worker(self, request: PromptRequest, tenant: str) -> Prompted:
+        reply = await self._compiler.pool.run(request, tenant=tenant)
+        if reply.prompted is None:
+            assert reply.refused is not None
+            raise refusal(reply.refused)
+        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.render_s, stage="render")
+        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.encode_s, stage="encode")
+        return reply.prompted
+
+    async def _compile(self, request: EncodedGrammar | None, tenant: str) -> tuple[Compiled | None, bool]:
         if request is None:
             return None, False
         started_s = time.perf_counter()
@@ -225,57 +260,18 @@ class Preparer:
             result = "hit" if cached else "miss"
             if not cached:
                 elapsed_s = time.perf_counter() - started_s
-                self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=_kind(request))
+                self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=request.kind)
             span.set_attribute(names.GRAMMAR_CACHE, result)
             span.set_attribute(names.GRAMMAR_DIGEST, compiled.artifact.digest)
             self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
         return compiled, cached
 
-    def _grammar_request(
-        self, conversation: Conversation, form: ResponseFormat | None, prefix: str
-    ) -> GrammarRequest | None:
-        tools = self._tool_rules(conversation)
-        if form is None and tools is None:
-            return None
-        open_reasoning = formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix
-        return GrammarRequest(response_format=form, tools=tools, reasoning_open=open_reasoning)
-
-    def _tool_rules(self, conversation: Conversation) -> ToolRules | None:
-        mode = conversation.tool_choice
-        if mode is ToolChoiceMode.NONE or not conversation.tools:
-            if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
-                raise invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
-            return None
-        if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
-            # The template alone decides what the model makes of its tools.
-            return None
-        tools = conversation.tools
-        if mode is ToolChoiceMode.NAMED:
-            tools = tuple(tool for tool in tools if tool.name == conversation.tool_choice_name)
-            if not tools:
-                known = ", ".join(tool.name for tool in conversation.tools)
-                raise invalid(
-                    f"tool_choice names {conversation.tool_choice_name!r}; tools: {known}", "tool_choice"
-                )
-        return ToolRules(
-            tools=tuple(
-                ToolSpec(name=tool.name, parameters=tool.parameters, strict=tool.strict) for tool in tools
-            ),
-            mode=mode,
-            parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
-            format=self.tool_call_format,
-        )
-
     def _stage(self, span: SpanName, stage: str) -> _Stage:
         return _Stage(self._telemetry, self._metrics, span, stage)
 
 
-def _kind(request: GrammarRequest) -> str:
-    """What was compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for a grammar."""
-    if request.response_format is None:
-        return "tools"
-    name = type(request.response_format).__name__.removesuffix("Format")
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+def _ids(prompted: Prompted) -> list[int]:
+    return array("I", prompted.token_ids).tolist()
 
 
 class _Stage:

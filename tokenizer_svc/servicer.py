@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import Any
 
-from millrace.common.v1 import context_pb2
+from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
@@ -18,6 +18,7 @@ from services.config import ModelConfig
 from services.context import verify
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
+from tokenizer_svc.large import is_large
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.stream import CallStream
 from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, Prepared
@@ -109,6 +110,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         tenant = who.tenant
         match request.WhichOneof("input"):
             case "conversation":
+                if self._is_large(request.conversation):
+                    return await self._preparer.prepare_large(
+                        request.conversation.SerializeToString(), form, tenant=tenant, length=length
+                    )
                 conversation = convert.conversation(
                     request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
                 )
@@ -135,6 +140,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """See the proto."""
         self._check_model(request.model)
         match request.WhichOneof("input"):
+            case "conversation" if self._is_large(request.conversation):
+                ids = await self._preparer.encode_large(request.conversation.SerializeToString(), tenant="")
             case "conversation":
                 conversation = convert.conversation(
                     request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
@@ -231,6 +238,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             "or set tokenizer.allow_unsigned",
             field="context",
         )
+
+    def _is_large(self, conversation: chat_pb2.Conversation) -> bool:
+        self._preparer.check_whole(conversation.ByteSize())
+        return is_large(conversation)
 
     def _check_model(self, name: str, who: context_pb2.RequestContext | None = None) -> None:
         if name not in self._names:

@@ -1,5 +1,6 @@
 """Where work on texts is done: at once when it is short, else in threads, and the longest in a thread of its
-own, so that no prompt waits for one that is much longer than itself.
+own, so that no prompt waits for one that is much longer than itself. A tenant has one thread at a time, so
+that none waits for another's prompts.
 """
 
 from __future__ import annotations
@@ -24,13 +25,25 @@ class TextThreads:
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "text")
         self._huge = ThreadPoolExecutor(1, "huge-text")
+        # Tenants with work in threads, and how much of it.
+        self._turns: dict[tuple[str, bool], tuple[asyncio.Lock, int]] = {}
 
-    async def run(self, num_characters: int, work: Callable[[], Result]) -> Result:
+    async def run(self, num_characters: int, work: Callable[[], Result], tenant: str) -> Result:
         """The result of `work`, which handles that many characters."""
         if num_characters < _INLINE_CHARACTERS:
             return work()
-        executor = self._long if num_characters < _HUGE_CHARACTERS else self._huge
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        huge = num_characters >= _HUGE_CHARACTERS
+        key = (tenant, huge)
+        turn, num_users = self._turns.get(key, (asyncio.Lock(), 0))
+        self._turns[key] = (turn, num_users + 1)
+        try:
+            async with turn:
+                executor = self._huge if huge else self._long
+                return await asyncio.get_running_loop().run_in_executor(executor, work)
+        finally:
+            turn, num_users = self._turns.pop(key)
+            if num_users > 1:
+                self._turns[key] = (turn, num_users - 1)
 
     def close(self) -> None:
         """Gives up what has not begun."""

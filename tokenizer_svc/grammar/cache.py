@@ -7,12 +7,12 @@ import hashlib
 import time
 from collections import OrderedDict
 
-from services.errors import MillraceError, Reason
+from services.errors import MillraceError
 from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import (
     BACKEND,
     Built,
-    GrammarRequest,
+    EncodedGrammar,
     Refused,
     ValidationRequest,
     WorkerReply,
@@ -32,7 +32,7 @@ class GrammarCompiler:
     """Compiles through the pool, once per content. Use from one event loop."""
 
     def __init__(self, pool: WorkerPool, *, fingerprint: str, cache_bytes: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self._fingerprint = fingerprint
         self._capacity = cache_bytes
         self._size = 0
@@ -40,7 +40,7 @@ class GrammarCompiler:
         self._refused: OrderedDict[bytes, tuple[float, Refused]] = OrderedDict()
         self._in_flight: dict[bytes, asyncio.Task[WorkerReply]] = {}
 
-    async def compile(self, request: GrammarRequest, *, tenant: str) -> tuple[Compiled, bool]:
+    async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
         key = request.key()
         found = self._built.get(key)
@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._raise_if_refused(key)
         task = self._in_flight.get(key)
         if task is None:
-            task = asyncio.ensure_future(self._pool.run(request, tenant=tenant))
+            task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
             self._in_flight[key] = task
             task.add_done_callback(lambda done: self._finish(key, done))
         # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
@@ -63,7 +63,7 @@ class GrammarCompiler:
     async def validate(self, schema_json: str, texts: tuple[str, ...], *, tenant: str) -> tuple[Verdict, ...]:
         """One verdict per text. Raises GRAMMAR_REFUSED when the schema cannot judge, or takes too long."""
         request = ValidationRequest(schema_json=schema_json, texts=texts)
-        reply = await self._pool.run(request, tenant=tenant)
+        reply = await self.pool.run(request, tenant=tenant)
         if reply.verdicts is None:
             assert reply.refused is not None
             raise refusal(reply.refused)
@@ -104,5 +104,5 @@ class GrammarCompiler:
 
 def refusal(refused: Refused) -> MillraceError:
     """The error that the sender gets."""
-    metadata = {"overrun": refused.overrun} if refused.overrun else {}
-    return MillraceError(Reason.GRAMMAR_REFUSED, refused.message, field=refused.field, metadata=metadata)
+    metadata = {**refused.metadata, **({"overrun": refused.overrun} if refused.overrun else {})}
+    return MillraceError(refused.reason, refused.message, field=refused.field, metadata=metadata)

@@ -14,8 +14,6 @@ import signal
 import socket
 import sys
 
-import msgspec
-
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.grammar.worker import READY
 
@@ -36,12 +34,13 @@ class Worker:
         self._pid = pid
         # Names this very process, even when its number belongs to another one by then.
         self._handle = os.pidfd_open(pid)
-        # Whether it gives way to everything else; that cannot be taken back.
-        self.yielding = False
+        # Whether it gives way to everything else, or wholly so; that cannot be taken back.
+        self.yielding = self.lowest = False
 
     def give_way(self, *, wholly: bool = False) -> None:
         """From now on it computes when little else wants to; `wholly` only when nothing else does."""
         self.yielding = True
+        self.lowest |= wholly
         policy = os.SCHED_IDLE if wholly else os.SCHED_BATCH
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
@@ -49,6 +48,12 @@ class Worker:
 
     def processor_s(self) -> float:
         """Processor time that it has used so far."""
+        try:
+            with open(f"/proc/{self._pid}/schedstat", encoding="ascii") as schedstat:
+                return int(schedstat.read().split()[0]) / 1e9
+        except OSError:
+            pass
+        # Kernels without schedstat count in ticks.
         try:
             with open(f"/proc/{self._pid}/stat", encoding="ascii") as stat:
                 fields = stat.read().rpartition(")")[2].split()
@@ -114,7 +119,7 @@ class Nursery:
             )
         ours.setblocking(False)
         self._control = ours
-        payload = msgspec.msgpack.encode(self._setup)
+        payload = self._setup.encoded()
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_START_LIMIT_S):
             await loop.sock_sendall(ours, len(payload).to_bytes(4, "little") + payload)

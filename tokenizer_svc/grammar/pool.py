@@ -1,10 +1,10 @@
 """Worker processes with budgets, and a queue that is fair between tenants.
 
-One grammar runs in one process at a time. A process that exceeds its time is killed, one that exceeds its
-memory dies; either way the sender is told why and a new process takes its place. What takes longer than
-most grammars computes at low priority from then on. A tenant uses one worker at a time while others wait, and
-tenants whose grammars ran over lately never occupy the last free worker, so that what one tenant sends does
-not make another wait.
+One request runs in one process at a time. A process that exceeds its time is killed, one that exceeds its
+memory dies; either way the sender is told why. What takes longer than most computes at low priority from then
+on, and counts against its tenant's account. Who is in debt is served by processes of the lowest priority,
+which run only when nothing else wants to and are kept for such work, so that nothing has to be started anew.
+A tenant uses one worker at a time while others wait.
 """
 
 from __future__ import annotations
@@ -13,32 +13,50 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
+from typing import Any
 
 import msgspec
 
 from services.errors import MillraceError, Reason
 from tokenizer_svc.config import CompileConfig
+from tokenizer_svc.grammar.accounts import Accounts
 from tokenizer_svc.grammar.nursery import Nursery, Worker
-from tokenizer_svc.grammar.request import Refused, WorkerReply, WorkerSetup, WorkRequest
+from tokenizer_svc.grammar.request import (
+    EncodedGrammar,
+    PromptRequest,
+    Refused,
+    ValidationRequest,
+    WorkerReply,
+    WorkerSetup,
+)
 
 _log = logging.getLogger(__name__)
 
-# A tenant counts as suspect for this long after a grammar of its was killed.
-_SUSPECT_S = 60.0
-# Nearly all grammars are done by then; one that is not gives way to them.
-_PATIENCE_S = 0.03
+# Nearly all grammars are done by then, in processor time; one that is not gives way to them.
+_PATIENCE_S = 0.01
+# What was killed is charged this much: the tenant is in debt for a while.
+_OVERRUN_CHARGE_S = 6.0
 # The limit counts processor time, of which a busy machine gives little; in wall time it is this much longer.
 _MAX_STRETCH = 4.0
+_PRUNE_EVERY = 1024
 
 
 class _Job(msgspec.Struct, eq=False):
     tenant: str
     payload: bytes
+    # Processor time that it may take.
+    limit_s: float
+    # Field and name of what takes too long, when it does.
+    field: str
+    what: str
+    advice: str
+    # What is at fault when it is too much.
+    reason: Reason
     done: asyncio.Future[WorkerReply]
 
 
 class WorkerPool:
-    """Runs grammar requests in worker processes. Use from one event loop."""
+    """Runs requests in worker processes. Use from one event loop."""
 
     def __init__(self, config: CompileConfig, setup: WorkerSetup) -> None:
         self._config = config
@@ -46,86 +64,121 @@ class WorkerPool:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._num_waiting = 0
         self._running: dict[str, int] = {}
-        self._suspect_until: dict[str, float] = {}
+        self._accounts = Accounts()
+        self._num_charges = 0
         self._nursery = Nursery(setup)
+        self._prompt_limit_s = setup.limits.max_prepare_s
         self._idle: list[Worker] = []
+        # Workers of the lowest priority, beside the others; made when they are first needed.
+        self._idle_slow: list[Worker] = []
+        self._num_slow = 0
+        self._workers: set[Worker] = set()
         # Work under way: also what a cancelled task that never ran would have had to finish.
-        self._tasks: dict[asyncio.Task[None], tuple[Worker, _Job]] = {}
+        self._tasks: dict[asyncio.Task[None], _Job] = {}
         self._closed = False
         # Killed or dead workers so far, by cause; for metrics.
         self.num_overruns = {"time": 0, "memory": 0}
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that wait for a worker."""
+        """Jobs that wait for a worker."""
         return self._num_waiting
 
     async def start(self) -> None:
         """Starts all workers; raises when they cannot load the vocabulary."""
-        self._idle = [await self._nursery.worker() for _ in range(self._config.workers)]
+        self._idle = [await self._new() for _ in range(self._config.workers)]
 
     async def close(self) -> None:
         """Kills all workers; jobs that wait or run are refused as DRAINING."""
         self._closed = True
-        for queue in self._waiting.values():
-            for job in queue:
-                _fail(job, MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
+        jobs = [job for queue in self._waiting.values() for job in queue]
         self._waiting.clear()
-        under_way = dict(self._tasks)
+        jobs += self._tasks.values()
+        for job in jobs:
+            if not job.done.done():
+                job.done.set_exception(MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
+        under_way = list(self._tasks)
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        for _, job in under_way.values():
-            _fail(job, MillraceError(Reason.DRAINING, "the service stops", retry_after_s=1.0))
-        workers = [worker for worker, _ in under_way.values()] + self._idle
-        self._idle = []
-        for worker in workers:
-            worker.kill()
+        for worker in list(self._workers):
+            self._kill(worker)
         await self._nursery.close()
 
-    async def run(self, request: WorkRequest, *, tenant: str) -> WorkerReply:
-        """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait."""
+    async def run(
+        self, request: EncodedGrammar | ValidationRequest | PromptRequest, *, tenant: str
+    ) -> WorkerReply:
+        """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait.
+
+        What nobody waits for any more, because this was cancelled, is given up.
+        """
         queue = self._waiting.get(tenant, ())
         if len(queue) >= self._config.max_queued_per_tenant or self._num_waiting >= self._config.max_queued:
             raise MillraceError(
                 Reason.QUEUE_LIMIT_EXCEEDED,
-                f"{len(queue)} grammars of this tenant and {self._num_waiting} in all wait to be compiled; "
-                f"the limits are {self._config.max_queued_per_tenant} and {self._config.max_queued}; "
-                "retry later",
+                f"{len(queue)} grammars or large prompts of this tenant and {self._num_waiting} in all "
+                f"wait for a worker; the limits are {self._config.max_queued_per_tenant} and "
+                f"{self._config.max_queued}; retry later",
                 field="response_format",
                 retry_after_s=1.0,
             )
-        job = _Job(tenant, msgspec.msgpack.encode(request), asyncio.get_running_loop().create_future())
+        job = self._job(request, tenant)
         self._waiting.setdefault(tenant, deque()).append(job)
         self._num_waiting += 1
         self._dispatch()
         return await job.done
 
+    def _job(self, request: EncodedGrammar | ValidationRequest | PromptRequest, tenant: str) -> _Job:
+        done: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
+        if isinstance(request, PromptRequest):
+            return _Job(
+                tenant=tenant, payload=msgspec.msgpack.encode(request), limit_s=self._prompt_limit_s,
+                field="messages", what="rendering and encoding", advice="send less text, or fewer tools",
+                reason=Reason.REQUEST_TOO_LARGE, done=done,
+            )  # fmt: skip
+        encoded = isinstance(request, EncodedGrammar)
+        return _Job(
+            tenant=tenant,
+            payload=request.payload
+            if isinstance(request, EncodedGrammar)
+            else msgspec.msgpack.encode(request),
+            limit_s=self._config.time_limit_s,
+            field="response_format" if encoded else "schema_json",
+            what="compiling" if encoded else "judging by this schema",
+            advice="use a simpler grammar: fewer alternatives, smaller repetition counts, less nesting",
+            reason=Reason.GRAMMAR_REFUSED,
+            done=done,
+        )
+
     def _dispatch(self) -> None:
-        while self._idle and not self._closed:
-            job = self._next_job()
-            if job is None:
-                return
+        while not self._closed and (job := self._next_job()) is not None:
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
-            suspect = self._is_suspect(job.tenant)
-            # New workers, which touch their memory for the first time, stand at the front.
-            worker = self._idle.pop(0 if suspect else -1)
-            if suspect:
-                worker.give_way(wholly=True)
-            task = asyncio.create_task(self._serve(worker, job))
-            self._tasks[task] = (worker, job)
+            worker: Worker | None
+            slow = self._accounts.in_debt(job.tenant)
+            if slow:
+                worker = self._idle_slow.pop() if self._idle_slow else None
+                self._num_slow += worker is None
+            else:
+                # New workers, which touch their memory for the first time, stand at the front.
+                worker = self._idle.pop()
+            task = asyncio.create_task(self._serve(worker, job, slow=slow))
+            self._tasks[task] = job
             task.add_done_callback(self._finished)
 
-    def _is_suspect(self, tenant: str) -> bool:
-        return self._suspect_until.get(tenant, 0.0) > time.monotonic()
-
     def _next_job(self) -> _Job | None:
-        num_suspects = sum(count for tenant, count in self._running.items() if self._is_suspect(tenant))
-        for tenant, queue in self._waiting.items():
-            suspect = self._is_suspect(tenant)
-            if self._running.get(tenant, 0) and (suspect or len(self._waiting) > 1 or len(self._idle) < 2):
+        max_slow = max(1, self._config.workers - 1)
+        for tenant, queue in list(self._waiting.items()):
+            while queue and queue[0].done.done():
+                queue.popleft()
+                self._num_waiting -= 1
+            if not queue:
+                del self._waiting[tenant]
                 continue
-            if suspect and num_suspects >= max(1, self._config.workers - 1):
+            busy = self._running.get(tenant, 0)
+            if self._accounts.in_debt(tenant):
+                if busy or not (self._idle_slow or self._num_slow < max_slow):
+                    continue
+            elif not self._idle or (busy and (len(self._waiting) > 1 or len(self._idle) < 2)):
                 continue
             job = queue.popleft()
             self._num_waiting -= 1
@@ -136,78 +189,121 @@ class WorkerPool:
             return job
         return None
 
-    async def _serve(self, worker: Worker, job: _Job) -> None:
-        impatience = asyncio.get_running_loop().call_later(_PATIENCE_S, self._lose_patience, worker)
+    async def _serve(self, worker: Worker | None, job: _Job, *, slow: bool) -> None:
+        alive = False
         try:
-            answer = await self._within_limit(worker, job.payload)
-            reply = msgspec.msgpack.decode(answer, type=WorkerReply)
-            if reply.defect:
-                _log.error("a grammar could not be compiled: %s", reply.defect)
-        except TimeoutError:
-            reply = self._overrun(job, "time")
-        except EOFError:
-            reply = self._overrun(job, "memory")
+            if worker is None:
+                worker = await self._new()
+                worker.give_way(wholly=True)
+            reply, alive = await self._reply(worker, job)
+            self._charge(job, reply, alive)
+            if not job.done.done():
+                job.done.set_result(reply)
         finally:
-            impatience.cancel()
-        self._running[job.tenant] -= 1
-        if not self._running[job.tenant]:
-            del self._running[job.tenant]
-        if not job.done.done():
-            job.done.set_result(reply)
-        if worker.yielding or (reply.refused is not None and reply.refused.overrun):
-            await self._replace(worker)
-        else:
+            self._running[job.tenant] -= 1
+            if not self._running[job.tenant]:
+                del self._running[job.tenant]
+            self._num_slow -= slow and not alive
+        if slow and alive:
+            self._idle_slow.append(worker)
+        elif slow:
+            self._kill(worker)
+        elif alive and not worker.yielding:
             self._idle.append(worker)
+        else:
+            self._kill(worker)
+            self._idle.insert(0, await self._new())
         self._dispatch()
 
-    def _lose_patience(self, worker: Worker) -> None:
-        if not worker.yielding:
-            worker.give_way()
-
-    async def _within_limit(self, worker: Worker, payload: bytes) -> bytes:
-        limit_s = self._config.time_limit_s
-        used_before_s, began_s = worker.processor_s(), time.monotonic()
-        work = asyncio.ensure_future(worker.run(payload))
+    async def _reply(self, worker: Worker, job: _Job) -> tuple[WorkerReply, bool]:
+        """The reply, and whether the worker is still of use."""
+        watch = asyncio.ensure_future(self._lose_patience(worker, job))
         try:
-            wait_s = limit_s
+            answer = await self._within_limit(worker, job)
+            reply = msgspec.msgpack.decode(answer, type=WorkerReply)
+            if reply.defect:
+                _log.error("a request could not be prepared: %s", reply.defect)
+            return reply, True
+        except TimeoutError:
+            return self._overrun(job, "time"), False
+        except EOFError:
+            return self._overrun(job, "memory"), False
+        finally:
+            watch.cancel()
+
+    async def _lose_patience(self, worker: Worker, job: _Job) -> None:
+        used_before_s = worker.processor_s()
+        left_s = _PATIENCE_S
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            left_s = _PATIENCE_S - (worker.processor_s() - used_before_s)
+            # A worker that waits for the processor is looked at again, not too often.
+            left_s = max(left_s, _PATIENCE_S / 4) if left_s > 0 else 0.0
+        worker.give_way()
+        await asyncio.sleep(max(0.0, self._accounts.left_s(job.tenant)))
+        worker.give_way(wholly=True)
+
+    async def _within_limit(self, worker: Worker, job: _Job) -> bytes:
+        used_before_s, began_s = worker.processor_s(), time.monotonic()
+        work = asyncio.ensure_future(worker.run(job.payload))
+        try:
+            wait_s = job.limit_s
             while wait_s > 0:
-                await asyncio.wait({work}, timeout=wait_s)
+                waited_for: set[asyncio.Future[Any]] = {work, job.done}
+                await asyncio.wait(waited_for, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
                     return work.result()
-                left_s = limit_s - (worker.processor_s() - used_before_s)
-                wait_s = min(left_s, began_s + limit_s * _MAX_STRETCH - time.monotonic())
-                if left_s < limit_s / 20:
+                if job.done.done():
+                    # Whoever asked is gone.
+                    break
+                left_s = job.limit_s - (worker.processor_s() - used_before_s)
+                wait_s = min(left_s, began_s + job.limit_s * _MAX_STRETCH - time.monotonic())
+                if left_s < job.limit_s / 20:
                     break
             raise TimeoutError
         finally:
             work.cancel()
             await asyncio.wait({work})
 
+    def _charge(self, job: _Job, reply: WorkerReply, alive: bool) -> None:
+        if alive:
+            self._accounts.charge(job.tenant, reply.processor_s - _PATIENCE_S)
+        else:
+            self._accounts.charge(job.tenant, _OVERRUN_CHARGE_S)
+        self._num_charges += 1
+        if self._num_charges % _PRUNE_EVERY == 0:
+            self._accounts.prune()
+
     def _overrun(self, job: _Job, cause: str) -> WorkerReply:
-        self.num_overruns[cause] += 1
-        self._suspect_until[job.tenant] = time.monotonic() + _SUSPECT_S
+        if not job.done.done():
+            self.num_overruns[cause] += 1
         if cause == "time":
-            message = (
-                f"compiling takes longer than the limit of {self._config.time_limit_s:g} s; "
-                "use a simpler grammar: fewer alternatives, smaller repetition counts, less nesting"
-            )
+            message = f"{job.what} takes longer than the limit of {job.limit_s:g} s; {job.advice}"
         else:
             message = (
-                f"compiling needs more memory than the limit of {self._config.memory_limit_bytes} bytes, or "
-                "is nested too deeply; use a simpler grammar"
+                f"{job.what} needs more memory than the limit of {self._config.memory_limit_bytes} bytes, or "
+                f"something is nested too deeply; {job.advice}"
             )
-        return WorkerReply(refused=Refused(message=message, field="response_format", overrun=cause))
+        refused = Refused(message=message, field=job.field, overrun=cause, reason=job.reason)
+        return WorkerReply(refused=refused)
 
-    async def _replace(self, worker: Worker) -> None:
+    async def _new(self) -> Worker:
+        worker = await self._nursery.worker()
+        self._workers.add(worker)
+        return worker
+
+    def _kill(self, worker: Worker) -> None:
+        self._workers.discard(worker)
         worker.kill()
-        self._idle.insert(0, await self._nursery.worker())
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a grammar worker could not be replaced", exc_info=task.exception())
-
-
-def _fail(job: _Job, error: MillraceError) -> None:
-    if not job.done.done():
-        job.done.set_exception(error)
+        job = self._tasks.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("a worker could not be replaced", exc_info=error)
+            if not job.done.done():
+                job.done.set_exception(
+                    MillraceError(
+                        Reason.TOKENIZER_UNAVAILABLE, "no worker could be started", retry_after_s=1.0
+                    )
+                )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import msgspec
 
-from tokenizer_svc.types import EnforcementReport, ResponseFormat, ToolChoiceMode, Verdict
+from services.errors import Reason
+from tokenizer_svc.checkpoint import Checkpoint
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.types import EnforcementReport, LengthLimit, ResponseFormat, ToolChoiceMode, Verdict
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"
@@ -39,9 +43,28 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     # The prompt leaves a <think> block open: free reasoning precedes the constrained answer.
     reasoning_open: bool = False
 
+    def encoded(self) -> EncodedGrammar:
+        """As it crosses to a worker."""
+        return EncodedGrammar(payload=msgspec.msgpack.encode(self), kind=_kind(self))
+
+
+class EncodedGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A GrammarRequest encoded once: for its address, and for the worker."""
+
+    payload: bytes
+    # What is compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for a grammar.
+    kind: str
+
     def key(self) -> bytes:
         """Content address of the request."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+        return hashlib.sha256(self.payload).digest()
+
+
+def _kind(request: GrammarRequest) -> str:
+    if request.response_format is None:
+        return "tools"
+    name = type(request.response_format).__name__.removesuffix("Format")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validation"):
@@ -51,8 +74,18 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
     texts: tuple[str, ...]
 
 
+class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
+    """A conversation so large that it is rendered and encoded in a worker."""
+
+    # millrace.common.v1.Conversation as it came, unlooked at.
+    conversation: bytes
+    response_format: ResponseFormat | None = None
+    length: LengthLimit = LengthLimit()
+    tenant: str = ""
+
+
 # What workers do.
-WorkRequest = GrammarRequest | ValidationRequest
+WorkRequest = GrammarRequest | ValidationRequest | PromptRequest
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +96,20 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0
 
 
+class Prompted(msgspec.Struct, frozen=True, kw_only=True):
+    """A rendered and encoded conversation; times in seconds."""
+
+    # 32-bit ids, as `array("I")` has them.
+    token_ids: bytes
+    assistant_prefix: str
+    # None when the answer is free.
+    grammar: EncodedGrammar | None
+    render_s: float
+    encode_s: float
+
+
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no grammar. `field` is the request field at fault."""
+    """Why the work was not done. `field` is the request field at fault."""
 
     message: str
     field: str
@@ -72,23 +117,35 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     overrun: str = ""
     # What of a schema could have been enforced.
     enforcement: EnforcementReport | None = None
+    reason: Reason = Reason.GRAMMAR_REFUSED
+    metadata: dict[str, str] = {}
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a worker."""
 
-    tokenizer_json: str
-    eos_token_ids: tuple[int, ...]
+    checkpoint: Checkpoint
+    limits: LimitsConfig
     memory_limit_bytes: int
-    max_schema_depth: int
-    max_artifact_bytes: int
+
+    def encoded(self) -> bytes:
+        """For the worker."""
+        return msgspec.msgpack.encode(self, enc_hook=str)
+
+    @staticmethod
+    def decoded(payload: bytes) -> WorkerSetup:
+        """What `encoded` wrote."""
+        return msgspec.msgpack.decode(payload, type=WorkerSetup, dec_hook=lambda kind, value: kind(value))
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a worker: built, judged or refused."""
+    """Answer of a worker: built, judged, prompted or refused."""
 
     built: Built | None = None
+    prompted: Prompted | None = None
     verdicts: tuple[Verdict, ...] | None = None
     refused: Refused | None = None
     # Traceback of a failure that is the service's own.
     defect: str = ""
+    # Processor time that the work took; 0 when the worker did not live to tell.
+    processor_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A process that compiles grammars and may be killed at any moment.
+"""A process that compiles grammars and prepares large prompts, and may be killed at any moment.
 
 The first one reads a WorkerSetup from the socket that is its standard input, loads the vocabulary, and from
 then on makes a copy of itself for every socket that it is sent, telling the copy's process number. Copies
@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import time
 import traceback
 from io import BufferedIOBase, RawIOBase
 from typing import BinaryIO
@@ -22,6 +23,7 @@ import msgspec
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import (
+    PromptRequest,
     Refused,
     ValidationRequest,
     WorkerReply,
@@ -29,9 +31,13 @@ from tokenizer_svc.grammar.request import (
     WorkRequest,
 )
 from tokenizer_svc.grammar.validate import validate
+from tokenizer_svc.large import prepare
+from tokenizer_svc.prompt import Prompts
 
 # Sent once workers can be made.
 READY = b"ready"
+# Encodings of turns that a worker keeps, in tokens.
+_TURN_CACHE_TOKENS = 1024 * 1024
 
 
 def write_frame(stream: BinaryIO, payload: bytes) -> None:
@@ -64,8 +70,11 @@ def main() -> None:
         first = read_frame(source)
     if first is None:
         return
-    setup = msgspec.msgpack.decode(first, type=WorkerSetup)
-    backend = Backend(setup.tokenizer_json, setup.eos_token_ids)
+    # Threads do not survive being copied, and one tenant's prompt is not worth all cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    setup = WorkerSetup.decoded(first)
+    backend = Backend(setup.checkpoint.tokenizer_json, setup.checkpoint.eos_token_ids)
+    prompts = Prompts(setup.checkpoint, setup.limits, turn_cache_tokens=_TURN_CACHE_TOKENS)
     # Copies share what is not touched.
     gc.collect()
     gc.freeze()
@@ -77,35 +86,41 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _serve(socket.socket(fileno=handles[0]), setup, backend)
+            _serve(socket.socket(fileno=handles[0]), setup, backend, prompts)
             os._exit(0)
         os.close(handles[0])
         control.sendall(pid.to_bytes(4, "little"))
 
 
-def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend) -> None:
+def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend, prompts: Prompts) -> None:
     source, sink = connection.makefile("rb"), connection.makefile("wb")
-    limits = BuildLimits(max_schema_depth=setup.max_schema_depth, max_artifact_bytes=setup.max_artifact_bytes)
+    limits = BuildLimits(
+        max_schema_depth=setup.limits.max_schema_depth, max_artifact_bytes=setup.limits.max_artifact_bytes
+    )
     decoder = msgspec.msgpack.Decoder(WorkRequest)
     encoder = msgspec.msgpack.Encoder()
     _limit_memory(setup.memory_limit_bytes)
     while (frame := read_frame(source)) is not None:
+        began_s = time.process_time()
         try:
             request = decoder.decode(frame)
             if isinstance(request, ValidationRequest):
-                reply = validate(request, max_depth=setup.max_schema_depth)
+                reply = validate(request, max_depth=setup.limits.max_schema_depth)
+            elif isinstance(request, PromptRequest):
+                reply = prepare(request, prompts, max_tool_bytes=setup.limits.max_grammar_bytes)
             else:
                 reply = build(request, backend, limits)
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
         except Exception:
-            message = "the grammar cannot be compiled, for a reason that is in the service's log"
+            message = "this cannot be prepared, for a reason that is in the service's log"
             refused = Refused(message=message, field="response_format")
             reply = WorkerReply(refused=refused, defect=traceback.format_exc())
         except MemoryError:
             # What is left of the heap cannot be relied on; the parent starts another process.
             os._exit(70)
-        write_frame(sink, encoder.encode(reply))
+        used_s = time.process_time() - began_s
+        write_frame(sink, encoder.encode(msgspec.structs.replace(reply, processor_s=used_s)))
 
 
 def _limit_memory(extra_bytes: int) -> None:

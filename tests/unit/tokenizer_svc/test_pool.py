@@ -12,29 +12,26 @@ import pytest
 import pytest_asyncio
 
 from services.errors import MillraceError, Reason
-from tests.unit.tokenizer_svc.checkpoints import byte_level
-from tests.unit.tokenizer_svc.families import CHATML
-from tokenizer_svc.config import CompileConfig
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler
 from tokenizer_svc.grammar.pool import WorkerPool
-from tokenizer_svc.grammar.request import GrammarRequest, WorkerSetup
+from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, WorkerSetup
 from tokenizer_svc.types import JsonSchemaFormat
 
 SETUP = WorkerSetup(
-    tokenizer_json=byte_level(CHATML).to_str(),
-    eos_token_ids=(0,),
+    checkpoint=load_checkpoint(BUNDLED_CHECKPOINT),
+    limits=LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20),
     # Far more than a hostile grammar can fill before its time is up, however fast the machine.
     memory_limit_bytes=8 << 30,
-    max_schema_depth=64,
-    max_artifact_bytes=1 << 20,
 )
 
 
-def request(schema: object) -> GrammarRequest:
-    return GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=False))
+def request(schema: object) -> EncodedGrammar:
+    return GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=False)).encoded()
 
 
-def slow(number: int) -> GrammarRequest:
+def slow(number: int) -> EncodedGrammar:
     """Intersections double at each of many levels: far more than the time allows."""
     levels = {
         f"d{level}": {
@@ -155,7 +152,7 @@ async def test_the_cache_forgets_the_least_recently_used(pool: WorkerPool) -> No
 async def test_what_takes_long_gives_way_to_the_rest(pool: WorkerPool) -> None:
     running = asyncio.ensure_future(pool.run(slow(3), tenant="a"))
     await asyncio.sleep(0)
-    (worker,) = [worker for worker, _ in pool._tasks.values()]
+    (worker,) = pool._workers - set(pool._idle)
     while not worker.yielding:
         await asyncio.sleep(0.01)
     assert os.getpriority(os.PRIO_PROCESS, worker._pid) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -172,3 +169,33 @@ async def test_workers_come_back_when_the_process_they_are_copies_of_is_gone(poo
     assert (await pool.run(slow(4), tenant="a")).refused is not None
     replies = await asyncio.gather(*(pool.run(QUICK, tenant=name) for name in "bcd"))
     assert all(reply.built is not None for reply in replies)
+
+
+async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(pool: WorkerPool) -> None:
+    assert (await pool.run(slow(5), tenant="debtor")).refused is not None
+    fast = set(pool._idle)
+    assert (await pool.run(QUICK, tenant="debtor")).built is not None
+    (slowest,) = pool._idle_slow
+    assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
+    assert (await pool.run(request({"const": 1}), tenant="debtor")).built is not None
+    assert pool._idle_slow == [slowest]
+    # Others neither wait for it nor get it.
+    assert fast <= set(pool._idle)
+    assert (await pool.run(QUICK, tenant="good")).built is not None
+    assert not any(each.yielding for each in pool._idle)
+
+
+async def test_work_that_nobody_waits_for_is_given_up(pool: WorkerPool) -> None:
+    first = asyncio.ensure_future(pool.run(slow(6), tenant="a"))
+    waiting = asyncio.ensure_future(pool.run(slow(7), tenant="a"))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    first.cancel()
+    began_s = asyncio.get_running_loop().time()
+    while pool._tasks:
+        await asyncio.sleep(0.005)
+    # Far less than the time that it was allowed.
+    assert asyncio.get_running_loop().time() - began_s < 0.4
+    assert pool.num_overruns == {"time": 0, "memory": 0}
+    assert (await pool.run(QUICK, tenant="b")).built is not None
+    assert pool.num_waiting == 0

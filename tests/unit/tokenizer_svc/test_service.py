@@ -23,8 +23,10 @@ from transformers import AutoTokenizer
 from services.context import sign
 from services.errors import MillraceError, Reason
 from services.status import from_detail, from_rpc_error
+from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc import check
+from tokenizer_svc.large import is_large
 
 SECRET = "a secret of the tests"
 
@@ -144,6 +146,54 @@ def test_tools_bring_a_grammar(service: Service) -> None:
     assert not answer.HasField("grammar")
 
 
+def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"f{each}", "parameters": {"type": "object", "title": "x" * 400}},
+        }
+        for each in range(100)
+    ]
+    messages = [{"role": "user", "content": "Say <|im_start|> and <think> to " + "me " * 50}]
+    request = user(str(messages[0]["content"]))
+    for tool in tools:
+        request.tools.add(
+            name=tool["function"]["name"], parameters_json=json.dumps(tool["function"]["parameters"])
+        )
+    assert is_large(request)
+    running = Service(path)
+    try:
+        answer = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=request))
+        assert list(answer.token_ids) == Text(path).ids(conversation(messages, tools))
+        assert "f99" in answer.grammar.payload.decode()
+        counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=request))
+        assert counted.token_ids == answer.token_ids
+        # Errors are the same as well.
+        short = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), conversation=request)
+        error = refused(running.stub.Prepare, short)
+        assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "messages")
+        assert error.metadata["max_context_tokens"] == "9"
+        request.tools[7].parameters_json = "{"
+        broken = tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)
+        error = refused(running.stub.Prepare, broken)
+        assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "tools[7].function.parameters")
+    finally:
+        assert running.stop() == 0
+
+
+def test_too_much_beside_the_texts_is_refused(service: Service) -> None:
+    request = user("x")
+    document = struct_pb2.Struct(fields={"text": struct_pb2.Value(string_value="y" * 1000)})
+    request.documents.extend([document] * 30)
+    for call, message in (
+        (service.stub.Prepare, tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)),
+        (service.stub.Tokenize, tokenizer_pb2.TokenizeRequest(conversation=request)),
+    ):
+        error = refused(call, message)
+        assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "messages")
+        assert "limit is 25000" in error.message
+
+
 def test_one_stream_answers_many_calls_by_their_ids(service: Service) -> None:
     call = tokenizer_pb2.PrepareCall
     request = tokenizer_pb2.PrepareRequest
@@ -192,6 +242,13 @@ def test_batches_of_texts(service: Service) -> None:
     assert [prompt.ids for prompt in batch.prompts] == singly
     error = refused(service.stub.EncodeBatch, tokenizer_pb2.EncodeBatchRequest(texts=["x" * 20000, "x"]))
     assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "texts")
+    # Bytes count, not characters; and so do texts without any.
+    for texts, limit in ((["東" * 7000], "limit is 20000"), ([""] * 8193, "limit is 8192")):
+        error = refused(service.stub.EncodeBatch, tokenizer_pb2.EncodeBatchRequest(texts=texts))
+        assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "texts")
+        assert limit in error.message
+        judged = tokenizer_pb2.ValidateOutputRequest(context=signed(), schema_json="true", texts=texts)
+        assert refused(service.stub.ValidateOutput, judged).field == "texts"
 
 
 def test_long_prompts_are_refused_or_cut(service: Service) -> None:
