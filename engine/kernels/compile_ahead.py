@@ -241,6 +241,7 @@ def _sampling_variants() -> list[Variant]:
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(("count_row", "output_counts", "bias_row", "mask_row", "masks"), "*i32"),
         "seen": "*i1",
+        "finite": "*i32",
         **dict.fromkeys(("vocab_size", "mask_words"), "i32"),
     }
     drawing = {
@@ -251,7 +252,7 @@ def _sampling_variants() -> list[Variant]:
         "allowed": "*i1",
         "vocab_size": "i32",
     }
-    everything = {"BLOCK": 4096, "PENALTIES": True, "BIASES": True, "MASKS": True}
+    everything = {"BLOCK": 4096, "WRITE": True, "PENALTIES": True, "BIASES": True, "MASKS": True}
     return [
         Variant(name="process logits", kernel=process_logits_kernel, types=processing, constants=everything),
         Variant(name="draw", kernel=draw_kernel, types=drawing, constants={"BLOCK": 4096}, num_warps=8),

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kernels.attention import AttentionBackend
 from engine.model.checkpoint import folder_of, resolve_checkpoint
+from engine.model.decoder import Decoder
 from engine.model.device import choose_device
 from engine.model.loading import Model, load_model, native_library
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
@@ -91,6 +92,8 @@ class TorchRunner:
             grammar=grammar,
         )
         self.table.sampling.native = native_sampling
+        if isinstance(model, Decoder):
+            self.table.sampling.backend = model.kernels.names["sampling"]
         # Where nobody plans while a step runs, a second thread would only cost the way to it and back.
         self._thread: ThreadPoolExecutor | None = None
         if overlaps:

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.native import native_sample, sampling_library
 from engine.sampling.noise import gumbel, row_keys
+from engine.sampling.on_device import sample_on_device
 from engine.sampling.table import NO_ROW, SamplingTable
 
 
@@ -51,6 +52,14 @@ class Drawn:
 
 def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
     """Draws one token per row of logits [R, V] (float32, left as it is)."""
+    if table.backend == "triton":
+        there = sample_on_device(logits, table, rows)
+        return Drawn(
+            tokens=there.tokens.cpu().numpy(),
+            finite=there.finite.cpu().numpy(),
+            allowed=there.allowed.cpu().numpy(),
+            processed=there.processed,
+        )
     library = sampling_library() if table.native and logits.device.type == "cpu" else None
     if library is None:
         return sample_by_torch(logits, table, rows)

@@ -68,6 +68,8 @@ class SamplingTable:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.native = True
+        # Name of what draws on a GPU (engine/kernels/sampling).
+        self.backend = "torch"
         self.options = np.zeros(0, OPTIONS)  # [N]
         # Whether the most likely token is all that is wanted, of logits as they are.
         self.plain = np.zeros(0, np.bool_)  # [N]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,8 +59,8 @@ BACKENDS: dict[str, type[Any]] = {
 the native kernels come first.
 """
 
-if torch.cuda.is_available() and find_spec("triton"):
-    # Importing Triton takes time, and it runs on GPUs alone.
+if find_spec("triton") and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+    # Importing Triton takes time, and it runs on GPUs alone, but for its interpreter.
     from engine.kernels.attention.triton_attention import TritonAttention
 
     BACKENDS["triton"] = TritonAttention

@@ -1,11 +1,11 @@
 """Penalties, masks, filters and the draw, over rows of logits. A back end is chosen once, by name.
 
-Both are driven by engine/sampling, which knows the tables: "torch" is the reference there.
+engine/sampling drives them, as it knows the tables.
 """
 
 BACKENDS = {
     "torch": "engine.sampling.sampler:sample_by_torch",
-    "triton": "engine.kernels.sampling.triton_sampling:sample",
+    "triton": "engine.sampling.on_device:sample_on_device",
 }
 
 __all__ = ["BACKENDS"]

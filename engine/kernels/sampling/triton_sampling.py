@@ -58,18 +58,24 @@ def process_logits_kernel(
     biases,
     mask_row,
     masks,
+    finite,
     vocab_size,
     mask_words,
     BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
     PENALTIES: tl.constexpr,
     BIASES: tl.constexpr,
     MASKS: tl.constexpr,
 ):
-    """One program per row and BLOCK tokens. A row without an option passes unchanged."""
+    """One program per row and BLOCK tokens. A row without an option passes unchanged. `finite` [R, programs]
+    says whether the logits were; without WRITE that is all.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     value = tl.load(logits + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
+    sound = tl.min((tl.abs(value) < float("inf")).to(tl.int32), axis=0)
+    tl.store(finite + row * tl.num_programs(1) + tl.program_id(1), sound)
     if PENALTIES:
         wide = tl.load(count_row + row).to(tl.int64)
         if wide >= 0:
@@ -88,7 +94,8 @@ def process_logits_kernel(
         if wide >= 0:
             word = tl.load(masks + wide * mask_words + token // 32, mask=inside, other=0)
             value = tl.where(((word >> (token % 32)) & 1) != 0, value, float("-inf"))
-    tl.store(out + row * vocab_size + token, value, mask=inside)
+    if WRITE:
+        tl.store(out + row * vocab_size + token, value, mask=inside)
 
 
 @triton.jit
@@ -207,52 +214,72 @@ def draw_kernel(
     tl.store(allowed + row, (largest > float("-inf")) & (largest < float("inf")))
 
 
-def sample(logits: Tensor, options: RowOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V] float32 -> tokens [R] int64, whether anything finite was allowed [R], processed logits
-    [R, V].
+def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> tuple[Tensor, Tensor]:
+    """logits [R, V] float32 -> logits after penalties, biases and masks [R, V], and whether the given ones
+    were finite [R]. Where no row asks for anything these are the given ones, unless `copy` is wanted.
     """
     rows, vocab_size = logits.shape
-    processed = torch.empty_like(logits)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    allowed = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    if not rows:
-        return tokens, allowed, processed
+    asked = any(each is not None for each in (options.count_row, options.bias_row, options.mask_row))
+    write = copy or asked
+    processed = torch.empty_like(logits) if write else logits
+    blocks = triton.cdiv(vocab_size, BLOCK)
+    finite = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     unused = options.temperature
 
     def or_unused(tensor: Tensor | None) -> Tensor:
         return unused if tensor is None else tensor
 
-    process_logits_kernel[(rows, triton.cdiv(vocab_size, BLOCK))](
-        logits,
-        processed,
-        or_unused(options.repetition),
-        or_unused(options.frequency),
-        or_unused(options.presence),
-        or_unused(options.count_row),
-        or_unused(options.output_counts),
-        or_unused(options.seen),
-        or_unused(options.bias_row),
-        or_unused(options.biases),
-        or_unused(options.mask_row),
-        or_unused(options.masks),
-        vocab_size,
-        0 if options.masks is None else options.masks.shape[1],
-        BLOCK=BLOCK,
-        PENALTIES=options.count_row is not None,
-        BIASES=options.bias_row is not None,
-        MASKS=options.mask_row is not None,
-    )
-    draw_kernel[(rows,)](
-        processed,
-        options.temperature,
-        options.min_p,
-        options.top_k,
-        options.top_p,
-        options.noise_keys,
-        tokens,
-        allowed,
-        vocab_size,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
-    return tokens, allowed, processed
+    if rows:
+        process_logits_kernel[(rows, blocks)](
+            logits,
+            processed,
+            or_unused(options.repetition),
+            or_unused(options.frequency),
+            or_unused(options.presence),
+            or_unused(options.count_row),
+            or_unused(options.output_counts),
+            or_unused(options.seen),
+            or_unused(options.bias_row),
+            or_unused(options.biases),
+            or_unused(options.mask_row),
+            or_unused(options.masks),
+            finite,
+            vocab_size,
+            0 if options.masks is None else options.masks.shape[1],
+            BLOCK=BLOCK,
+            WRITE=write,
+            PENALTIES=options.count_row is not None,
+            BIASES=options.bias_row is not None,
+            MASKS=options.mask_row is not None,
+        )
+    return processed, finite.amin(1) > 0
+
+
+def draw(processed: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
+    """Processed logits [R, V] -> tokens [R] int64, and whether anything finite was allowed [R]."""
+    rows, vocab_size = processed.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=processed.device)
+    allowed = torch.empty(rows, dtype=torch.bool, device=processed.device)
+    if rows:
+        draw_kernel[(rows,)](
+            processed,
+            options.temperature,
+            options.min_p,
+            options.top_k,
+            options.top_p,
+            options.noise_keys,
+            tokens,
+            allowed,
+            vocab_size,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+    return tokens, allowed
+
+
+def sample(logits: Tensor, options: RowOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [R, V] float32 -> tokens [R] int64, whether anything finite was allowed [R], processed logits
+    [R, V].
+    """
+    processed, _ = process(logits, options)
+    return *draw(processed, options), processed

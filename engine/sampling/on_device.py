@@ -1,0 +1,144 @@
+"""The draw by kernels on the device, without a word from the device to the host: what a row asks for goes
+there in one copy, and tokens stay until they are fetched.
+
+It draws what `sampler.sample_by_torch` draws, which is its reference.
+
+Shape letters: R rows, V vocabulary, W wide rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.sampling.noise import row_keys
+from engine.sampling.table import NO_ROW, SamplingTable
+
+if TYPE_CHECKING:
+    from engine.sampling.sampler import SamplingRows
+
+_FLOATS = ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")
+_WHOLE = ("top_k", "count_row", "bias_row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDrawn:
+    """Outcome per row, on the device."""
+
+    tokens: Tensor  # [R] int64
+    finite: Tensor  # [R] bool, the model's logits were finite
+    allowed: Tensor  # [R] bool, at least one token was allowed
+    processed: Tensor  # [R, V] logits after penalties, biases and masks
+
+
+def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> DeviceDrawn:
+    """Draws one token per row of logits [R, V] (float32, left as it is). Nothing waits for the device."""
+    from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
+
+    options, device = table.options[rows.slots], logits.device
+    count = len(options)
+    keys = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    mask_row = np.full(count, NO_ROW, np.int32)
+    masks: Tensor | None = None
+    if rows.grammar_masks is not None and rows.grammar_rows.size:
+        mask_row[rows.grammar_rows] = np.arange(rows.grammar_rows.size)
+        masks = _there(np.ascontiguousarray(rows.grammar_masks, np.int32), device)
+    penalized, biased = (options[name] != NO_ROW for name in ("count_row", "bias_row"))
+    counts, seen = table.output_counts.rows, table.seen.rows
+    count_row = options["count_row"]
+    if penalized.any() and rows.draft_rows.size:
+        counts, seen, count_row = _with_drafts(table, rows, options, device)
+    # One copy: keys, then the floats, then the whole numbers, all in units of eight bytes.
+    packed = np.empty(6 * count, np.int64)
+    packed[:count] = keys
+    floats = packed[count : 4 * count].view(np.float32).reshape(6, count)
+    for place, name in enumerate(_FLOATS):
+        floats[place] = options[name]
+    whole = packed[4 * count :].view(np.int32).reshape(4, count)
+    whole[0], whole[1], whole[2], whole[3] = options["top_k"], count_row, options["bias_row"], mask_row
+    there = _there(packed, device)
+    on_floats = there[count : 4 * count].view(torch.float32).view(6, count)
+    on_whole = there[4 * count :].view(torch.int32).view(4, count)
+    asked = RowOptions(
+        temperature=on_floats[0],
+        min_p=on_floats[1],
+        top_k=on_whole[0],
+        top_p=on_floats[2],
+        noise_keys=there[:count],
+        repetition=on_floats[3],
+        frequency=on_floats[4],
+        presence=on_floats[5],
+        count_row=on_whole[1] if penalized.any() else None,
+        output_counts=counts if penalized.any() else None,
+        seen=seen if penalized.any() else None,
+        bias_row=on_whole[2] if biased.any() else None,
+        biases=table.biases.rows if biased.any() else None,
+        mask_row=on_whole[3] if masks is not None else None,
+        masks=masks,
+    )
+    stops = _early_stops(table, rows, options)
+    processed, finite = process(logits.contiguous(), asked, copy=bool(stops))
+    if stops:
+        _forbid(processed, stops, rows, device)
+    tokens, allowed = draw(processed, asked)
+    return DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
+
+
+def _there(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device that waits for nothing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _with_drafts(
+    table: SamplingTable, rows: SamplingRows, options: NDArray[np.void], device: torch.device
+) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+    """Counts and occurrences of the penalized rows with their drafts, and each row's place there."""
+    chosen = np.flatnonzero(options["count_row"] != NO_ROW)
+    place = np.full(len(options), NO_ROW, np.int64)
+    place[chosen] = np.arange(chosen.size)
+    wide = _there(options["count_row"][chosen], device)
+    counts, seen = table.output_counts.rows[wide], table.seen.rows[wide]
+    kept = place[rows.draft_rows] >= 0
+    index = (
+        _there(place[rows.draft_rows][kept], device),
+        _there(np.ascontiguousarray(rows.draft_tokens[kept]), device),
+    )
+    counts.index_put_(index, torch.ones_like(index[0], dtype=counts.dtype), accumulate=True)
+    seen.index_put_(index, torch.ones_like(index[0], dtype=torch.bool))
+    return counts, seen, place
+
+
+def _early_stops(
+    table: SamplingTable, rows: SamplingRows, options: NDArray[np.void]
+) -> list[tuple[int, int]]:
+    """(row, token) of the stop tokens that min_tokens forbids."""
+    early = np.flatnonzero(rows.positions < options["min_tokens"])
+    return [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
+
+
+def _forbid(
+    processed: Tensor, stops: list[tuple[int, int]], rows: SamplingRows, device: torch.device
+) -> None:
+    """Takes stop tokens out, unless a grammar then leaves nothing: it wins."""
+    index = _there(np.array(stops, np.int64).T.copy(), device)
+    minus = torch.full((), float("-inf"), device=device)
+    processed.index_put_((index[0], index[1]), minus)
+    if rows.grammar_masks is None:
+        return
+    early = {row for row, _ in stops}
+    guided = [place for place, row in enumerate(rows.grammar_rows.tolist()) if row in early]
+    if not guided:
+        return
+    bits = np.unpackbits(rows.grammar_masks[guided].view(np.uint8), axis=1, bitorder="little")
+    forbidden = _there(np.ascontiguousarray(bits[:, : processed.shape[1]] == 0), device)
+    places = _there(np.ascontiguousarray(rows.grammar_rows[guided]), device)
+    under = processed.index_select(0, places)
+    stuck = under.amax(-1, keepdim=True) == float("-inf")
+    free = torch.zeros_like(under).masked_fill(forbidden, float("-inf"))
+    processed.index_copy_(0, places, torch.where(stuck, free, under))

@@ -1,0 +1,81 @@
+"""Whole models through Triton's interpreter, by the runner's own dispatch: the tokens of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import KernelsConfig
+from engine.model.decoder import Decoder
+from engine.types import SamplingParams
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+
+TRITON = KernelsConfig(norm="triton", rope="triton", activation="triton", linear="triton", sampling="triton")
+TORCH = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="torch", sampling="torch")
+VOCAB = 199
+
+SAMPLED = [
+    GREEDY,
+    SamplingParams(temperature=0.9, top_p=0.8, seed=4, max_tokens=64),
+    SamplingParams(
+        temperature=1.2,
+        top_k=20,
+        min_p=0.02,
+        seed=1 << 63,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=-0.2,
+        logit_bias={3: 2.0, 9: -50.0},
+        min_tokens=4,
+        stop_token_ids=(3, 11),
+        max_tokens=64,
+    ),
+]
+
+
+def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[int]]:
+    """Outputs of three sequences, one of them in chunks."""
+    asked = {"max_model_len": 96, "native": "off", "kv_cache_bytes": 4 << 20} | options
+    runner = open_runner(folder, kernels=kernels, **asked)
+    try:
+        assert isinstance(runner.model, Decoder)
+        assert runner.model.kernels.names["norm"] == kernels.norm
+        jobs = [
+            Job(prompt_of(length, VOCAB, seed=length), 4, sampling, chunk=chunk)
+            for (length, chunk), sampling in zip(((19, 8), (3, 64), (33, 64)), SAMPLED, strict=True)
+        ]
+        return [job.output for job in Driver(runner).run(jobs)]
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-biases", "qwen3", "gemma2", "olmo2", "phi3", "mixtral", "gpt-oss", "deepseek-v2"],
+)
+def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    expected = tokens(tmp_path, TORCH, attention_backend="torch")
+    assert tokens(tmp_path, TRITON, attention_backend="triton") == expected
+    assert len({tuple(output) for output in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "w8a8", "int4", "fp8"])
+def test_quantized_products(tmp_path: Path, quantize: str) -> None:
+    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    options = {"quantize": quantize, "attention_backend": "torch"}
+    linear = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="triton", sampling="torch")
+    assert tokens(tmp_path, linear, **options) == tokens(tmp_path, TORCH, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantized_caches(tmp_path: Path, kv_dtype: str) -> None:
+    make_checkpoint(tmp_path, "llama")
+    options = {"cache": {"kv_dtype": kv_dtype}}
+    expected = tokens(tmp_path, TORCH, attention_backend="torch", **options)
+    assert tokens(tmp_path, TRITON, attention_backend="triton", **options) == expected
