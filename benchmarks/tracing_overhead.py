@@ -1,21 +1,28 @@
 """What tracing costs: the same load with every request traced, and with none, by turns on one running stack.
 
-`python -m benchmarks.tracing_overhead [--blocks N] [--load NAME ...] [--output FILE]`
+`python -m benchmarks.tracing_overhead [--pairs N] [--load NAME ...] [--output FILE]`
 
-Whether a request is traced is what its client's traceparent says, so both kinds run on the same processes,
-block after block (A B B A), and whatever else the machine does falls on both. A loss is the mean over pairs
-of neighbouring blocks, with its standard error: a loss below about two of these cannot be told from none.
+Whether a request is traced is what its client's traceparent says, so both kinds run on the same processes.
+The load never pauses; its kind changes (A BB AA BB … A), and each change is followed by a time that does not
+count, until the spans of the other kind have been exported and written. So what is measured is the steady
+state, exports and the span store included. Every pair of neighbouring windows gives two numbers: how much
+throughput tracing takes, and how much CPU time a request it adds in all our processes. Reported are the
+medians over the pairs with bootstrapped 95 % intervals. Pairs during which other programs took more than a
+twentieth of the machine are left out, and counted. Pairs in `--output` from before are taken in.
+
 Loads: `instant`, an engine that answers at once, where the processes in front of it are the bottleneck: the
-worst case; `fast` and `paced`, steps of 1 and 20 ms; `model`, the bundled model. CPU time is summed over all
-our processes, the span store included, until the last span of a block is written.
+worst case; `fast` and `paced`, steps of 1 and 20 ms; `model`, the bundled model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import random
 import secrets
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,16 +30,20 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks.gateways.load import Figures, Load, Peer, measure
+from benchmarks.gateways.load import Counts, Load, Peer, request_of, steady
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
 from observability.store import SpanReader
 from services.bench.report import machine
 from services.supervisor.state import RunState
 
-# Time for the spans of a block to be exported and written.
-_SETTLE_S = 2.0
-_SPANS_A_REQUEST = 15
+# Longer than the longest request, the exporters' delay and the store's together.
+_SETTLE_S = 2.2
+_WINDOW_S = 2.5
+_FOREIGN_SHARE = 0.05
+# A traced request leaves more than this.
+_SPANS_A_REQUEST = 12
+_RESAMPLES = 4000
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -42,131 +53,229 @@ class Setting(msgspec.Struct, frozen=True):
     step_ms: float | None = None
 
 
+# The number of requests does not count: time does.
 LOADS: Mapping[str, Setting] = {
-    "instant": Setting(Load(32, 320, 128), 0.0),
-    "fast": Setting(Load(32, 320, 128), 1.0),
-    "paced": Setting(Load(64, 128, 64), 20.0),
-    "model": Setting(Load(16, 96, 64)),
+    "instant": Setting(Load(32, 0, 128), 0.0),
+    "fast": Setting(Load(32, 0, 128), 1.0),
+    "paced": Setting(Load(64, 0, 64), 20.0),
+    "model": Setting(Load(16, 0, 64)),
 }
 
 
-class Block(msgspec.Struct, frozen=True):
-    """One load, traced or not."""
+class Window(msgspec.Struct, frozen=True):
+    """Some seconds of one kind. CPU times are milliseconds a request, by process."""
 
     traced: bool
     tokens_per_s: float
-    ttft_p50_ms: float
     cpu_ms: dict[str, float]
-    num_failed: int
+    foreign_share: float
 
     @property
     def total_cpu_ms(self) -> float:
-        """Of all processes, a request."""
+        """Of all our processes, a request."""
         return sum(self.cpu_ms.values())
 
 
-def _traceparent(*, traced: bool) -> str:
-    # One trace for all requests of a block: what is measured does not depend on ids.
-    return f"traceparent: 00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if traced else '00'}\r\n"
+class Pair(msgspec.Struct, frozen=True):
+    """Two windows, one after the other."""
+
+    on: Window
+    off: Window
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs took part."""
+        return max(self.on.foreign_share, self.off.foreign_share) > _FOREIGN_SHARE
+
+    @property
+    def throughput_loss_percent(self) -> float:
+        """What tracing takes."""
+        return 100 * (1 - self.on.tokens_per_s / self.off.tokens_per_s)
+
+    @property
+    def cpu_increase_percent(self) -> float:
+        """What tracing adds."""
+        return 100 * (self.on.total_cpu_ms / self.off.total_cpu_ms - 1)
 
 
-def _cpu_s(processes: Sequence[tuple[str, int]]) -> dict[str, float]:
-    used = {}
-    for name, pid in processes:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        used[name] = sum(sum(each.cpu_times()[:2]) for each in family)
-    return used
+class Clock:
+    """CPU seconds of each of our processes and of everything else since the last look."""
+
+    def __init__(self, processes: Sequence[tuple[str, int]]) -> None:
+        self._processes = processes
+        self._before = self._read()
+
+    def lap(self) -> tuple[dict[str, float], float]:
+        """By process, and of other programs."""
+        now = self._read()
+        spent = {name: now[name] - self._before[name] for name in now}
+        self._before = now
+        everything, benchmark = spent.pop("machine"), spent.pop("benchmark")
+        return spent, everything - benchmark - sum(spent.values())
+
+    def _read(self) -> dict[str, float]:
+        machine_times = psutil.cpu_times()
+        idle_s = machine_times.idle + getattr(machine_times, "iowait", 0.0)
+        used = {"machine": sum(machine_times[:8]) - idle_s, "benchmark": _cpu_s(os.getpid())}
+        for name, pid in self._processes:
+            family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+            used[name] = sum(map(_cpu_s, family))
+        return used
 
 
-async def _block(peer: Peer, load: Load, processes: Sequence[tuple[str, int]], *, traced: bool) -> Block:
-    before = _cpu_s(processes)
-    figures: Figures = await measure(peer, load, headers=_traceparent(traced=traced))
-    await asyncio.sleep(_SETTLE_S)
-    after = _cpu_s(processes)
-    cpu_ms = {name: (after[name] - before[name]) / load.num_requests * 1000 for name in after}
-    return Block(traced, figures.tokens_per_s, figures.ttft_p50_ms, cpu_ms, figures.num_failed)
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
-async def _blocks(state: RunState, load: Load, num_blocks: int) -> list[Block]:
-    peer, processes = own(state)
-    for traced in (True, False):
-        await measure(
-            peer, Load(load.concurrency, load.concurrency * 2, 2), headers=_traceparent(traced=traced)
-        )
-    await asyncio.sleep(_SETTLE_S)
-    order = [index % 4 in {0, 3} for index in range(num_blocks)]
-    found = [await _block(peer, load, processes, traced=traced) for traced in order]
-    reader = SpanReader(Path(state.trace_store))
-    last = len(reader.trace(reader.last_trace()))
-    reader.close()
-    # The figures mean nothing unless what should be traced was, and only that.
-    expected = _SPANS_A_REQUEST * load.num_requests
-    if last < expected:
-        raise SystemExit(f"a traced block left {last} spans; at least {expected} were expected")
-    return found
+def _traceparent(trace_id: str, *, traced: bool) -> str:
+    return f"traceparent: 00-{trace_id}-{secrets.token_hex(8)}-{'01' if traced else '00'}\r\n"
 
 
-def compare(name: str, setting: Setting, num_blocks: int) -> dict[str, float]:
-    """Medians over the blocks, and what tracing takes away, in per cent with standard errors."""
-    simulated = setting.step_ms is not None
-    config = "[engine.scheduler]\nmax_num_seqs = 256\n"
-    if simulated:
-        config += f"[engine.simulation]\nstep_ms = {setting.step_ms}\n"
-    with running_stack(config, *(("--simulated",) if simulated else ())) as stack:
-        blocks = uvloop.run(_blocks(stack.state, setting.load, num_blocks))
-    result: dict[str, float] = {}
-    for traced, label in ((False, "off"), (True, "on")):
-        mine = [block for block in blocks if block.traced is traced]
-        result[f"tokens_per_s_{label}"] = statistics.median(block.tokens_per_s for block in mine)
-        result[f"ttft_p50_ms_{label}"] = statistics.median(block.ttft_p50_ms for block in mine)
-        result[f"cpu_ms_per_request_{label}"] = statistics.median(block.total_cpu_ms for block in mine)
-        parts = {process: statistics.median(b.cpu_ms[process] for b in mine) for process in mine[0].cpu_ms}
-        result |= {f"cpu_ms_{process}_{label}": value for process, value in parts.items()}
-        shown = " ".join(f"{process} {milliseconds:.2f}" for process, milliseconds in parts.items())
-        print(f"{name:8} {label:3} CPU ms a request: {shown}")
-    for key, losses in _paired(blocks).items():
-        result[key] = statistics.mean(losses)
-        result[f"{key}_error"] = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
-    result["num_failed"] = float(sum(block.num_failed for block in blocks))
-    print(
-        f"{name:8} tokens/s {result['tokens_per_s_off']:.0f} -> {result['tokens_per_s_on']:.0f}   "
-        f"loss {result['throughput_loss_percent']:.1f} ± {result['throughput_loss_percent_error']:.1f} %   "
-        f"CPU ms a request {result['cpu_ms_per_request_off']:.2f} -> {result['cpu_ms_per_request_on']:.2f} "
-        f"({result['cpu_increase_percent']:+.1f} ± {result['cpu_increase_percent_error']:.1f} %)",
-        flush=True,
+async def _window(counts: Counts, clock: Clock, load: Load, *, traced: bool) -> Window:
+    clock.lap()
+    started_s, tokens = time.perf_counter(), counts.num_tokens
+    await asyncio.sleep(_WINDOW_S)
+    spent, foreign_s = clock.lap()
+    elapsed_s, tokens = time.perf_counter() - started_s, counts.num_tokens - tokens
+    # Requests by their tokens: few of the long ones begin and end within the window.
+    num_requests = tokens / load.num_tokens
+    return Window(
+        traced=traced,
+        tokens_per_s=tokens / elapsed_s,
+        cpu_ms={name: seconds / num_requests * 1000 for name, seconds in spent.items()},
+        foreign_share=foreign_s / elapsed_s / (os.cpu_count() or 1),
     )
-    return result
 
 
-def _paired(blocks: Sequence[Block]) -> dict[str, list[float]]:
-    """What tracing takes, in per cent, of every pair of neighbouring blocks."""
-    found: dict[str, list[float]] = {"throughput_loss_percent": [], "cpu_increase_percent": []}
-    for first, second in zip(blocks[::2], blocks[1::2], strict=True):
-        on, off = (first, second) if first.traced else (second, first)
-        found["throughput_loss_percent"].append(100 * (1 - on.tokens_per_s / off.tokens_per_s))
-        found["cpu_increase_percent"].append(100 * (on.total_cpu_ms / off.total_cpu_ms - 1))
-    return found
+async def _pairs(state: RunState, load: Load, num_pairs: int) -> tuple[list[Pair], int]:
+    peer, processes = own(state)
+    clock = Clock(processes)
+    windows: list[Window] = []
+    checked, num_requests = "", 0
+    async with steady(peer, load) as counts:
+        await asyncio.sleep(_SETTLE_S)
+        for phase in range(num_pairs + 1):
+            traced = phase % 2 == 0
+            trace_id = await _switch(counts, peer, load, traced=traced)
+            answered = len(counts.latencies_s)
+            num_windows = 1 if phase in {0, num_pairs} else 2
+            windows += [await _window(counts, clock, load, traced=traced) for _ in range(num_windows)]
+            if traced:
+                checked, num_requests = trace_id, len(counts.latencies_s) - answered
+        num_failed = counts.num_failed
+    await asyncio.sleep(_SETTLE_S)
+    _check(Path(state.trace_store), checked, num_requests)
+    pairs = []
+    for first, second in zip(windows[::2], windows[1::2], strict=True):
+        pairs.append(Pair(first, second) if first.traced else Pair(second, first))
+    return pairs, num_failed
+
+
+async def _switch(counts: Counts, peer: Peer, load: Load, *, traced: bool) -> str:
+    trace_id = secrets.token_hex(16)
+    counts.request = request_of(peer, load, _traceparent(trace_id, traced=traced))
+    await asyncio.sleep(_SETTLE_S)
+    return trace_id
+
+
+def _check(store: Path, trace_id: str, num_requests: int) -> None:
+    """The figures mean nothing unless what should be traced was."""
+    reader = SpanReader(store)
+    num_spans = len(reader.trace(trace_id))
+    reader.close()
+    if num_spans < _SPANS_A_REQUEST * num_requests:
+        raise SystemExit(f"{num_requests} traced requests left {num_spans} spans only")
+
+
+def measure(setting: Setting, num_pairs: int) -> tuple[list[Pair], int]:
+    """Pairs on a stack of their own, and the number of requests that failed."""
+    config = "[engine.scheduler]\nmax_num_seqs = 256\n"
+    if setting.step_ms is not None:
+        config += f"[engine.simulation]\nstep_ms = {setting.step_ms}\n"
+    with running_stack(config, *(() if setting.step_ms is None else ("--simulated",))) as stack:
+        return uvloop.run(_pairs(stack.state, setting.load, num_pairs))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median with its bootstrapped 95 % interval."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return statistics.median(values), medians[_RESAMPLES // 40], medians[-_RESAMPLES // 40]
+
+
+class Result(msgspec.Struct):
+    """Figures of one load."""
+
+    pairs: list[Pair]
+    num_failed: int = 0
+    figures: dict[str, float] = {}
+
+    def summarize(self, name: str) -> None:
+        """Fills in the figures and prints them."""
+        good = [pair for pair in self.pairs if not pair.is_disturbed]
+        self.figures = {"num_pairs": len(good), "num_disturbed": len(self.pairs) - len(good)}
+        if not good:
+            print(f"{name:8} all {len(self.pairs)} pairs were disturbed by other programs")
+            return
+        self._summarize_kind(name, "off", [pair.off for pair in good])
+        self._summarize_kind(name, "on", [pair.on for pair in good])
+        loss = self._interval("throughput_loss_percent", [pair.throughput_loss_percent for pair in good])
+        cpu = self._interval("cpu_increase_percent", [pair.cpu_increase_percent for pair in good])
+        figures = self.figures
+        print(
+            f"{name:8} tokens/s {figures['tokens_per_s_off']:.0f} -> {figures['tokens_per_s_on']:.0f}, "
+            f"loss {loss}   CPU s per 1,000 requests {figures['cpu_s_per_1000_requests_off']:.2f} -> "
+            f"{figures['cpu_s_per_1000_requests_on']:.2f}, more by {cpu}   "
+            f"({len(good)} pairs, {len(self.pairs) - len(good)} disturbed, {self.num_failed} failed)",
+            flush=True,
+        )
+
+    def _summarize_kind(self, name: str, label: str, windows: Sequence[Window]) -> None:
+        parts = {
+            process: statistics.median(each.cpu_ms[process] for each in windows)
+            for process in windows[0].cpu_ms
+        }
+        self.figures |= {f"cpu_ms_{process}_{label}": value for process, value in parts.items()}
+        self.figures[f"tokens_per_s_{label}"] = statistics.median(each.tokens_per_s for each in windows)
+        total = statistics.median(each.total_cpu_ms for each in windows)
+        self.figures[f"cpu_s_per_1000_requests_{label}"] = total
+        shown = " ".join(f"{process} {value:.3f}" for process, value in parts.items())
+        print(f"{name:8} {label:3} CPU ms a request: {shown}")
+
+    def _interval(self, key: str, values: Sequence[float]) -> str:
+        middle, low, high = interval(values)
+        self.figures |= {key: middle, f"{key}_low": low, f"{key}_high": high}
+        return f"{middle:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+class Report(msgspec.Struct):
+    """What is written."""
+
+    machine: dict[str, str]
+    results: dict[str, Result] = {}
 
 
 def main() -> None:
     """Prints the figures, and writes them with the machine when asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=8, help="blocks a load, even, half of them traced")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of windows a load")
     parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only these loads")
-    parser.add_argument(
-        "--output", type=Path, help="write the figures here as JSON, beside those of other loads"
-    )
+    parser.add_argument("--output", type=Path, help="add the pairs to this file (JSON)")
     arguments = parser.parse_args()
-    results = {name: compare(name, LOADS[name], arguments.blocks) for name in arguments.load or LOADS}
-    if arguments.output is not None:
-        before = msgspec.json.decode(arguments.output.read_bytes()) if arguments.output.exists() else {}
-        report = {
-            "machine": machine(),
-            "blocks": arguments.blocks,
-            "results": {**before.get("results", {}), **results},
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    report = Report(machine())
+    if arguments.output is not None and arguments.output.exists():
+        report = msgspec.json.decode(arguments.output.read_bytes(), type=Report)
+    for name in arguments.load or LOADS:
+        result = report.results.setdefault(name, Result([]))
+        pairs, num_failed = measure(LOADS[name], arguments.pairs)
+        result.pairs += pairs
+        result.num_failed += num_failed
+        result.summarize(name)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            content = msgspec.json.format(msgspec.json.encode(report), indent=2)
+            arguments.output.write_bytes(content + b"\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from observability.config import Semconv
@@ -48,8 +48,7 @@ INPUT_MESSAGES = Attribute("gen_ai.input.messages", "", "The conversation, as JS
 OUTPUT_MESSAGES = Attribute("gen_ai.output.messages", "", "The completions, as JSON.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenAiRequest:
+class GenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is known when the request arrives. None and "" are left out."""
 
     operation: str
@@ -64,8 +63,7 @@ class GenAiRequest:
     service_tier: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenAiResponse:
+class GenAiResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What is known when it has been answered."""
 
     model: str

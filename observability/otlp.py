@@ -34,6 +34,9 @@ _MASK = (1 << 64) - 1
 _SPAN_ATTRIBUTE = b"\x4a"
 _EVENT_ATTRIBUTE = b"\x1a"
 _LINK_ATTRIBUTE = b"\x22"
+# Wire type 2, and the tags of the levels of an ExportTraceServiceRequest.
+_WITH_LENGTH = 2
+_RESOURCE_SPANS, _SCOPE_SPANS, _SPAN = 0x0A, 0x12, 0x12
 
 
 def _varint(value: int) -> bytes:
@@ -216,36 +219,57 @@ class MalformedOtlp(ValueError):
 def count_spans(data: bytes) -> int:
     """How many spans an ExportTraceServiceRequest has, without reading them. Raises MalformedOtlp."""
     total = 0
-    for start, end in _children(data, 0, len(data), 0x0A):
-        for inner_start, inner_end in _children(data, start, end, 0x12):
-            total += sum(1 for _ in _children(data, inner_start, inner_end, 0x12))
+    for start, end in _children(data, 0, len(data), _RESOURCE_SPANS):
+        for inner_start, inner_end in _children(data, start, end, _SCOPE_SPANS):
+            total += _count(data, inner_start, inner_end)
     return total
+
+
+def _count(data: bytes, at: int, end: int) -> int:
+    """How many spans a ScopeSpans has."""
+    count = 0
+    while at < end:
+        if at + 2 < end and data[at] == _SPAN and (low := data[at + 1]) > 0x7F >= (high := data[at + 2]):
+            # The length of nearly all spans: two bytes.
+            at += 3 + (low & 0x7F | high << 7)
+            count += 1
+            continue
+        tag, _, at = _next(data, at, end)
+        count += tag == _SPAN
+    if at > end:
+        raise MalformedOtlp(f"a span ends {at - end} bytes behind what holds it")
+    return count
 
 
 def _children(data: bytes, at: int, end: int, wanted: int) -> Iterable[tuple[int, int]]:
     """Where the contents of each field with the tag `wanted` are."""
     while at < end:
-        tag = data[at]
-        if tag & 7 != 2:
-            # The levels above a span have nothing but fields with a length.
-            raise MalformedOtlp(f"tag {tag:#x} at byte {at}")
-        while data[at] >= 0x80 and at + 1 < end:
-            # The number of a field beyond the fifteenth.
-            at += 1
-        at += 1
-        length = shift = 0
-        while True:
-            if at >= end:
-                raise MalformedOtlp("it ends within a length")
-            byte = data[at]
-            at += 1
-            length |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-            shift += 7
-        stop = at + length
-        if stop > end:
-            raise MalformedOtlp(f"a field of {length} bytes at byte {at} ends behind what holds it")
+        tag, start, at = _next(data, at, end)
         if tag == wanted:
-            yield at, stop
-        at = stop
+            yield start, at
+
+
+def _next(data: bytes, at: int, end: int) -> tuple[int, int, int]:
+    """Tag of the field at `at`, and where its contents begin and end."""
+    first = at
+    tag = data[at]
+    if tag & 7 != _WITH_LENGTH:
+        # The levels above a span have nothing else.
+        raise MalformedOtlp(f"tag {tag:#x} at byte {at}")
+    while data[at] >= 0x80 and at + 1 < end:
+        # The number of a field beyond the fifteenth.
+        at += 1
+    at += 1
+    length = shift = 0
+    while True:
+        if at >= end:
+            raise MalformedOtlp("it ends within a length")
+        byte = data[at]
+        at += 1
+        length |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    if at + length > end:
+        raise MalformedOtlp(f"a field of {length} bytes at byte {first} ends behind what holds it")
+    return tag, at, at + length

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 import httptools
@@ -55,8 +57,7 @@ class Figures(msgspec.Struct, frozen=True):
 class _Stream(asyncio.Protocol):
     """One connection that sends a request again and again; counts events that carry a choice."""
 
-    def __init__(self, request: bytes, shared: _Counts) -> None:
-        self._request = request
+    def __init__(self, shared: Counts) -> None:
         self._shared = shared
         self.done = asyncio.get_running_loop().create_future()
 
@@ -74,7 +75,7 @@ class _Stream(asyncio.Protocol):
         self._tail = b""
         self._first_s = self._last_s = 0.0
         self._started_s = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(self._shared.request)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -106,18 +107,19 @@ class _Stream(asyncio.Protocol):
         self.done.set_result(None)
 
 
-class _Counts:
-    def __init__(self, load: Load) -> None:
-        self.left = load.num_requests
+class Counts:
+    """What all connections of a load share: the next request, and what has come."""
+
+    def __init__(self, request: bytes, num_requests: int) -> None:
+        self.request = request
+        self.left = num_requests
         self.ttfts_s: list[float] = []
         self.latencies_s: list[float] = []
         self.num_tokens = self.num_gaps = self.num_late = self.num_failed = 0
 
 
-async def measure(
-    peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = (), *, headers: str = ""
-) -> Figures:
-    """Runs one load. `headers` are more lines for every request, each with its end."""
+def request_of(peer: Peer, load: Load, headers: str = "") -> bytes:
+    """A request of this load. `headers` are more lines, each with its end."""
     body = {
         "model": peer.model,
         "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -127,17 +129,39 @@ async def measure(
         **({"ignore_eos": True} if peer.name == "millrace" else {}),
     }
     content = json.dumps(body).encode()
-    request = (
+    return (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: {peer.host}\r\nauthorization: Bearer {peer.key}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{headers}\r\n"
     ).encode() + content
-    counts = _Counts(load)
+
+
+@asynccontextmanager
+async def steady(peer: Peer, load: Load, headers: str = "") -> AsyncIterator[Counts]:
+    """The load without an end, until the block is left; `request` of what is given may be replaced."""
+    counts = Counts(request_of(peer, load, headers), sys.maxsize)
+    loop = asyncio.get_running_loop()
+    streams = []
+    for _ in range(load.concurrency):
+        _, stream = await loop.create_connection(lambda: _Stream(counts), peer.host, peer.port)
+        streams.append(stream.done)
+    try:
+        yield counts
+    finally:
+        counts.left = 0
+        await asyncio.gather(*streams)
+
+
+async def measure(
+    peer: Peer, load: Load, processes: Sequence[tuple[str, int]] = (), *, headers: str = ""
+) -> Figures:
+    """Runs one load. `headers` are more lines for every request, each with its end."""
+    counts = Counts(request_of(peer, load, headers), load.num_requests)
     loop = asyncio.get_running_loop()
     cpu_before = _cpu_s(processes)
     started_s = time.perf_counter()
     streams = []
     for _ in range(load.concurrency):
-        _, stream = await loop.create_connection(lambda: _Stream(request, counts), peer.host, peer.port)
+        _, stream = await loop.create_connection(lambda: _Stream(counts), peer.host, peer.port)
         streams.append(stream.done)
     await asyncio.gather(*streams)
     elapsed_s = time.perf_counter() - started_s

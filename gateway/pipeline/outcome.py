@@ -117,7 +117,7 @@ class OutcomeRecorder:
             names.TTFT,
             usage.ttft.total_s,
             # The trace that a slow first token leads to.
-            span=span.get_span_context(),
+            span=span.get_span_context() if span.is_recording() else NO_EXEMPLAR,
             model=model,
             tier=tier.name,
             prompt_bucket=length_bucket(usage.prompt_tokens),

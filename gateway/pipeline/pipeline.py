@@ -125,9 +125,10 @@ class Pipeline:
         span = self._telemetry.start(
             names.GATEWAY_REQUEST,
             parent=caller.trace,
-            attributes=span_attributes.at_start(self._telemetry, caller.identity, request),
             start_s=caller.received_s,
         )
+        if span.is_recording():
+            span.set_attributes(span_attributes.at_start(self._telemetry, caller.identity, request))
         tier_name = caller.identity.tier
         try:
             if self.draining:
