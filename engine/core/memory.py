@@ -1,8 +1,9 @@
 """What the parts of the memory plan really take, beside what was predicted.
 
-On a CPU by the process's resident memory: its growth while the weights were loaded, the blocks of the cache
-that were ever written (untouched pages cost nothing), and the rest of the peak since, which is workspace. On
-an accelerator by the allocator's own counts.
+On a CPU by the process's resident memory that belongs to no file: its growth while the weights were loaded,
+the blocks of the cache that were ever written (untouched pages cost nothing), and the rest of the peak since,
+which is workspace. Pages of files are left out: checkpoints are read through them, and code of libraries that
+is used for the first time is neither weights nor workspace. On an accelerator by the allocator's own counts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def _host_bytes(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def _own_bytes() -> int:
+    """Resident memory that is not the page of a file."""
+    return _host_bytes("VmRSS") - _host_bytes("RssFile")
+
+
 def _cuda() -> Any:
     """The accelerator's allocator, when the runner uses one."""
     torch = sys.modules.get("torch")
@@ -38,14 +44,14 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         # The interpreter and its libraries, which no plan counts.
-        self._before = _host_bytes("VmRSS")
+        self._before = _own_bytes()
         self._loaded = 0
         self._allocated = 0
 
     def stage(self, stage: str, fraction: float) -> None:
         """A part of start-up is done."""
         cuda = _cuda()
-        now = int(cuda.memory_allocated()) if cuda is not None else _host_bytes("VmRSS") - self._before
+        now = int(cuda.memory_allocated()) if cuda is not None else _own_bytes() - self._before
         if stage != _CACHE_STAGE:
             self._loaded = now
         elif fraction >= 1:
@@ -70,7 +76,7 @@ class MemoryWatch:
             cache, peak = self._allocated, int(cuda.max_memory_allocated())
         else:
             cache = num_touched_blocks * plan.block_size * plan.kv_bytes_per_token
-            peak = _host_bytes("VmHWM") - self._before
+            peak = _host_bytes("VmHWM") - _host_bytes("RssFile") - self._before
         return MemoryUse(
             weights_bytes=self._loaded,
             kv_cache_bytes=cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 from engine.core.memory import MemoryWatch
 from tests.unit.engine.driver import memory_plan
@@ -33,3 +34,17 @@ def test_growth_is_booked_under_its_part() -> None:
     assert after.kv_cache_bytes == 10 * plan.block_size * plan.kv_bytes_per_token
     # A peak that is over still counts.
     assert 25 * MEGABYTE < after.workspace_bytes - before.workspace_bytes < 45 * MEGABYTE
+
+
+def test_pages_of_a_file_are_neither_weights_nor_workspace(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_bytes(b"w" * 40 * MEGABYTE)
+    watch = MemoryWatch()
+    with checkpoint.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) > 0
+        watch.stage("load weights", 1.0)
+        watch.stage("allocate KV cache", 1.0)
+        watch.start()
+        used = watch.use(memory_plan(num_blocks=64, block_size=4), 0)
+    assert used.weights_bytes < 20 * MEGABYTE
+    assert used.workspace_bytes < 20 * MEGABYTE
