@@ -114,3 +114,25 @@ def test_numbers_of_a_schema_are_finite(number: str) -> None:
     refused = build(GrammarRequest(response_format=form), _BACKEND, _LIMITS).refused
     assert refused is not None
     assert "must be finite" in refused.message
+
+
+_DRAFT7 = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"type": "array"}}}
+
+
+@pytest.mark.parametrize(
+    ("beside", "accepted", "rejected"),
+    [
+        # Enforced, although the draft would ignore it.
+        ({"maxItems": 1}, [1], [1, 2]),
+        # Ignored, as the draft says: it cannot be enforced, or would leave nothing.
+        ({"uniqueItems": True}, [1, 1], 1),
+        ({"type": "string"}, [1], "x"),
+    ],
+)
+def test_constraints_beside_references_of_old_drafts(beside: Any, accepted: Any, rejected: Any) -> None:
+    schema = {**_DRAFT7, "$ref": "#/definitions/a", **beside}
+    assert accepts(schema, accepted)
+    assert not accepts(schema, rejected)
+    # In newer drafts they hold, and are refused where they cannot be kept.
+    newer = {**schema, "$schema": "https://json-schema.org/draft/2020-12/schema"}
+    assert (reply(newer).built is not None) == (beside == {"maxItems": 1})

@@ -71,6 +71,27 @@ def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -
     if node.keys() <= _PLAIN:
         return _plain(context, node, place, types)
     place = context.enter(node, place)
+    if context.document.draft <= Draft.DRAFT7 and isinstance(node.get("$ref"), str) and has_constraints(node):
+        return _old_reference(context, node, place, types)
+    return _entered(context, node, place, types)
+
+
+def _old_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    """A reference with constraints beside it, in a draft that ignores them.
+
+    Whoever wrote them meant them, and what holds besides is valid by the draft as well: so they are enforced
+    where that takes nothing back. What cannot be enforced, or leaves no value, is ignored, as the draft says.
+    """
+    reference = _entered(context, {"$ref": node["$ref"]}, place, types)
+    unenforced, approximated = dict(context.unenforced), dict(context.approximated)
+    whole = _entered(context, node, place, types)
+    if whole is not False and (unenforced, approximated) == (context.unenforced, context.approximated):
+        return whole
+    context.unenforced, context.approximated = unenforced, approximated
+    return reference
+
+
+def _entered(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     types &= context.types_of(node, place)
     if not types:
         return False
