@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "attention_few.h"
 #include "attention_math.h"
 #include "attention_plan.h"
 
@@ -96,6 +97,13 @@ void finish_row(float maximum, float total, const float* running, const float* s
 
 template <typename Math, typename Cache>
 class Worker {
+#if defined(__AVX512F__)
+  // Whether few rows are multiplied without packing.
+  static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
+#else
+  static constexpr bool kDirect = false;
+#endif
+
  public:
   Worker(const AttentionArgs& args, Scratch& scratch)
       : args_(args),
@@ -134,6 +142,7 @@ class Worker {
   void take_rows() {
     rows_ = 0;
     for (int64_t i = 0; i < num_members_; ++i) rows_ += plan_.tiles[members_[i]].num_tokens * group_;
+    few_values_ = kDirect && rows_ <= kFewRows && value_dim_ % 64 == 0;
     queries_ = scratch_.queries.get(rows_ * words_);
     scores_ = scratch_.scores.get(rows_ * kPartTokens);
     weighted_ = scratch_.weighted.get(rows_ * wide_);
@@ -217,20 +226,21 @@ class Worker {
     }
   }
 
-  // Rows of what is computed two panels later: a part's keys, its values, then the next part's keys.
-  const char* const* ahead(int64_t step, int64_t panels) {
+  // What is computed two panels later: a part's keys, its values, then the next part's keys.
+  Ahead ahead(int64_t step, int64_t panels) {
     const Places& now = here();
     const Places& later = there();
-    const int64_t place = step + 2;
-    if (place < panels) return now.keys + now.begin / kPanel * kPanel + place * kPanel;
-    if (place < 2 * panels) return now.values + now.begin / kPanel * kPanel + (place - panels) * kPanel;
-    const int64_t begin = later.begin / kPanel * kPanel + (place - 2 * panels) * kPanel;
-    return later.begin < later.end && begin < later.end ? later.keys + begin : nowhere();
-  }
-
-  static const char* const* nowhere() {
-    static const std::vector<const char*> rows(kPanel, kNothing);
-    return rows.data();
+    const int64_t place = step + 2, key_bytes = key_dim_ * Cache::kBytes;
+    const char* const* keys = now.keys + now.begin / kPanel * kPanel;
+    if (place < panels) return Ahead(keys + place * kPanel, kPanel, key_bytes);
+    if (place < 2 * panels) {
+      if (!cache_.values) return Ahead(nullptr, 0, 0);
+      const int64_t from = now.begin / kPanel * kPanel + (place - panels) * kPanel;
+      return Ahead(now.values + from, kPanel, value_dim_ * Cache::kBytes);
+    }
+    const int64_t from = later.begin / kPanel * kPanel + (place - 2 * panels) * kPanel;
+    if (later.begin >= later.end || from >= later.end) return Ahead(nullptr, 0, 0);
+    return Ahead(later.keys + from, kPanel, key_bytes);
   }
 
   // Maximum, sum and weighted values of every row over the part that is located here.
@@ -245,27 +255,68 @@ class Worker {
       return;
     }
     const int64_t from = begin / kPanel * kPanel, panels = (end - from + kPanel - 1) / kPanel;
-    int64_t step = 0;
-    for (int64_t at = from; at < end; at += kPanel, ++step) {
-      const char* const* later = ahead(step, panels);
-      const int64_t vectors = (std::min(kPanel, end - at) + kLanes - 1) / kLanes;
-      for (int64_t v = 0; v < vectors; ++v) {
-        pack_keys<Math, Cache>(places.keys + at + v * kLanes, later + v * kLanes, key_dim_, packed_ + v * kLanes,
-                               kPanel);
-      }
-      product<Math>(rows_, vectors, queries_, words_, packed_, kPanel, words_, scores_ + at, kPartTokens, true);
+    for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
+      Ahead later = ahead(step, panels);
+      score(places.keys + at, (std::min(kPanel, end - at) + kLanes - 1) / kLanes, later, scores_ + at);
     }
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t position = scratch_.positions[row];
       weigh(row, from, end, std::max(begin, first_visible(position) - origin),
             std::min(end, position + 1 - origin));
     }
-    for (int64_t at = from; at < end; at += kPanel, ++step) {
-      const int64_t count = std::min(kPanel, end - at);
-      pack_values<Math, Cache>(places.values + at, ahead(step, panels), count, value_dim_, packed_, wide_);
-      product<Math>(rows_, wide_ / kLanes, scores_ + at / Math::kPerWord, kPartTokens, packed_, wide_,
-                    (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide_, at == from);
+    for (int64_t at = from, step = panels; at < end; at += kPanel, ++step) {
+      Ahead later = ahead(step, panels);
+      add_values(scores_ + at / Math::kPerWord, places.values + at, std::min(kPanel, end - at), later, at == from);
     }
+    if (few_values_) {
+      for (int64_t row = 0; row < rows_; ++row) put_in_order(weighted_ + row * wide_);
+    }
+  }
+
+  // Scores of all rows against `vectors` times kLanes positions.
+  void score(const char* const* keys, int64_t vectors, Ahead& later, float* scores) {
+#if defined(__AVX512F__)
+    if constexpr (kDirect) {
+      switch (rows_) {
+        case 1: return few_scores<Cache, 1>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
+        case 2: return few_scores<Cache, 2>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
+        case 3: return few_scores<Cache, 3>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
+        case 4: return few_scores<Cache, 4>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
+      }
+    }
+#endif
+    for (int64_t v = 0; v < vectors; ++v) {
+      pack_keys<Math, Cache>(keys + v * kLanes, later, key_dim_, packed_ + v * kLanes, kPanel);
+    }
+    product<Math>(rows_, vectors, queries_, words_, packed_, kPanel, words_, scores, kPartTokens, true);
+  }
+
+  // Adds the weighted values of up to kPanel positions to every row's sums, or begins them.
+  void add_values(const float* weights, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+#if defined(__AVX512F__)
+    if constexpr (kDirect) {
+      if (few_values_) {
+        const auto with = [&](auto products) {
+          products(weights, kPartTokens, values, count, wide_, later, weighted_, fresh);
+        };
+        switch (rows_) {
+          case 1: return with(few_products<Cache, 1>);
+          case 2: return with(few_products<Cache, 2>);
+          case 3: return with(few_products<Cache, 3>);
+          case 4: return with(few_products<Cache, 4>);
+        }
+      }
+    }
+#endif
+    pack_values<Math, Cache>(values, later, count, value_dim_, packed_, wide_);
+    product<Math>(rows_, wide_ / kLanes, weights, kPartTokens, packed_, wide_,
+                  (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide_, fresh);
+  }
+
+  void put_in_order(float* sums) {
+#if defined(__AVX512F__)
+    if constexpr (kDirect) few_sums_in_order<Cache>(sums, wide_);
+#endif
   }
 
   // Turns a row's scores [from, end) into weights, 0 outside the visible [low, high).
@@ -371,7 +422,7 @@ class Worker {
   Scratch& scratch_;
   const int64_t group_, key_dim_, value_dim_, wide_, words_;
   int64_t head_ = 0, rows_ = 0, num_members_ = 0;
-  bool located_ = false, turn_ = false;
+  bool located_ = false, turn_ = false, few_values_ = false;
   const int64_t* members_ = nullptr;
   float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr, *running_ = nullptr;
 };
@@ -392,6 +443,15 @@ void attend(const AttentionArgs& args) {
   }
 }
 
+#if defined(__AVX512BF16__)
+// Intel's processors issue a dot product of bfloat16 pairs every other cycle, which is half as many products as two
+// float32 multiply-adds a cycle; AMD's issue two a cycle.
+const bool kPairsPay = [] {
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("intel");
+}();
+#endif
+
 }  // namespace
 }  // namespace millrace
 
@@ -399,14 +459,13 @@ using namespace millrace;
 
 extern "C" void attention(const AttentionArgs& args, int, int) {
 #if defined(__AVX512BF16__)
-  using Narrow = Bfloat16Math;
-#else
-  using Narrow = Float32Math;
+  if (kPairsPay && args.cache.type == kKvBfloat16) return attend<Bfloat16Math, Bfloat16Cache>(args);
+  if (kPairsPay && args.cache.type == kKvInt8) return attend<Bfloat16Math, Int8Cache>(args);
 #endif
   switch (args.cache.type) {
     case kKvFloat32: return attend<Float32Math, Float32Cache>(args);
-    case kKvBfloat16: return attend<Narrow, Bfloat16Cache>(args);
-    case kKvInt8: return attend<Narrow, Int8Cache>(args);
+    case kKvBfloat16: return attend<Float32Math, Bfloat16Cache>(args);
+    case kKvInt8: return attend<Float32Math, Int8Cache>(args);
   }
 }
 

@@ -93,18 +93,41 @@ inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_str
   }
 }
 
+// Cache lines that will be needed soon, called for a few at a time between other work: calls in bulk beyond the
+// processor's miss buffers are dropped. They go through memory in ascending order, as its prefetchers like it.
+class Ahead {
+ public:
+  // The first num_bytes of each of `count` rows.
+  Ahead(const char* const* rows, int64_t count, int64_t num_bytes)
+      : row_(rows), end_(rows + count), num_bytes_(num_bytes) {}
+
+  // Calls for the next rows.
+  void call(int64_t rows) {
+    for (; rows > 0 && row_ != end_; --rows, ++row_) {
+      const char* row = *row_;
+      for (int64_t at = 0; at < num_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T1);
+    }
+  }
+
+ private:
+  const char* const* row_;
+  const char* const* end_;
+  int64_t num_bytes_;
+};
+
 // --- keys: [positions, D] to columns of positions, [words of D, positions] ---
 
 #if defined(__AVX512F__)
 
-// 16 rows of up to 16 words each to columns; absent words are zero. Meanwhile the same bytes of `ahead` are called
-// for, one cache line beside each load: in bulk, ahead of the panel, the same calls did not help.
-inline void transpose(const char* const* rows, const char* const* ahead, int64_t offset, int64_t num_bytes,
-                      Vec out[16]) {
-  const __mmask64 m = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
+// 16 rows of up to 16 words each to columns; absent words are zero.
+inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
   __m512 r[16], t[16];
-  for (int i = 0; i < 16; ++i) _mm_prefetch(ahead[i] + offset, _MM_HINT_T1);
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi8(m, rows[i] + offset));
+  if (num_bytes >= 64) {
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
+  } else {
+    const __mmask64 m = (1ull << num_bytes) - 1;
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi8(m, rows[i] + offset));
+  }
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
@@ -148,10 +171,8 @@ inline Vec pair_up(Vec low, Vec high) {
 
 #else
 
-inline void transpose(const char* const* rows, const char* const* ahead, int64_t offset, int64_t num_bytes,
-                      Vec out[8]) {
+inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) _mm_prefetch(ahead[i] + offset, _MM_HINT_T1);
   for (int i = 0; i < 8; ++i) {
     if (num_bytes >= 32) {
       r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
@@ -248,15 +269,23 @@ struct Int8Cache {
 #endif
 };
 
+// Rows to call for beside each of the pieces that kLanes rows of dim elements are transposed in.
+inline int64_t calls_beside(int64_t dim, int64_t elements) {
+  const int64_t pieces = (dim + elements - 1) / elements;
+  return (kLanes + pieces - 1) / pieces;
+}
+
 // Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride]; calls for `ahead`.
 template <typename Math, typename Cache>
-inline void pack_keys(const char* const* rows, const char* const* ahead, int64_t dim, float* packed, int64_t stride) {
+inline void pack_keys(const char* const* rows, Ahead& ahead, int64_t dim, float* packed, int64_t stride) {
   constexpr int64_t kElements = kLanes * 4 / Cache::kBytes;  // of one transposed piece
   constexpr int64_t kOut = 4 / Cache::kBytes / Math::kPerWord;  // vectors that a vector of words becomes
   const int64_t words = (dim + Math::kPerWord - 1) / Math::kPerWord;
+  const int64_t calls = calls_beside(dim, kElements);
   for (int64_t at = 0; at < dim; at += kElements) {
     Vec columns[kLanes];
-    transpose(rows, ahead, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
+    ahead.call(calls);
+    transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
     const int64_t begin = at / Math::kPerWord;
     float* to = packed + begin * stride;
     if (begin + kLanes * kOut <= words) {
@@ -279,15 +308,10 @@ inline void pack_keys(const char* const* rows, const char* const* ahead, int64_t
 
 // Values of `count` positions to `packed` [words of positions, stride]; stride is a multiple of kLanes.
 template <typename Math, typename Cache>
-inline void pack_values(const char* const* rows, const char* const* ahead, int64_t count, int64_t dim,
-                        float* packed, int64_t stride) {
-  constexpr int64_t kLine = 64 / Cache::kBytes;
+inline void pack_values(const char* const* rows, Ahead& ahead, int64_t count, int64_t dim, float* packed,
+                        int64_t stride) {
   for (int64_t row = 0; row < count; row += Math::kPerWord, packed += stride) {
-    for (int64_t part = 0; part < Math::kPerWord; ++part) {
-      for (int64_t i = 0; i < dim; i += kLine) {
-        _mm_prefetch(ahead[row + part] + i * Cache::kBytes, _MM_HINT_T1);
-      }
-    }
+    ahead.call(Math::kPerWord);
     const bool single = Math::kPerWord == 2 && row + 1 == count;
     for (int64_t i = 0; i < dim; i += kLanes) {
       const Mask m = first(dim - i);

@@ -20,7 +20,10 @@ SHAPES = [
     ([300, 5, 129, 700], [200, 5, 1, 65]),
     ([40, 41, 600], [3, 9, 64]),
 ]
-HEADS = [(4, 4, 16), (4, 2, 64), (6, 2, 20), (5, 1, 8), (32, 1, 8), (3, 3, 21), (16, 8, 128), (7, 1, 96)]
+HEADS = [
+    *[(4, 4, 16), (4, 2, 64), (6, 2, 20), (5, 1, 8), (32, 1, 8), (3, 3, 21), (16, 8, 128), (7, 1, 96)],
+    *[(3, 1, 64), (4, 1, 128)],
+]
 # With keys and values in few bits, queries and weights are rounded to bfloat16 where the processor multiplies
 # those. The reference computes in float32 from the same cache.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.int8: 2e-2}
