@@ -4,6 +4,7 @@ came by.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import nullcontext
 from types import TracebackType
@@ -13,7 +14,7 @@ from opentelemetry.trace import Span
 
 from gateway.engines.continuation import ContinuationConfig, ContinuousStream
 from gateway.engines.fleet import Fleet
-from gateway.engines.types import Sampling, Submission
+from gateway.engines.types import CancelReason, Sampling, Submission
 from gateway.overload import Admission
 from gateway.pipeline import span_attributes
 from gateway.pipeline.admission import engine_queues
@@ -170,8 +171,10 @@ class Pipeline:
                 self._admit(call.tier, num_prompt_tokens, span)
             with call.span_below(names.GATEWAY_ROUTE) as route:
                 stream = self._route(call, prepared, sampling, context)
+                submitted_s = time.monotonic()
+                await _let_go(stream)
                 self._note_route(route, stream)
-            return self._generation(call, prepared, sampling, stream, reservation, context)
+            return self._generation(call, prepared, sampling, stream, submitted_s, reservation, context)
         except BaseException:
             await reservation.cancel()
             raise
@@ -251,12 +254,13 @@ class Pipeline:
         prepared: Prepared,
         sampling: Sampling,
         stream: ContinuousStream,
+        submitted_s: float,
         reservation: Reservation,
         context: Any,
     ) -> Generation:
         caller, request = call.caller, call.request
         meter = Meter(caller.received_s)
-        meter.submitted_s = time.monotonic()
+        meter.submitted_s = submitted_s
         request_id = caller.identity.request_id
         meter.ticket = self._admission.enter(call.tier)
         generation = Generation(
@@ -322,6 +326,15 @@ class Pipeline:
         if not limit:
             raise self.fleet.unavailable()
         return limit
+
+
+async def _let_go(stream: ContinuousStream) -> None:
+    """Lets the submission leave: what is left to do is done while the engine works."""
+    try:
+        await asyncio.sleep(0)
+    except BaseException:
+        stream.cancel(CancelReason.CLIENT)
+        raise
 
 
 class _Call:
