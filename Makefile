@@ -99,6 +99,41 @@ proto-check: dev ## Check the stubs for drift and lint the protos
 bench: $(VENV)/.installed ## Run one module of benchmarks/, for example: make bench BENCH=engine.fairness
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
+# --- on a machine with a GPU: its own Python with torch and triton, no environment, no network ----------------
+
+# Python of the machine with the GPU, for wheels that travel there.
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS := build/gpu-wheels
+GPU_SITE := build/gpu-site
+GPU_REQUIREMENTS := benchmarks/gpu/requirements.txt
+# Wheels that were brought along come before the machine's own packages.
+GPU_RUN = PYTHONPATH=$(GPU_SITE):.:services/stubs $(PYTHON)
+
+.PHONY: gpu-wheels
+gpu-wheels: $(VENV)/bin/python ## Fetch what the GPU targets need and machines may lack, into build/gpu-wheels
+	@mkdir -p $(GPU_WHEELS)
+	$(PIP) download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --implementation cp \
+		$(foreach tag,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 \
+		--dest $(GPU_WHEELS) --requirement $(GPU_REQUIREMENTS)
+
+.PHONY: gpu-site
+gpu-site:
+	@$(PYTHON) -c 'import torch, triton' || { echo "$(PYTHON) has no torch and triton; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
+	@if $(GPU_RUN) -c 'import msgspec, llguidance' 2>/dev/null; then exit 0; fi; \
+	if [ ! -d $(GPU_WHEELS) ]; then \
+		echo "msgspec and llguidance are missing; where there is a network: make gpu-wheels, then bring $(GPU_WHEELS) along" >&2; exit 1; fi; \
+	$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+		--target $(GPU_SITE) $(GPU_WHEELS)/*.whl
+
+.PHONY: test-gpu
+test-gpu: gpu-site ## The tests that need a GPU, with $(PYTHON): make test-gpu PYTHON=/opt/torch/bin/python3
+	$(GPU_RUN) -m pytest -m gpu tests/gpu -p no:cacheprovider --durations=10 $(PYTEST_ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: gpu-site ## Measure on a GPU into benchmarks/results/gpu-*.json; ARGS="--only kernels", "--rehearse"
+	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
+
 .PHONY: redis
 redis:
 	@if command -v redis-server >/dev/null; then exit 0; fi; \

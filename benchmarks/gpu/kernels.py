@@ -128,8 +128,6 @@ def ours(backend: Any, batch: RaggedBatch, q: Tensor, cache: LayerCache) -> Work
     """One call with everything that a step plans made before."""
     options = AttentionOptions(scale=q.shape[2] ** -0.5)
     plan = backend.plan(batch, q.device)
-    if hasattr(backend, "begin"):
-        backend.begin(plan)
     # What is made when a layer first asks is made here.
     backend.run(plan, q, cache, options)
     return lambda: backend.run(plan, q, cache, options)

@@ -96,10 +96,8 @@ class FlashAttention:
         return self.rest.plan_decode(batch)
 
     def begin(self, plan: Any) -> None:
-        """The other back end's."""
-        begun = plan.rest if isinstance(plan, FlashPlan) else plan
-        if begun is not None and hasattr(self.rest, "begin"):
-            self.rest.begin(begun)
+        """The other back end's: only steps of decode rows are captured."""
+        self.rest.begin(plan)
 
     def captured_workspace_bytes(self, rows: int, max_context_len: int, head_dim: int) -> int:
         """The other back end's."""
