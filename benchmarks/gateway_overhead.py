@@ -11,7 +11,9 @@ One gateway process; authentication, limits, tracing and ledger are on. Four loa
 
 A token is due one engine step after the token before it. Tokens are counted, not reads: TCP and proxies join
 chunks. The same loads run in the same run on a back end that costs nothing (`direct`), on an Envoy that only
-forwards to it, and, with `--litellm`, on one worker of LiteLLM's proxy before it. To set that up:
+forwards to it, and, with `--litellm`, on one worker of LiteLLM's proxy before it; the first also on the hops
+of our path with no work in them (`chain`), below which no change of our own code brings the added latency. To
+set LiteLLM up:
 
   python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install 'litellm[proxy]==1.106.2'
 """
@@ -78,6 +80,8 @@ def run_others(wanted: dict[str, Load], scale: int, environment: Path | None) ->
         by_name["envoy"] = {name: stack.enter_context(peers.envoy(port)) for name, port in ports.items()}
         for name, found in by_name.items():
             results[name] = _run(found, wanted)
+        hops = stack.enter_context(peers.chain())
+        results["chain"] = uvloop.run(run_loads(hops, {"alone": wanted["alone"]}))
         if environment is not None:
             few = loads(scale * 10)
             slow = {**few, "paced": wanted["paced"], "rate": Load(32, max(640, few["rate"].num_requests), 1)}
@@ -148,6 +152,8 @@ def main() -> None:
             f"{name:8} {each.figure:14} {each.millrace:10.4g}   target {each.target:g} "
             f"{'met' if each.met else 'MISSED'}{beside}"
         )
+    floor_ms = results[_FLOOR]["alone"].latency_p50_ms
+    print(f"of alone, hops without work: {results['chain']['alone'].latency_p50_ms - floor_ms:.4g} ms")
     if arguments.output is not None:
         report = {
             "machine": {**machine(), **_versions(arguments.litellm)},

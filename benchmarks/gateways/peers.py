@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import yaml
 
 from benchmarks.gateways.load import Peer
@@ -92,6 +93,21 @@ def envoy(backend_port: int) -> Iterator[Peer]:
         command = [str(envoy_binary()), "-c", str(config), "--use-dynamic-base-id"]
         with _process([*command, "--concurrency", "2", "--log-level", "error"], port):
             yield Peer("envoy", "127.0.0.1", port, "none", "echo")
+
+
+@contextmanager
+def chain() -> Iterator[Peer]:
+    """An Envoy before the hops of our path, without the work; see benchmarks.gateways.chain."""
+    command = [sys.executable, "-m", "benchmarks.gateways.chain"]
+    tokenizer, engine, front = _free_port(), _free_port(), _free_port()
+    services = ["--services", str(tokenizer), str(engine)]
+    with (
+        _process([*command, "service", "--port", str(tokenizer)], tokenizer),
+        _process([*command, "service", "--port", str(engine), "--core"], engine),
+        _process([*command, "front", "--port", str(front), *services], front),
+        envoy(front) as peer,
+    ):
+        yield msgspec.structs.replace(peer, name="chain")
 
 
 def _forwarding(port: int, backend_port: int) -> dict[str, Any]:
