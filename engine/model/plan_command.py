@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(
-            json.dumps(
-                _facts(given, model) | msgspec.to_builtins(plan) | {"capacity_tokens": plan.capacity_tokens}
-            )
-        )
+        derived = {
+            "capacity_tokens": plan.capacity_tokens,
+            "decoding_blocks_per_sequence": decoding_blocks(given, plan),
+        }
+        print(json.dumps(_facts(given, model) | msgspec.to_builtins(plan) | derived))
     else:
         _print_table(given, model, plan)
     return 0
@@ -57,6 +57,28 @@ def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:
         "quantization": quantization_of(given),
         "kv_dtype": given.kv_dtype,
     }
+
+
+def decoding_blocks(given: PlanInput, plan: MemoryPlan) -> int:
+    """Most blocks that one sequence of max_model_len holds while it decodes: all that it has filled, or,
+    where every layer has a window, those of the window, one that has left it in part and one of slack.
+    """
+    whole = -(-plan.max_model_len // plan.block_size)
+    # A draft model reads the same blocks, as far back as it likes.
+    if given.spec.window is None or given.draft is not None:
+        return whole
+    return min(whole, -(-given.spec.window // plan.block_size) + 2)
+
+
+def _behind_window(given: PlanInput, plan: MemoryPlan) -> str:
+    """What a sliding window changes; empty where it changes nothing."""
+    held = decoding_blocks(given, plan)
+    if held * plan.block_size >= plan.max_model_len:
+        return ""
+    return (
+        f", admitted with all blocks of their prompts; {plan.num_blocks / held:.1f} once they decode "
+        f"and hold {held} blocks for a window of {given.spec.window}"
+    )
 
 
 def quantization_of(given: PlanInput) -> str:
@@ -89,7 +111,8 @@ def _print_table(given: PlanInput, model: ModelConfig, plan: MemoryPlan) -> None
             plan.kv_cache_bytes,
             f"{plan.num_blocks} blocks of {plan.block_size} = {plan.capacity_tokens} tokens of "
             f"{human(plan.kv_bytes_per_token)} ({given.kv_dtype}); "
-            f"{plan.capacity_tokens / plan.max_model_len:.1f} sequences of {plan.max_model_len} tokens",
+            f"{plan.capacity_tokens / plan.max_model_len:.1f} sequences of {plan.max_model_len} tokens"
+            + _behind_window(given, plan),
         ),
         ("unused", plan.total_bytes - used, "left to the machine"),
     ]

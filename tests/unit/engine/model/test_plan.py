@@ -13,7 +13,14 @@ from engine.config import CacheConfig, EngineConfig, QuantizationConfig, Schedul
 from engine.kernels.linear import DenseWeight
 from engine.model.calibration import linears
 from engine.model.lowering import NativeDecoder
-from engine.model.plan import CPU_CACHE_LIMIT_BYTES, PlanInput, choose_dtype, make_plan, plan_input
+from engine.model.plan import (
+    CPU_CACHE_LIMIT_BYTES,
+    PlanInput,
+    choose_dtype,
+    make_plan,
+    plan_input,
+)
+from engine.model.plan_command import decoding_blocks
 from engine.runner.torch_runner import TorchRunner, build
 from services.config import ModelConfig
 from services.errors import ConfigError
@@ -40,6 +47,15 @@ def test_default_on_a_cpu_is_modest_and_on_an_accelerator_is_not() -> None:
     assert make_plan(given(available=64 * GIB)).kv_cache_bytes <= CPU_CACHE_LIMIT_BYTES
     assert make_plan(given(available=GIB)).kv_cache_bytes <= GIB // 4
     assert make_plan(given(available=64 * GIB, device="cuda")).kv_cache_bytes > 40 * GIB
+
+
+def test_sequences_behind_a_window_hold_what_the_plan_says(tmp_path: Path) -> None:
+    config = EngineConfig(max_model_len=512, cache=CacheConfig(kv_cache_bytes=16 << 20))
+    make_checkpoint(tmp_path, "mistral", max_position_embeddings=512)
+    for window, expected in ((128, 128 // 16 + 2), (1000, 32), (None, 32)):
+        edit_config(tmp_path, sliding_window=window)
+        asked = plan_input(config, ModelConfig(path=str(tmp_path)), device="cpu", available_bytes=8 * GIB)
+        assert decoding_blocks(asked, make_plan(asked)) == expected, window
 
 
 def test_configured_size_is_taken() -> None:
