@@ -4,9 +4,10 @@
 `python -m benchmarks.gateways.chain service --port N [--core]`
 
 The front answers each HTTP request with one event, after a message on a stream to each of two gRPC services,
-one after the other. These echo, as the tokenizer service and the engine's front would answer; the second passes
-each message through a process of its own over a socket pair, as an engine does. Client libraries, event loops,
-channel options and the number of messages are ours; there are no spans, limits, templates, tokens or steps.
+one after the other. These echo, as the tokenizer service and the engine's front would answer; the second
+passes each message through a process of its own over a socket pair, as an engine does. Client libraries,
+event loops, channel options and the number of messages are ours; there are no spans, limits, templates or
+steps.
 """
 
 from __future__ import annotations
