@@ -30,12 +30,16 @@ from services.errors import MillraceError, Reason
 _EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content. Fields of parts that are not text are of no interest."""
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One part of a message's content. Those of other types than text are decoded to be refused by type."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    input_audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    video_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    file: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +198,8 @@ def _message(body: MessageBody, field: str) -> Message:
 def _content(content: str | list[ContentPart] | None, field: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if not content:
+        raise invalid(field, "it has no parts; give at least one")
     texts = []
     for index, part in enumerate(content):
         if part.type not in ("text", "refusal", "input_text"):
@@ -202,6 +208,9 @@ def _content(content: str | list[ContentPart] | None, field: str) -> str:
                 f"{field}[{index}].type: {part.type!r} is not supported; the model reads text only",
                 field=f"{field}[{index}].type",
             )
+        for name in ("image_url", "input_audio", "video_url", "file"):
+            if bytes(getattr(part, name)) not in (b"", b"null"):
+                raise invalid(f"{field}[{index}].{name}", f"a part of type {part.type!r} has none")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise invalid(f"{field}[{index}].text", "it is required")

@@ -140,12 +140,15 @@ def check_common(body: CommonBody) -> None:
 
 
 def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, str]:
-    """Labels kept with the ledger entry: metadata, and the client's own ids of its users."""
+    """Labels kept with the ledger entry: metadata, and the client's own ids of its users, which are bounded
+    like it.
+    """
     found = dict(body.metadata or {})
-    if body.user:
-        found["user"] = body.user
-    if safety_identifier:
-        found["safety_identifier"] = safety_identifier
+    for name, value in (("user", body.user), ("safety_identifier", safety_identifier)):
+        if value:
+            if len(value) > MAX_METADATA_VALUE:
+                raise invalid(name, f"{len(value)} characters; the limit is {MAX_METADATA_VALUE}")
+            found[name] = value
     return found
 
 

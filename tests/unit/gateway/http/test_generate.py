@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,44 @@ async def test_models_and_tokens() -> None:
         assert text == {"prompt": "hé"}
         assert (await stack.http.get("/health")).json() == {"status": "ok"}
         assert "millrace_build_info" in (await stack.http.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"user": "x" * 513}, "user"),
+        ({"safety_identifier": "x" * 513}, "safety_identifier"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+            "messages[0].content[0].cache_control",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {}}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}
+                ]
+            },
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+async def test_nothing_of_a_message_is_ignored_and_nothing_is_unbounded(
+    body: dict[str, Any], field: str
+) -> None:
+    async with deployed() as stack:
+        refused = await stack.chat(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_parts_of_a_message_are_joined() -> None:
+    async with deployed() as stack:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "image_url": None}]
+        answer = await stack.chat(messages=[{"role": "user", "content": parts}], user="x" * 512)
+        assert answer.status_code == 200, answer.text
+        (prepared,) = stack.tokenizer.prepared
+        assert prepared.conversation.messages[0].content == "onetwo"
