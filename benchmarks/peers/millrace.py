@@ -17,6 +17,7 @@ from services.supervisor.state import read_state
 
 START_LIMIT_S = 300.0
 KV_BYTES = 4 << 30
+BACKLOG_S = 3600
 
 
 @contextmanager
@@ -31,7 +32,9 @@ def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, obje
             **settings,
         }
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
-        config.write_text(f"[engine]\n{lines}\n")
+        # Peers take whatever comes; a burst of prompts that a slow machine computes for minutes is a backlog.
+        admission = f"[gateway.admission]\nmax_backlog_s = {BACKLOG_S}\n"
+        config.write_text(f"[engine]\n{lines}\n{admission}")
         command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
         began = time.monotonic()
         with log.open("wb") as output:
