@@ -15,9 +15,8 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
 import msgspec
 
@@ -25,68 +24,21 @@ from benchmarks.peers import llama_cpp, openvino, vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
-from benchmarks.peers.roofline import (
-    Machine,
-    Precision,
-    bound_tokens_per_s,
-    measure_machine,
-    prefill_bound_tokens_per_s,
-)
+from benchmarks.peers.roofline import measure_machine
 from benchmarks.peers.servers import Launch, Server, serve
+from benchmarks.peers.tables import OURS, Measured, Run, table
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
 
 WARM_SEED = 1000
-# Precision of ours: engine settings, and what the roofline must know of them.
-OURS: dict[str, tuple[dict[str, object], Precision]] = {
-    "bf16": ({"dtype": "bfloat16"}, Precision()),
-    "int8": (
-        {"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"},
-        Precision(weight_bytes=1.0, kv_bytes=1.0),
-    ),
-    "w8a8": (
-        {"dtype": "bfloat16", "quantize": "w8a8", "cache.kv_dtype": "int8"},
-        Precision(weight_bytes=1.0, kv_bytes=1.0, int8_rows=True),
-    ),
-    "int4": (
-        {"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"},
-        Precision(weight_bytes=0.5, kv_bytes=1.0),
-    ),
-}
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
     "vllm": vllm_cpu.prepare,
     "openvino": openvino.prepare,
     "llama.cpp-bf16": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "bf16"),
     "llama.cpp-q8_0": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "q8_0"),
 }
-
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One load on one server. Times in milliseconds."""
-
-    server: str
-    load: str
-    output_tokens_per_s: float
-    ttft_mean_ms: float
-    ttft_p99_ms: float
-    tpot_mean_ms: float
-    itl_p99_ms: float
-    num_failed: int
-
-
-@dataclass(kw_only=True)
-class Measured:
-    """Everything that a table needs."""
-
-    runs: list[Run]
-    start_s: dict[str, float]
-    rss_bytes: dict[str, int]
-
-    def of(self, server: str, load: str) -> list[Run]:
-        """Runs of one load on one server."""
-        return [run for run in self.runs if (run.server, run.load) == (server, load)]
 
 
 async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
@@ -153,64 +105,6 @@ def measure_in_turn(
             measured.rss_bytes[server.name] = server.rss_bytes()
 
 
-def table(
-    measured: Measured,
-    loads: Mapping[str, Load],
-    ours: list[str],
-    peers: list[str],
-    rates: Machine,
-    checkpoint: str,
-) -> list[str]:
-    """Rows in Markdown."""
-    lines = [
-        "| load | server | output tokens/s | × best peer | of roofline | TTFT p99 ms | ITL p99 ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for load, sizes in loads.items():
-        best = max((_median(measured.of(peer, load), "output_tokens_per_s") for peer in peers), default=0.0)
-        for server in [*ours, *peers]:
-            runs = measured.of(server, load)
-            if not runs:
-                continue
-            rate = _median(runs, "output_tokens_per_s")
-            roofline = ""
-            if server in ours:
-                precision = OURS[server.removeprefix("millrace-")][1]
-                bound = bound_tokens_per_s(rates, checkpoint, sizes, precision)
-                roofline = f"{rate / bound:.0%} of {bound:.0f}"
-            ratio = f"{rate / best:.2f}" if best else ""
-            lines.append(
-                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | "
-                f"{_median(runs, 'ttft_p99_ms'):.0f} | {_median(runs, 'itl_p99_ms'):.1f} |"
-            )
-    footers = [
-        f"{server}: ready after {measured.start_s[server]:.1f} s, "
-        f"{measured.rss_bytes[server] / 2**30:.2f} GiB resident after the runs"
-        for server in [*ours, *peers]
-    ]
-    return [*lines, "", *prefill_lines(measured, [*ours, *peers], rates, checkpoint), *footers]
-
-
-def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkpoint: str) -> list[str]:
-    """Prompt tokens per second of each server on the load of long prompts, where that was run."""
-    lines = []
-    for server in servers:
-        runs = measured.of(server, "prefill")
-        if runs:
-            rate = 1000 * LOADS["prefill"].input_tokens / _median(runs, "ttft_mean_ms")
-            precision = OURS.get(server.removeprefix("millrace-"), ({}, Precision()))[1]
-            bound = prefill_bound_tokens_per_s(rates, checkpoint, precision)
-            lines.append(
-                f"{server}: {rate:.0f} prompt tokens/s on prompts of {LOADS['prefill'].input_tokens}, "
-                f"{rate / bound:.0%} of the machine's rate of multiplication in that precision"
-            )
-    return lines
-
-
-def _median(runs: list[Run], field: str) -> float:
-    return median([float(getattr(run, field)) for run in runs] or [0.0])
-
-
 def main() -> None:
     """Runs every peer beside ours, prints the table, and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -245,8 +139,7 @@ def main() -> None:
     ]
     measured = Measured(runs=[], start_s={}, rss_bytes={})
     measure_in_turn(servers, loads, arguments.rounds, measured)
-    lines = table(measured, loads, ours, arguments.peers, rates, arguments.checkpoint)
-    print("\n".join(lines))
+    print("\n".join(table(measured, rates, arguments.checkpoint)))
     if arguments.output is not None:
         report = {
             "machine": machine() | asdict(rates),

@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.peers import vllm_cpu
-from benchmarks.peers.__main__ import OURS, run_load
+from benchmarks.peers.__main__ import run_load
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server
+from benchmarks.peers.tables import OURS
 
 FIGURES = ("output_tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "itl_p99_ms")
 # The outside client's names for the same figures.

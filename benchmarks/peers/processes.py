@@ -17,11 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.peers.__main__ import OURS, run_load
+from benchmarks.peers.__main__ import run_load
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.servers import Server
+from benchmarks.peers.tables import OURS
 
 
 @dataclass(frozen=True)

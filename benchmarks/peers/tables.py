@@ -1,0 +1,176 @@
+"""What runs beside peers say, in Markdown: medians, the best peer of each load, the machine's roofline.
+
+`python -m benchmarks.peers.tables RESULT.json … [--write README.md]` prints the tables of recorded results,
+or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from benchmarks.peers.loads import LOADS
+from benchmarks.peers.roofline import Machine, Precision, bound_tokens_per_s, prefill_bound_tokens_per_s
+
+BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+PREFILL = "prefill"
+PREFIX = "millrace-"
+# Precision of ours: engine settings, and what the roofline must know of them.
+OURS: dict[str, tuple[dict[str, object], Precision]] = {
+    "bf16": ({"dtype": "bfloat16"}, Precision()),
+    "int8": (
+        {"dtype": "bfloat16", "quantize": "int8", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=1.0, kv_bytes=1.0),
+    ),
+    "w8a8": (
+        {"dtype": "bfloat16", "quantize": "w8a8", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=1.0, kv_bytes=1.0, int8_rows=True),
+    ),
+    "int4": (
+        {"dtype": "bfloat16", "quantize": "int4", "cache.kv_dtype": "int8"},
+        Precision(weight_bytes=0.5, kv_bytes=1.0),
+    ),
+}
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One load on one server. Times in milliseconds."""
+
+    server: str
+    load: str
+    output_tokens_per_s: float
+    ttft_mean_ms: float
+    ttft_p99_ms: float
+    tpot_mean_ms: float
+    itl_p99_ms: float
+    num_failed: int
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Everything that a table needs."""
+
+    runs: list[Run]
+    start_s: dict[str, float]
+    rss_bytes: dict[str, int]
+
+    def of(self, server: str, load: str) -> list[Run]:
+        """Runs of one load on one server."""
+        return [run for run in self.runs if (run.server, run.load) == (server, load)]
+
+
+def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
+    """Rows in Markdown, and a line for each server."""
+    servers = list(dict.fromkeys(run.server for run in measured.runs))
+    peers = [server for server in servers if not _is_ours(server)]
+    lines = [
+        "| load | server | output tokens/s | × best peer | of roofline | TTFT mean, p99 ms | ITL p99 ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    loads = [load for load in LOADS if load != PREFILL and any(run.load == load for run in measured.runs)]
+    for load in loads:
+        best = max((_median(measured.of(peer, load), "output_tokens_per_s") for peer in peers), default=0.0)
+        for server in servers:
+            runs = measured.of(server, load)
+            if not runs:
+                continue
+            rate = _median(runs, "output_tokens_per_s")
+            roofline = ""
+            if _is_ours(server):
+                bound = bound_tokens_per_s(rates, checkpoint, LOADS[load], precision_of(server))
+                roofline = f"{rate / bound:.0%} of {bound:.0f}"
+            ratio = f"{rate / best:.2f}" if best else ""
+            lines.append(
+                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | "
+                f"{_median(runs, 'ttft_mean_ms'):.0f}, {_median(runs, 'ttft_p99_ms'):.0f} | "
+                f"{_median(runs, 'itl_p99_ms'):.0f} |"
+            )
+    return [
+        *lines,
+        "",
+        *prefill_lines(measured, servers, rates, checkpoint),
+        *_memory_lines(measured, servers),
+    ]
+
+
+def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkpoint: str) -> list[str]:
+    """Prompt tokens per second of each server on the load of long prompts, where that was run."""
+    lines = []
+    for server in servers:
+        runs = measured.of(server, PREFILL)
+        if runs:
+            rate = 1000 * LOADS[PREFILL].input_tokens / _median(runs, "ttft_mean_ms")
+            bound = prefill_bound_tokens_per_s(rates, checkpoint, precision_of(server))
+            lines.append(
+                f"- {server}: {rate:.0f} prompt tokens/s on prompts of {LOADS[PREFILL].input_tokens}"
+                + (f", {rate / bound:.0%} of the rate of multiplication" if _is_ours(server) else "")
+            )
+    return lines
+
+
+def _memory_lines(measured: Measured, servers: list[str]) -> list[str]:
+    return [
+        f"- {server}: ready after {measured.start_s[server]:.1f} s, "
+        f"{measured.rss_bytes[server] / 2**30:.2f} GiB resident after the runs"
+        for server in servers
+        if server in measured.start_s
+    ]
+
+
+def _is_ours(server: str) -> bool:
+    return server.startswith(PREFIX)
+
+
+def precision_of(server: str) -> Precision:
+    """That of one of ours; bfloat16 for peers."""
+    return OURS[server.removeprefix(PREFIX)][1] if _is_ours(server) else Precision()
+
+
+def _median(runs: list[Run], field: str) -> float:
+    return median([float(getattr(run, field)) for run in runs] or [0.0])
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """A result file."""
+
+    machine: dict[str, object]
+    checkpoint: str
+    runs: list[Run]
+    start_s: dict[str, float]
+    rss_bytes: dict[str, int]
+
+    def table(self) -> list[str]:
+        """Its title and rows."""
+        rates = Machine(**{name: float(str(self.machine[name])) for name in Machine.__dataclass_fields__})
+        measured = Measured(runs=self.runs, start_s=self.start_s, rss_bytes=self.rss_bytes)
+        title = (
+            f"**{self.checkpoint}** on {self.machine.get('cpu', 'a CPU')}, {self.machine.get('cores', '?')} "
+            f"cores: memory {rates.read_bytes_per_s / 1e9:.0f} GB/s, bfloat16 "
+            f"{rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s, int8 {rates.int8_ops_per_s / 1e12:.2f} Top/s"
+        )
+        return [title, "", *table(measured, rates, self.checkpoint), ""]
+
+
+def main() -> None:
+    """Prints or writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--write", type=Path, default=None)
+    arguments = parser.parse_args()
+    recorded = [msgspec.json.decode(path.read_bytes(), type=Recorded) for path in arguments.results]
+    text = "\n".join(line for each in recorded for line in each.table())
+    if arguments.write is None:
+        print(text)
+        return
+    page = arguments.write.read_text()
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    arguments.write.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
