@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -35,6 +35,10 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
     # ... up to this one.
     max_restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    # How the kernel schedules the processes (Linux). "batch": one that is woken does not interrupt another,
+    # which saves a fourth of the processor time of short requests where cores are few; but it waits for
+    # whatever computes. "auto" is batch where no engine computes on this machine's processors.
+    scheduling: Literal["auto", "batch", "normal"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

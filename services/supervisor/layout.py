@@ -91,8 +91,15 @@ class _Planner:
         self._settings = load_section(tables, "supervisor", SupervisorConfig)
         self._num_engines = options.engines or self._settings.engines
         self._num_gateways = options.gateways or self._settings.gateways
+        self._is_batch = self._schedules_as_batch()
         self._overrides: dict[str, str] = {}
         self._addresses: dict[str, dict[str, str]] = {}
+
+    def _schedules_as_batch(self) -> bool:
+        asked = self._settings.scheduling
+        if asked != "auto":
+            return asked == "batch"
+        return self._options.simulated or self._configured("engine.device") == "cuda"
 
     def plan(self) -> Layout:
         options = self._options
@@ -263,6 +270,7 @@ class _Planner:
             health_url=f"http://{admin}/ready",
             says_ready=False,
             drain_limit_s=_EDGE_STOP_LIMIT_S,
+            is_batch=self._is_batch,
         )
 
     def _spec(
@@ -284,6 +292,7 @@ class _Planner:
             environment={"OMP_NUM_THREADS": str(num_threads), **own},
             health=health,
             drain_limit_s=self._settings.drain_limit_s if drain_limit_s is None else drain_limit_s,
+            is_batch=self._is_batch,
         )
 
 

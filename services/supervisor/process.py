@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -42,6 +43,8 @@ class ProcessSpec:
     says_ready: bool = True
     # Time that it may take to end after SIGTERM.
     drain_limit_s: float = 30.0
+    # Scheduled so that it does not interrupt others when it is woken (SCHED_BATCH).
+    is_batch: bool = False
 
 
 class _LoadingLine(msgspec.Struct):
@@ -110,7 +113,7 @@ class ChildProcess:
                     stdout=input_of_child,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=die_with_parent(signal.SIGKILL),
+                    preexec_fn=die_with_parent(signal.SIGKILL, is_batch=self.spec.is_batch),
                 )
         except BaseException:
             os.close(output)
@@ -207,8 +210,9 @@ def _look_for_ready(lines: list[bytes], ready: asyncio.Future[dict[str, str]]) -
             ready.set_result(dict(word.split("=", 1) for word in words if "=" in word))
 
 
-def die_with_parent(last: signal.Signals) -> Callable[[], None] | None:
-    """What a child does before it runs (preexec_fn): asks the kernel to be sent `last` when its parent ends.
+def die_with_parent(last: signal.Signals, *, is_batch: bool = False) -> Callable[[], None] | None:
+    """What a child does before it runs (preexec_fn): asks the kernel to be sent `last` when its parent ends,
+    and to be scheduled as SCHED_BATCH, threads and children included, where it `is_batch`.
 
     Without it a supervisor that is killed with SIGKILL leaves the stack behind, and a killed test the
     supervisor.
@@ -223,5 +227,9 @@ def die_with_parent(last: signal.Signals) -> Callable[[], None] | None:
         if os.getppid() != parent:
             # The parent ended before the kernel was asked.
             os._exit(1)
+        if is_batch:
+            # A sandbox may forbid it, and nothing depends on it.
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
     return prepare

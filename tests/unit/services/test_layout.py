@@ -183,3 +183,22 @@ def test_a_mistake_in_any_table_is_found_before_anything_starts(
 
 def test_the_default_configuration_is_accepted(tmp_path: Path, model: Path) -> None:
     check_tables(plan(tmp_path, model, DEFAULT_CONFIG.read_text(), simulated=True), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "simulated", "expected"),
+    [
+        ("", True, True),
+        # Its threads would be waited for at every hop.
+        ("", False, False),
+        ('[engine]\ndevice = "cpu"', False, False),
+        ('[engine]\ndevice = "cuda"', False, True),
+        ('[engine]\ndevice = "cuda"\n[supervisor]\nscheduling = "normal"', False, False),
+        ('[supervisor]\nscheduling = "batch"', False, True),
+    ],
+)
+def test_processes_interrupt_one_another_only_where_an_engine_computes_beside_them(
+    tmp_path: Path, model: Path, config: str, simulated: bool, expected: bool
+) -> None:
+    layout = plan(tmp_path, model, config, simulated=simulated)
+    assert {spec.is_batch for spec in layout.processes} == {expected}

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec,
 LIMIT_S = 30.0
 
 
-def child(tmp_path: Path, program: str, **spec: float) -> ChildProcess:
+def child(tmp_path: Path, program: str, **spec: Any) -> ChildProcess:
     argv = (sys.executable, "-c", textwrap.dedent(program))
     return ChildProcess(ProcessSpec(name="part", argv=argv, **spec), tmp_path / "part.log", {"PART": "1"})
 
@@ -160,3 +161,27 @@ def _wait_gone(process: psutil.Process) -> None:
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < ends_s, f"{process} still runs"
         time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own")
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_scheduling_is_that_of_all_threads_and_children(tmp_path: Path, is_batch: bool) -> None:
+    part = child(
+        tmp_path,
+        """
+        import os, subprocess, sys, threading
+        found = []
+        thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+        ask = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+        below = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        print(f"ready part thread={found[0]} child={below}", flush=True)
+        """,
+        is_batch=is_batch,
+    )
+    await part.start()
+    expected = str(os.SCHED_BATCH if is_batch else os.SCHED_OTHER)
+    told = await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
+    assert told == {"thread": expected, "child": expected}
+    await part.wait()
