@@ -116,6 +116,13 @@ def summary(results: list[Result], elapsed_s: float) -> dict[str, Any]:
     }
 
 
+def record(path: Path | None, source: str, figures: dict[str, Any]) -> None:
+    """The figures of one source of schemas, beside those of others."""
+    if path is not None:
+        kept = json.loads(path.read_text()).get("sources", {}) if path.exists() else {}
+        write_result(path, {"sources": {**kept, source: figures}})
+
+
 def main() -> int:
     """Prints the figures; 1 when a finished answer does not validate or a request failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -124,7 +131,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=0, help="schemas to take from the file; 0 takes all")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=1500)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other sources")
     arguments = parser.parse_args()
     rows = schemas(arguments.count)
     if arguments.file is not None:
@@ -139,10 +146,10 @@ def main() -> int:
     reasons = [result for result in results if result.outcome != "valid"]
     for result in reasons:
         print(f"{result.outcome:8} {result.name}: {result.detail[:160]}")
-    write_result(
+    record(
         arguments.json,
+        arguments.file.name if arguments.file is not None else "generated",
         {
-            "source": arguments.file.name if arguments.file is not None else "generated",
             "temperature": 1,
             "max_tokens": arguments.max_tokens,
             **figures,

@@ -27,6 +27,15 @@ def _secret_text(num_characters: int = 10) -> str:
     return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(num_characters))
 
 
+def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Ids of one text. Other threads go on meanwhile, which the library's `encode` does not allow: it holds
+    the interpreter's lock until it is done.
+    """
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
 class ControlTokens:
     """The spellings to protect, of one tokenizer with the templates it is used with.
 
@@ -108,10 +117,10 @@ class ProtectedEncoder:
         if self._pattern is not None:
             text = self._pattern.sub(lambda match: self._name_of[match.group()], text)
         text = text.replace(self._mark, "")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = [self._original_ids.get(token_id, token_id) for token_id in encoding.ids]
+        encoded = ids_of(self._tokenizer, text)
+        ids = [self._original_ids.get(token_id, token_id) for token_id in encoded]
         if any(
-            token_id in self._control_ids and encoding.ids[index] not in self._original_ids
+            token_id in self._control_ids and encoded[index] not in self._original_ids
             for index, token_id in enumerate(ids)
         ):
             return self._without_vocabulary_hits(text)
@@ -130,8 +139,7 @@ class ProtectedEncoder:
         return ids + self._encode_part(text[start:])
 
     def _encode_part(self, text: str) -> list[int]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [self._original_ids.get(token_id, token_id) for token_id in encoded]
+        return [self._original_ids.get(token_id, token_id) for token_id in ids_of(self._tokenizer, text)]
 
 
 def _alternatives(texts: Collection[str]) -> re.Pattern[str] | None:

@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tokenizer_svc.checkpoint import Checkpoint
-from tokenizer_svc.control import ControlTokens, ProtectedEncoder
+from tokenizer_svc.control import ControlTokens, ProtectedEncoder, ids_of
 from tokenizer_svc.types import Truncation
 
 # Below this, encoding at once is as fast as looking pieces up.
@@ -74,8 +74,7 @@ class TextEncoder:
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """A plain prompt. Spellings of control tokens are control tokens: the caller writes the prompt."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Several plain prompts, on all cores."""
@@ -101,7 +100,7 @@ class TextEncoder:
             return self._encode_turns(rendered, tenant)
         if self._control.mark in rendered:
             return Encoded(self._protected.encode(rendered))
-        return Encoded(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return Encoded(ids_of(self._tokenizer, rendered))
 
     def _encode_turns(self, rendered: str, tenant: str) -> Encoded:
         turns = self._split(rendered)

@@ -1,4 +1,4 @@
-"""Conversations that are too large for the service's own process, which everybody shares.
+"""Prompts that are too large for the service's own process, which everybody shares.
 
 Parsing tools, options and documents and writing them with a template are Python's work: while it lasts, no
 other request goes on. Runs in a worker process. Long texts alone are cheaper, but not for nothing.
@@ -33,8 +33,18 @@ def is_large(conversation: chat_pb2.Conversation) -> bool:
     return size - texts > _MAX_STRUCTURED_BYTES
 
 
+def is_large_text(text: str) -> bool:
+    """The same for a text."""
+    return len(text) > _MAX_BYTES
+
+
 def prepare(request: PromptRequest, prompts: Prompts, *, max_tool_bytes: int) -> WorkerReply:
     """Rendered and encoded, or why not."""
+    if request.text is not None:
+        start = time.perf_counter()
+        ids = prompts.encoder.encode_text(request.text, add_special_tokens=request.add_special_tokens)
+        encode_s = time.perf_counter() - start
+        return WorkerReply(prompted=Prompted(token_ids=array("I", ids).tobytes(), encode_s=encode_s))
     try:
         conversation = convert.conversation(
             chat_pb2.Conversation.FromString(request.conversation), max_tool_bytes=max_tool_bytes

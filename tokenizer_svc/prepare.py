@@ -16,6 +16,7 @@ from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler, refusal
 from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, Prompted, PromptRequest
+from tokenizer_svc.large import is_large_text
 from tokenizer_svc.limits import num_characters
 from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.threads import TextThreads
@@ -153,6 +154,9 @@ class Preparer:
     async def encode_text(self, text: str, *, add_special_tokens: bool, tenant: str = "") -> list[int]:
         """Token ids of a plain prompt."""
         self._limits.text(text, ANY_LENGTH, "prompt")
+        if is_large_text(text):
+            request = PromptRequest(text=text, add_special_tokens=add_special_tokens, tenant=tenant)
+            return _ids(await self._in_worker(request, tenant))
         encoder = self._prompts.encoder
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
             return await self._threads.run(
@@ -241,7 +245,8 @@ class Preparer:
         if reply.prompted is None:
             assert reply.refused is not None
             raise refusal(reply.refused)
-        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.render_s, stage="render")
+        if request.text is None:
+            self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.render_s, stage="render")
         self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.encode_s, stage="encode")
         return reply.prompted
 

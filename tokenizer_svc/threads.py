@@ -14,7 +14,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 # Work on inputs below this many characters takes less time than handing it to a thread.
-_INLINE_CHARACTERS = 8 * 1024
+_INLINE_CHARACTERS = 4 * 1024
 # From here on a text takes some tenths of a second.
 _HUGE_CHARACTERS = 1024 * 1024
 

@@ -132,10 +132,15 @@ class WorkerPool:
         done: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         if isinstance(request, PromptRequest):
             return _Job(
-                tenant=tenant, payload=msgspec.msgpack.encode(request), limit_s=self._prompt_limit_s,
-                field="messages", what="rendering and encoding", advice="send less text, or fewer tools",
-                reason=Reason.REQUEST_TOO_LARGE, done=done,
-            )  # fmt: skip
+                tenant=tenant,
+                payload=msgspec.msgpack.encode(request),
+                limit_s=self._prompt_limit_s,
+                field="messages" if request.text is None else "prompt",
+                what="rendering and encoding",
+                advice="send less text, or fewer tools",
+                reason=Reason.REQUEST_TOO_LARGE,
+                done=done,
+            )
         encoded = isinstance(request, EncodedGrammar)
         return _Job(
             tenant=tenant,

@@ -75,10 +75,12 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
-    """A conversation so large that it is rendered and encoded in a worker."""
+    """A prompt so large that it is rendered and encoded in a worker."""
 
-    # millrace.common.v1.Conversation as it came, unlooked at.
-    conversation: bytes
+    # millrace.common.v1.Conversation as it came, unlooked at; or a text.
+    conversation: bytes = b""
+    text: str | None = None
+    add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     length: LengthLimit = LengthLimit()
     tenant: str = ""
@@ -97,15 +99,15 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):
-    """A rendered and encoded conversation; times in seconds."""
+    """A prompt that is rendered and encoded; times in seconds. Of a text, only the ids are filled in."""
 
     # 32-bit ids, as `array("I")` has them.
     token_ids: bytes
-    assistant_prefix: str
-    # None when the answer is free.
-    grammar: EncodedGrammar | None
-    render_s: float
     encode_s: float
+    render_s: float = 0.0
+    assistant_prefix: str = ""
+    # None when the answer is free.
+    grammar: EncodedGrammar | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,20 @@ def test_tokens_declared_only_in_the_configuration_are_added(tmp_path: Path) -> 
     assert text.ids(conversation([{"role": "user", "content": "x"}]))[-1] == next_id
     assert next_id in text.checkpoint.vocabulary.special_ids
     assert json.loads(text.checkpoint.tokenizer_json)["added_tokens"][-1]["content"] == "<late>"
+
+
+def test_other_threads_go_on_while_a_text_is_encoded(tmp_path: Path) -> None:
+    text = Text(make("qwen_tools", tmp_path))
+    long = "Grüße <|im_start|> " * 20_000
+    with ThreadPoolExecutor(1) as threads:
+        for encode in (
+            lambda: text.encoder.encode_text(long, add_special_tokens=False),
+            lambda: text.encoder.encode_rendered(text.control.protect(long, allow_markup=False), tenant="t"),
+        ):
+            done, rounds = threads.submit(encode), 0
+            while not done.done():
+                time.sleep(0)
+                rounds += 1
+            # Held up by the interpreter's lock, there would be next to none.
+            assert rounds > 100
+            assert done.result()

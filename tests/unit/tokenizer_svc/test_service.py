@@ -168,6 +168,10 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         assert "f99" in answer.grammar.payload.decode()
         counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=request))
         assert counted.token_ids == answer.token_ids
+        text = "me <think> " * 30_000
+        whole = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text=text))
+        batch = running.stub.EncodeBatch(tokenizer_pb2.EncodeBatchRequest(texts=[text]))
+        assert whole.token_ids == batch.prompts[0].ids
         # Errors are the same as well.
         short = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), conversation=request)
         error = refused(running.stub.Prepare, short)
