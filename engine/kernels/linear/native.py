@@ -20,8 +20,8 @@ FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED = range(6)
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
 OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
-# Groups of inputs must be a multiple of this.
-GROUP_MULTIPLE = 4
+# Groups of inputs must be a multiple of this, by packed format.
+GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
 
 
 class PackedWeightStruct(ctypes.Structure):
@@ -36,7 +36,6 @@ class PackedWeightStruct(ctypes.Structure):
         ("data", c_void_p),
         ("scales", c_void_p),
         ("minimums", c_void_p),
-        ("offsets", c_void_p),
         ("bias", c_void_p),
         ("smoothing", c_void_p),
         ("order", c_void_p),
@@ -130,13 +129,11 @@ class NativePacker:
         struct.data = take(self._packed_bytes(form, outputs, padded))
         if scale is not None:
             groups = scale.shape[1]
-            if form in (INT4_GROUPED, INT8_GROUPED):
+            if form in GROUP_MULTIPLES:
                 struct.group_size = inputs // groups
-                assert struct.group_size % GROUP_MULTIPLE == 0, f"groups of {struct.group_size} inputs"
+                assert struct.group_size % GROUP_MULTIPLES[form] == 0, f"groups of {struct.group_size} inputs"
             struct.scales = take(groups * padded_outputs * 4)
             struct.minimums = take(groups * padded_outputs * 4) if minimum is not None else None
-        if form == INT8_DYNAMIC:
-            struct.offsets = take(padded_outputs * 4)
         bias = None if bias is None else bias.float().contiguous()
         struct.bias = None if bias is None else take(padded_outputs * 4)
         struct.smoothing = self._kept(getattr(weight, "smoothing", None), torch.float32)

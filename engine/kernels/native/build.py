@@ -31,7 +31,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mtune=haswell")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mprfchw", "-mtune=haswell")
 _AVX512 = (*_AVX2[:-1], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd", "-mavx512vnni")
 _WIDE = ("-mprefer-vector-width=512", "-mtune=icelake-server")
 # Level to its compiler flags, best last (but see `machine_levels`).

@@ -19,8 +19,7 @@ bool converts_alone(const PackedWeight& weight, int64_t num_rows) {
 
 Copy copy_of(const GemmArgs& args, int64_t num_rows, int64_t part) {
   const PackedWeight& weight = args.weight;
-  const int64_t height = padded_rows(num_rows), extra = (1 + num_sums(weight)) * static_cast<int64_t>(sizeof(float));
-  const int64_t bytes = (height * (workspace_stride(weight) + extra) + 63) / 64 * 64;
+  const int64_t bytes = (padded_rows(num_rows) * row_bytes(weight) + 63) / 64 * 64;
   return copy_at(weight, static_cast<char*>(args.workspace) + part * bytes, num_rows);
 }
 
@@ -86,8 +85,8 @@ MILLRACE_OP(gemm, GemmArgs)
 
 // Bytes of workspace that products of up to max_rows rows and padded_inputs inputs need.
 extern "C" int64_t millrace_gemm_workspace(int64_t max_rows, int64_t padded_inputs, int64_t num_threads) {
-  // A row, its scale, and a sum for every four inputs at most.
-  const int64_t row = padded_inputs * static_cast<int64_t>(sizeof(HalfKind::Row)) + 4 + padded_inputs;
+  // A row of floats, with a scale and a sum for every four inputs, is the largest.
+  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2);
   const int64_t alone = padded_rows(std::max<int64_t>(1, kPrivateElements / padded_inputs)) * row + 64;
   return std::max(padded_rows(max_rows) * row, alone * num_threads) + 64;
 }

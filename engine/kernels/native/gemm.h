@@ -2,8 +2,9 @@
 //
 // A packed weight is a row of panels of kPanel outputs (the last one narrower, a multiple of kLane). Inside a
 // panel, inputs go in groups of as many as one multiply-accumulate instruction takes, outputs side by side:
-// [inputs / group][outputs of the panel][group], group = 1 (float32), 2 (bfloat16) or 4 (int8). Panels follow
-// each other without gap, so a product reads the weight as one stream.
+// [inputs / group][outputs of the panel][group], group = 1 (float32), 2 (bfloat16) or 4 (int8, as w + 128). Two
+// groups of 4-bit levels share their bytes, the first in the lower halves. Panels follow each other without gap,
+// so a product reads the weight as one stream.
 //
 // Every output is one chain of additions over the inputs in ascending order, whatever the number of rows: rows
 // are independent bit for bit. (With AMX the chain is the tile instruction's; all row counts use it.)
@@ -21,13 +22,13 @@ constexpr int64_t kLane = 16;
 enum Format : int64_t {
   kFloat32 = 0,
   kBfloat16 = 1,
-  // int8 with a scale per output; rows are rounded to bfloat16.
+  // int8 with a scale per output; rows are rounded to 16 bits by blocks of inputs (gemm_wide.h).
   kInt8 = 2,
   // The same weights; rows are quantized to int8 with a scale each, products are exact in int32.
   kInt8Dynamic = 3,
-  // 4 bits (levels 0 to 15, standing for level - 8), scaled by groups of inputs; rows are rounded to bfloat16.
+  // 4 bits (levels 0 to 15, standing for level - 8), scaled by groups of inputs; rows are rounded to 16 bits.
   kInt4Grouped = 4,
-  // int8, scaled by groups of inputs; rows are rounded to bfloat16.
+  // int8, scaled by groups of inputs; rows are rounded to 16 bits.
   kInt8Grouped = 5,
 };
 
@@ -37,11 +38,10 @@ struct PackedWeight {
   int64_t outputs;        // N
   int64_t inputs;         // K
   int64_t padded_inputs;  // K rounded up with zeros (not for float32)
-  int64_t group_size;     // inputs per scale (grouped formats), a multiple of 4
+  int64_t group_size;     // inputs per scale (grouped formats), a multiple of 4 (int4: of 8)
   void* data;
   float* scales;             // int8: [N]; grouped: [G][N]
   float* minimums;           // grouped: [G][N], times the sum of the group's inputs, or null
-  int32_t* offsets;          // int8 dynamic: [N], 128 times the sum of an output's weights
   float* bias;               // [N] or null
   const float* smoothing;    // [K], inputs are multiplied by it, or null
   const int64_t* order;      // [K], stored input i is input order[i] of the row, or null

@@ -5,10 +5,6 @@
 namespace millrace {
 namespace {
 
-int64_t row_bytes(const PackedWeight& weight) {
-  return workspace_stride(weight) + (1 + num_sums(weight)) * static_cast<int64_t>(sizeof(float));
-}
-
 // Where an expert's converted rows lie: each has its places, and room for a whole tile beyond them.
 Copy copy_of(const ExpertGemmArgs& args, int64_t most_bytes, int64_t expert) {
   const int64_t before = args.starts[expert] + expert * kTileRows;
@@ -94,7 +90,7 @@ MILLRACE_OP(expert_gemm, ExpertGemmArgs)
 
 // Bytes of workspace for products of up to max_places places.
 extern "C" int64_t millrace_expert_workspace(int64_t max_places, int64_t num_experts, int64_t padded_inputs) {
-  // A row of floats at most, its scale, and a sum for every four inputs.
-  const int64_t row = padded_inputs * static_cast<int64_t>(sizeof(float)) + 4 + padded_inputs;
+  // A row of floats, with a scale and a sum for every four inputs, is the largest.
+  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2);
   return (max_places + num_experts * kTileRows) * row + (num_experts + 1) * 128;
 }

@@ -4,6 +4,9 @@
 // NV vectors, rows in pieces of MR; neither changes the order of any output's additions.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "gemm.h"
 #include "vectors.h"
 
@@ -17,11 +20,14 @@ constexpr int kTileRows = 6;
 // How far ahead of its use a weight that is streamed once is asked for, in bytes.
 constexpr int64_t kAhead = 4096;
 
-// What is fetched into the second cache while a tile is computed: four lines from `next` on, further by `step`
-// bytes with every group of inputs.
-struct Prefetch {
-  const char* next;
-  int64_t step;
+// What is asked for while rows are multiplied: the weights that come next, and the lines that results go to.
+struct Fetch {
+  const char* next;  // null where nothing comes next
+  int64_t bytes;
+  bool is_stream;  // the panel itself comes from far
+  float* out;  // the first row's place, or null
+  int64_t out_stride;
+  int64_t out_count;  // floats of each row
 };
 
 // --- element types ---
@@ -93,10 +99,11 @@ struct HalfKind {
 };
 #endif
 
-// int8 weights and rows (stored as q + 128), by fours, exact.
+// 8-bit weights (stored without sign, as w + 128 or as the level of a 4-bit one) and int8 rows, by fours, exact.
+// Sums are those of the stored weights; what that adds is a multiple of the row's own sum.
 struct ByteKind {
-  using Weight = int8_t;
-  using Row = uint8_t;
+  using Weight = uint8_t;
+  using Row = int8_t;
   using Total = int32_t;
   static constexpr int kGroup = 4;
 #if defined(__AVX512VNNI__)
@@ -113,7 +120,7 @@ struct ByteKind {
   }
   static Column column(const Weight* from) { return _mm512_loadu_si512(from); }
   static Sum step(Sum sum, Spread row, Column column) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column));
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(column), "v"(row));
     return sum;
   }
 #else
@@ -131,11 +138,11 @@ struct ByteKind {
     int32_t four;
     std::memcpy(&four, row, sizeof(four));
     const __m256i bytes = _mm256_set1_epi32(four);
-    return {_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
+    return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
   }
   static Column column(const Weight* from) {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+    return {_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
   }
   static Sum step(Sum sum, const Spread& row, const Column& column) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(row.even, column.even));
@@ -144,77 +151,125 @@ struct ByteKind {
 #endif
 };
 
+// Exact sums less a number, as floats.
+inline Vector to_floats(ByteKind::Sum sums, int32_t less) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(less)));
+#else
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(less)));
+#endif
+}
+
 // --- one tile ---
 
-// MR rows and NV vectors of columns. `stride` is the panel's width in outputs.
-template <class Kind, int MR, int NV>
+// MR rows and NV vectors of columns. `stride` is the panel's width in outputs. In each step kLines lines from
+// `next` on are asked for, further by `ahead` bytes with every group of inputs.
+template <class Kind, int MR, int NV, int kLines>
 inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
-                 int64_t stride, int64_t groups, typename Kind::Total* totals, bool first, Prefetch prefetch) {
+                 int64_t stride, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
+                 int64_t ahead) {
+  // Unrolled before all else: only then do the sums become registers.
   typename Kind::Sum sums[MR][NV];
+#pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kWidth);
   constexpr int64_t kStep = Kind::kGroup * kWidth;
-  const int64_t next = stride * Kind::kGroup;
+  const int64_t line = stride * Kind::kGroup;
   for (int64_t g = 0; g < groups; ++g) {
     typename Kind::Column columns[NV];
-    for (int v = 0; v < 4; ++v) _mm_prefetch(prefetch.next + 64 * v, _MM_HINT_T0);
-    prefetch.next += prefetch.step;
+#pragma GCC unroll 8
+    for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kLines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
+    next += ahead;
+#pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
+#pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const typename Kind::Spread row = Kind::spread_row(rows + m * row_stride + g * Kind::kGroup);
+#pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) sums[m][v] = Kind::step(sums[m][v], row, columns[v]);
     }
-    panel += next;
+    panel += line;
   }
+#pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kWidth, sums[m][v]);
 }
 
-// MR rows against a whole panel of `width` columns.
-template <class Kind, int MR>
-inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
-                      int64_t width, int64_t groups, typename Kind::Total* totals, bool first,
-                      Prefetch prefetch) {
-  // As many sums as fit the registers beside a row and its columns.
-  constexpr int kMost = kWidth == 16 ? 4 : MR == 1 ? 8 : 2;
-  constexpr int64_t kColumns = kMost * kWidth;
-  int64_t column = 0;
-  for (; column + kColumns <= width; column += kColumns)
-    tile<Kind, MR, kMost>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first,
-                            prefetch);
-  constexpr int kLeast = kLane / kWidth;
-  for (; column < width; column += kLane)
-    tile<Kind, MR, kLeast>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column, first,
-                            prefetch);
+// Vectors of columns that MR rows take together: as many sums as fit the registers beside a row and its columns.
+template <int MR>
+constexpr int most_vectors() {
+  return kWidth == 16 ? 4 : MR == 1 ? 8 : 2;
 }
 
-// Any number of rows. `next` is what will be read after this panel; null where that is no stream.
+// MR rows against a whole panel of `width` columns.
+template <class Kind, int MR, int kLines>
+inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
+                      int64_t width, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
+                      int64_t ahead) {
+  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kWidth;
+  int64_t column = 0;
+  for (; column + kMost * kWidth <= width; column += kMost * kWidth)
+    tile<Kind, MR, kMost, kLines>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
+                                  first, next, ahead);
+  for (; column < width; column += kLane)
+    tile<Kind, MR, kLeast, 1>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
+                              first, next, ahead);
+}
+
+// Calls body(row, std::integral_constant height) for tiles that cover num_rows rows. Seven to eleven rows go as two
+// tiles of about equal height.
+template <class Body>
+inline void for_tiles(int64_t num_rows, Body body) {
+  for (int64_t row = 0; row < num_rows;) {
+    const int64_t left = num_rows - row, height = left >= 12 || left <= 6 ? std::min<int64_t>(left, 6) : (left + 1) / 2;
+    switch (height) {
+      case 1: body(row, std::integral_constant<int, 1>()); break;
+      case 2: body(row, std::integral_constant<int, 2>()); break;
+      case 3: body(row, std::integral_constant<int, 3>()); break;
+      case 4: body(row, std::integral_constant<int, 4>()); break;
+      case 5: body(row, std::integral_constant<int, 5>()); break;
+      default: body(row, std::integral_constant<int, 6>()); break;
+    }
+    row += height;
+  }
+}
+
+// The lines that rows [row, row + height) will be written to; they are far apart, so nobody else foresees them.
+inline void fetch_results(const Fetch& fetch, int64_t row, int64_t height) {
+  if (fetch.out == nullptr) return;
+  for (int64_t m = row; m < row + height; ++m)
+    for (int64_t column = 0; column < fetch.out_count; column += 16)
+      __builtin_prefetch(fetch.out + m * fetch.out_stride + column, 1);
+}
+
+// Any number of rows.
 template <class Kind>
 inline void multiply(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
                      const typename Kind::Weight* panel, int64_t width, int64_t groups,
-                     typename Kind::Total* totals, bool first, const char* next) {
-  const int64_t line = width * Kind::kGroup * static_cast<int64_t>(sizeof(typename Kind::Weight));
+                     typename Kind::Total* totals, bool first, const Fetch& fetch) {
   const int64_t tiles = (num_rows + 5) / 6;
-  // One tile reads the panel as a stream; of several, each fetches a part of what comes next.
-  const int64_t step = tiles == 1 ? line : (line / tiles + 63) / 64 * 64;
-  Prefetch prefetch{tiles == 1 ? reinterpret_cast<const char*>(panel) + kAhead : next, step};
-  if (next == nullptr) prefetch = {reinterpret_cast<const char*>(panel), 0};
-  while (num_rows > 0) {
-    // Seven to eleven rows go as two tiles of about equal height.
-    const int64_t height = num_rows >= 12 || num_rows <= 6 ? (num_rows < 6 ? num_rows : 6) : (num_rows + 1) / 2;
-    switch (height) {
-      case 1: tile_rows<Kind, 1>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-      case 2: tile_rows<Kind, 2>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-      case 3: tile_rows<Kind, 3>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-      case 4: tile_rows<Kind, 4>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-      case 5: tile_rows<Kind, 5>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-      default: tile_rows<Kind, 6>(rows, row_stride, panel, width, groups, totals, first, prefetch); break;
-    }
-    rows += height * row_stride;
-    totals += height * kPanel;
-    if (tiles > 1) prefetch.next += prefetch.step * groups;
-    num_rows -= height;
-  }
+  const char* itself = reinterpret_cast<const char*>(panel);
+  const int64_t line = width * Kind::kGroup * static_cast<int64_t>(sizeof(typename Kind::Weight));
+  // One tile reads the panel as a stream; of several, each asks for a part of what comes next, at an even pace:
+  // requests that the memory cannot take hold up the loads behind them.
+  const bool stream = fetch.next != nullptr && tiles == 1 && fetch.is_stream;
+  const int64_t step = fetch.next == nullptr ? 0 : fetch.bytes / (groups * tiles);
+  const char* next = fetch.next == nullptr ? itself : fetch.next;
+  for_tiles(num_rows, [&](int64_t row, auto height) {
+    constexpr int MR = decltype(height)::value;
+    fetch_results(fetch, row, MR);
+    const auto* some = rows + row * row_stride;
+    auto* sums = totals + row * kPanel;
+    if (stream)
+      tile_rows<Kind, MR, 4>(some, row_stride, panel, width, groups, sums, first, itself + kAhead, line);
+    else if (step <= 64)
+      tile_rows<Kind, MR, 1>(some, row_stride, panel, width, groups, sums, first, next, step);
+    else
+      tile_rows<Kind, MR, 2>(some, row_stride, panel, width, groups, sums, first, next, step);
+    next += step * groups;
+  });
 }
 
 }  // namespace millrace

@@ -28,21 +28,26 @@ void put_panel(const PackedWeight& weight, int64_t first, int64_t width, Read re
   }
 }
 
+// A byte holds the levels of inputs i and i + 4, for four such bytes of each output side by side.
 void put_levels(const PackArgs& args, int64_t first, int64_t width) {
   const PackedWeight& weight = args.weight;
   uint8_t* panel = static_cast<uint8_t*>(weight.data) + first * weight.padded_inputs / 2;
   const uint8_t* source = static_cast<const uint8_t*>(args.source);
-  const int64_t pairs = weight.inputs / 2, columns = std::min(width, weight.outputs - first);
-  for (int64_t column = 0; column < columns; ++column)
-    for (int64_t pair = 0; pair < pairs; ++pair)
-      panel[pair * width + column] = source[(first + column) * pairs + pair];
+  const int64_t columns = std::min(width, weight.outputs - first);
+  for (int64_t column = 0; column < columns; ++column) {
+    const uint8_t* row = source + (first + column) * (weight.inputs / 2);
+    for (int64_t input = 0; input < weight.inputs; ++input) {
+      const int level = row[input / 2] >> (input % 2 * 4) & 15;
+      panel[(input / 8 * width + column) * 4 + input % 4] |= static_cast<uint8_t>(level << (input / 4 % 2 * 4));
+    }
+  }
 }
 
 void put_data(const PackArgs& args, int64_t first, int64_t width) {
   const PackedWeight& weight = args.weight;
   const float* floats = static_cast<const float*>(args.source);
   const uint16_t* halves = static_cast<const uint16_t*>(args.source);
-  const int8_t* bytes = static_cast<const int8_t*>(args.source);
+  const uint8_t* bytes = static_cast<const uint8_t*>(args.source);
   const bool wide = args.source_bytes == 4;
   switch (weight.format) {
     case kFloat32:
@@ -58,7 +63,7 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
         put_panel<uint16_t, 2>(weight, first, width, [=](int64_t i) { return halves[i]; });
       break;
     case kInt4Grouped: put_levels(args, first, width); break;
-    default: put_panel<int8_t, 4>(weight, first, width, [=](int64_t i) { return bytes[i]; });
+    default: put_panel<uint8_t, 4>(weight, first, width, [=](int64_t i) { return bytes[i] ^ 0x80; });
   }
 }
 
@@ -75,12 +80,6 @@ void put_scales(const PackArgs& args, int64_t first, int64_t width) {
         const float shift = weight.format == kInt4Grouped ? kMiddle * scale : 0.0f;
         weight.minimums[g * padded + output] = args.source_minimums[output * groups + g] + shift;
       }
-    }
-    if (weight.offsets) {
-      const int8_t* row = static_cast<const int8_t*>(args.source) + output * weight.inputs;
-      int32_t sum = 0;
-      for (int64_t input = 0; input < weight.inputs; ++input) sum += row[input];
-      weight.offsets[output] = sum * 128;
     }
   }
 }

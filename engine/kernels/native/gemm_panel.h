@@ -3,90 +3,43 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "gemm_micro.h"
 #include "gemm_rows.h"
 #include "gemm_tiles.h"
+#include "gemm_wide.h"
 
 namespace millrace {
 
 // Rows that share one pass over a panel; their totals stay in the nearest cache.
 constexpr int64_t kRowBlock = 96;
+// The same where a block of inputs has sums of its own.
+constexpr int64_t kWideRowBlock = kTileRows == 32 ? 64 : 48;
 // Inputs of a panel that are multiplied before the next ones: their weights stay in the second cache.
 constexpr int64_t kInputBlock = 4096;
-// Inputs of a quantized panel that are expanded at once.
-constexpr int64_t kExpandBlock = 128;
+// Inputs whose weights stay in the nearest cache while several tiles use them.
+constexpr int64_t kNearInputs = 64;
+// How far ahead of its expansion a weight is asked for, in bytes.
+constexpr int64_t kFarAhead = 16384;
+// Rows of one tile, which read a weight as it is.
+constexpr int64_t kFewRows = 6;
+
 struct alignas(64) Scratch {
   float totals[kRowBlock * kPanel];
-  uint16_t halves[kExpandBlock * kPanel];
-  float floats[kExpandBlock * kPanel];
+  float expanded[kNearInputs * kPanel];
+  int32_t sums[kTileRows * kPanel];
+  uint8_t levels[kBlockInputs * kPanel];
 };
 
-inline thread_local Scratch scratch;
+// With internal linkage: an inline variable would be one for all levels that a process has loaded.
+static thread_local Scratch scratch;
+// A whole panel of floats, where so many rows use it that it is expanded once for all.
+static thread_local std::vector<float> whole_panel;
 
 inline int64_t padded_outputs(const PackedWeight& weight) { return (weight.outputs + kLane - 1) / kLane * kLane; }
 
-// --- expansion of quantized weights, [inputs / 2][width][2] in the type that rows have ---
-
-// An int8 panel's inputs [begin, begin + count), 16 columns at a time.
-#if defined(__AVX512F__)
-inline __m512i byte_of(__m512i fours, int index) {
-  return _mm512_srai_epi32(_mm512_slli_epi32(fours, 24 - 8 * index), 24);
-}
-inline __m512i join(__m512i lower, __m512i upper) {
-  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(lower)), 16);
-  const __m512i high = _mm512_castps_si512(_mm512_cvtepi32_ps(upper));
-  return _mm512_mask_blend_epi16(0xAAAAAAAA, low, high);
-}
-inline void expand_int8(const int8_t* panel, int64_t width, int64_t count, uint16_t* to) {
-  for (int64_t four = 0; four < count / 4; ++four)
-    for (int64_t column = 0; column < width; column += 16) {
-      const __m512i bytes = _mm512_loadu_si512(panel + (four * width + column) * 4);
-      uint16_t* first = to + (four * 2 * width + column) * 2;
-      _mm512_storeu_si512(first, join(byte_of(bytes, 0), byte_of(bytes, 1)));
-      _mm512_storeu_si512(first + width * 2, join(byte_of(bytes, 2), byte_of(bytes, 3)));
-    }
-}
-// Levels are indices into the sixteen numbers that they stand for.
-inline void expand_int4(const uint8_t* panel, int64_t width, int64_t count, uint16_t* to) {
-  alignas(64) uint32_t numbers[16];
-  for (int level = 0; level < 16; ++level) numbers[level] = to_bfloat16(static_cast<float>(level - 8));
-  const __m512i low = _mm512_load_si512(numbers), high = _mm512_slli_epi32(low, 16);
-  for (int64_t pair = 0; pair < count / 2; ++pair)
-    for (int64_t column = 0; column < width; column += 16) {
-      const __m512i bytes = _mm512_cvtepu8_epi32(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel + pair * width + column)));
-      // An index's upper bits are ignored.
-      const __m512i lower = _mm512_permutexvar_epi32(bytes, low);
-      const __m512i upper = _mm512_permutexvar_epi32(_mm512_srli_epi32(bytes, 4), high);
-      _mm512_storeu_si512(to + (pair * width + column) * 2, _mm512_or_si512(lower, upper));
-    }
-}
-#else
-inline void expand_int8(const int8_t* panel, int64_t width, int64_t count, uint16_t* to) {
-  for (int64_t four = 0; four < count / 4; ++four)
-    for (int64_t column = 0; column < width; ++column)
-      for (int64_t i = 0; i < 4; ++i)
-        to[((four * 2 + i / 2) * width + column) * 2 + i % 2] = to_bfloat16(panel[(four * width + column) * 4 + i]);
-}
-inline void expand_int4(const uint8_t* panel, int64_t width, int64_t count, uint16_t* to) {
-  for (int64_t pair = 0; pair < count / 2; ++pair)
-    for (int64_t column = 0; column < width; ++column) {
-      const uint8_t byte = panel[pair * width + column];
-      uint16_t* out = to + (pair * width + column) * 2;
-      out[0] = to_bfloat16(static_cast<float>((byte & 15) - 8));
-      out[1] = to_bfloat16(static_cast<float>((byte >> 4) - 8));
-    }
-}
-#endif
-
 // --- results ---
-
-struct Output {
-  float* out;
-  int64_t count;  // columns that exist
-  bool accumulate;
-};
 
 // Where a product's rows go.
 struct Results {
@@ -95,96 +48,144 @@ struct Results {
   bool accumulate;
 };
 
-// One row's totals to the result: scale, bias, sum.
-inline void finish_row(const float* totals, float scale, const float* scales, const float* bias, const Output& output) {
+// One row's totals to `count` places of the result: scale, bias, sum.
+inline void finish_row(const float* totals, float scale, const float* scales, const float* bias, float* out,
+                       int64_t count, bool accumulate) {
   alignas(64) float values[kPanel];
-  const int64_t padded = (output.count + kLane - 1) / kLane * kLane;
+  const int64_t padded = (count + kLane - 1) / kLane * kLane;
   const Vector factor = spread(scale);
   for (int64_t column = 0; column < padded; column += kWidth) {
     Vector value = load(totals + column);
     if (scales) value = mul(value, mul(factor, load(scales + column)));
     if (bias) value = add(value, load(bias + column));
-    if (column + kWidth <= output.count) {
-      if (output.accumulate) value = add(value, load(output.out + column));
-      store(output.out + column, value);
+    if (column + kWidth <= count) {
+      if (accumulate) value = add(value, load(out + column));
+      store(out + column, value);
     } else {
       store(values, value);
-      for (int64_t i = column; i < output.count; ++i)
-        output.out[i] = output.accumulate ? output.out[i] + values[i - column] : values[i - column];
+      for (int64_t i = column; i < count; ++i) out[i] = accumulate ? out[i] + values[i - column] : values[i - column];
     }
   }
 }
 
-inline void subtract_offsets(int32_t* totals, const int32_t* offsets, int64_t width) {
+// Exact sums with stored weights to those with the weights themselves, in place: less `middle` times the row's sum.
+inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t width) {
+  const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle);
   float* floats = reinterpret_cast<float*>(totals);
-  for (int64_t column = 0; column < width; column += kWidth) {
-#if defined(__AVX512F__)
-    const __m512i exact = _mm512_sub_epi32(_mm512_loadu_si512(totals + column), _mm512_loadu_si512(offsets + column));
-    store(floats + column, _mm512_cvtepi32_ps(exact));
-#else
-    const __m256i exact = _mm256_sub_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(totals + column)),
-                                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(offsets + column)));
-    store(floats + column, _mm256_cvtepi32_ps(exact));
-#endif
-  }
+  for (int64_t column = 0; column < width; column += kWidth)
+    store(floats + column, to_floats(ByteKind::resume(totals + column), static_cast<int32_t>(less)));
 }
 
-// --- one panel against a block of rows ---
+// --- a panel against a block of rows ---
 
 template <class Kind>
-inline void plain_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const typename Kind::Weight* panel,
-                 int64_t width, int64_t inputs, typename Kind::Total* totals, const void* next) {
-  const auto* data = static_cast<const typename Kind::Row*>(rows.data) + first_row * rows.stride;
+inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t num_rows,
+                        const typename Kind::Weight* panel, int64_t width, int64_t inputs,
+                        typename Kind::Total* totals, const Fetch& fetch) {
+  const int64_t line = width * static_cast<int64_t>(sizeof(typename Kind::Weight));
   for (int64_t begin = 0; begin < inputs; begin += kInputBlock) {
     const int64_t count = std::min(kInputBlock, inputs - begin);
-    multiply_rows<Kind>(data + begin, rows.stride, num_rows, panel + begin * width, width, count / Kind::kGroup,
-                        totals, begin == 0, static_cast<const char*>(next));
+    const bool last = begin + count == inputs;
+    Fetch some = fetch;
+    if (!last)
+      some = {reinterpret_cast<const char*>(panel + (begin + count) * width), count * line, fetch.is_stream, nullptr, 0, 0};
+    multiply_rows<Kind>(rows + begin, stride, num_rows, panel + begin * width, width, count / Kind::kGroup, totals,
+                        begin == 0, some);
   }
 }
 
-inline void int8_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const int8_t* panel, int64_t width,
-                int64_t inputs, float* totals) {
-  const auto* data = static_cast<const HalfKind::Row*>(rows.data) + first_row * rows.stride;
-  for (int64_t begin = 0; begin < inputs; begin += kExpandBlock) {
-    const int64_t count = std::min(kExpandBlock, inputs - begin);
-    expand_int8(panel + begin * width, width, count, scratch.halves);
-    multiply_rows<HalfKind>(data + begin, rows.stride, num_rows, scratch.halves, width, count / 2, totals,
-                            begin == 0, nullptr);
-  }
+#if !defined(__AVX512BF16__)
+// bfloat16 weights [inputs / 2][width][2] as floats [inputs][width].
+inline void expand_halves(const uint16_t* panel, int64_t width, int64_t inputs, float* to) {
+  for (int64_t input = 0; input < inputs; input += 2)
+    for (int64_t column = 0; column < width; column += kWidth) {
+      const uint16_t* pairs = panel + input * width + 2 * column;
+      store(to + input * width + column, lower_half(pairs));
+      store(to + (input + 1) * width + column, upper_half(pairs));
+    }
 }
 
-// Each group's sums are scaled before they are added up.
-inline void grouped_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const PackedWeight& weight,
-                   int64_t column, int64_t width, float* totals) {
-  const auto* data = static_cast<const HalfKind::Row*>(rows.data) + first_row * rows.stride;
+// The same sums as plain_panel<HalfKind> bit for bit: rows are floats in both.
+inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, const uint16_t* panel,
+                           int64_t width, int64_t inputs, float* totals, const Fetch& fetch) {
+  const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
+  for (int64_t begin = 0; begin < inputs; begin += kNearInputs) {
+    const int64_t count = std::min(kNearInputs, inputs - begin);
+    const bool last = begin + count == inputs;
+    expand_halves(panel + begin * width, width, count, scratch.expanded);
+    // What lies so far ahead in the stream is asked for, whichever panel it is of.
+    const Fetch some{fetch.next ? reinterpret_cast<const char*>(panel + begin * width) + kFarAhead : nullptr,
+                     count * line,
+                     false,
+                     last ? fetch.out : nullptr,
+                     fetch.out_stride,
+                     fetch.out_count};
+    multiply<FloatKind>(rows + begin, stride, num_rows, scratch.expanded, width, count, totals, begin == 0, some);
+  }
+}
+#endif
+
+// Levels of two lots of four inputs in a byte, the first in the lower half, as bytes of their own.
+inline void expand_levels(const uint8_t* panel, int64_t width, int64_t inputs, uint8_t* to) {
+  const int64_t line = width * 4;
+  for (int64_t input = 0; input < inputs; input += 8, panel += line, to += 2 * line)
+    for (int64_t at = 0; at < line; at += kWidth * 4) {
+#if defined(__AVX512F__)
+      const __m512i mask = _mm512_set1_epi8(15), levels = _mm512_loadu_si512(panel + at);
+      _mm512_storeu_si512(to + at, _mm512_and_si512(levels, mask));
+      _mm512_storeu_si512(to + line + at, _mm512_and_si512(_mm512_srli_epi16(levels, 4), mask));
+#else
+      const __m256i mask = _mm256_set1_epi8(15);
+      const __m256i levels = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + at));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), _mm256_and_si256(levels, mask));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + line + at),
+                          _mm256_and_si256(_mm256_srli_epi16(levels, 4), mask));
+#endif
+    }
+}
+
+// Each block's exact sums are scaled before they are added up.
+inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, const PackedWeight& weight,
+                       int64_t column, int64_t width, float* totals, const Fetch& fetch) {
+  const Blocks blocks = blocks_of(weight);
   const bool four = weight.format == kInt4Grouped;
-  const int64_t padded = padded_outputs(weight), groups = weight.inputs / weight.group_size;
-  const char* panel = static_cast<const char*>(weight.data) + column * weight.padded_inputs / (four ? 2 : 1);
-  std::memset(totals, 0, num_rows * kPanel * sizeof(float));
-  for (int64_t group = 0; group < groups; ++group) {
-    const float* scales = weight.scales + group * padded + column;
+  const int32_t middle = four ? 8 : 128;
+  const int64_t padded = padded_outputs(weight), density = four ? 2 : 1;
+  const auto* panel = static_cast<const uint8_t*>(weight.data) + column * weight.padded_inputs / density;
+  const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const auto* data = static_cast<const WideRow*>(rows.data) + first_row * rows.stride;
+  for (int64_t block = 0; block < blocks.count; ++block) {
+    const int64_t begin = blocks.begin(block), count = blocks.end(block) - begin, group = blocks.group_of(block);
+    const float* scales = weight.group_size ? weight.scales + group * padded + column : nullptr;
     const float* minimums = weight.minimums ? weight.minimums + group * padded + column : nullptr;
-    const int64_t start = group * weight.group_size, end = start + weight.group_size;
+    const uint8_t* weights = panel + begin * width / density;
+    if (four) {
+      expand_levels(weights, width, count, scratch.levels);
+      weights = scratch.levels;
+    }
+    const bool last = block + 1 == blocks.count;
+    const int64_t bytes = count * width / density, groups = count / 4;
+    // What lies so far ahead in the stream is asked for, each tile asking for its part.
+    const char* next = reinterpret_cast<const char*>(panel + begin * width / density) + std::max(kAhead, bytes);
+    const int64_t ahead = fetch.next ? std::min<int64_t>(128, bytes / (2 * groups * tiles)) : 0;
     for (int64_t row = 0; row < num_rows; row += kTileRows) {
       const int64_t height = std::min<int64_t>(kTileRows, num_rows - row);
-      for (int64_t begin = start; begin < end; begin += kExpandBlock) {
-        const int64_t count = std::min(kExpandBlock, end - begin);
-        // A group longer than the buffer is expanded anew for each tile.
-        if (row == 0 || weight.group_size > kExpandBlock) {
-          if (four)
-            expand_int4(reinterpret_cast<const uint8_t*>(panel) + begin * width / 2, width, count, scratch.halves);
-          else
-            expand_int8(reinterpret_cast<const int8_t*>(panel) + begin * width, width, count, scratch.halves);
-        }
-        multiply_rows<HalfKind>(data + row * rows.stride + begin, rows.stride, height, scratch.halves, width,
-                                count / 2, scratch.floats, begin == start, nullptr);
-      }
+      if (last) fetch_results(fetch, row, height);
+      multiply_wide(data + row * rows.stride + begin, rows.stride, weight.padded_inputs, height, weights, width,
+                    groups, scratch.sums, next, ahead);
+      next += 2 * ahead * groups;
       for (int64_t m = 0; m < height; ++m) {
-        const Vector sum = spread(minimums ? rows.sums[(first_row + row + m) * groups + group] : 0.0f);
+        int32_t* sums = scratch.sums + m * kPanel;
+        const int64_t at = (first_row + row + m) * blocks.count + block;
+        settle_row(sums, rows.sums[at], middle, width);
+        const float scale = rows.scales[at];
+        const Vector row_scale = spread(scale), row_sum = spread(scale * static_cast<float>(rows.sums[at]));
         for (int64_t v = 0; v < width; v += kWidth) {
           float* total = totals + (row + m) * kPanel + v;
-          Vector value = fma(load(scratch.floats + m * kPanel + v), load(scales + v), load(total));
-          if (minimums) value = fma(sum, load(minimums + v), value);
+          const Vector factor = scales ? mul(row_scale, load(scales + v)) : row_scale;
+          const Vector before = block == 0 ? zero() : load(total);
+          Vector value = fma(load(reinterpret_cast<const float*>(sums) + v), factor, before);
+          if (minimums) value = fma(row_sum, load(minimums + v), value);
           store(total, value);
         }
       }
@@ -192,46 +193,66 @@ inline void grouped_panel(const Rows& rows, int64_t first_row, int64_t num_rows,
   }
 }
 
-// Rows [begin, end) against the panel that starts at output `column`.
-// `next` is the output at which the panel starts that the thread computes next.
+// Rows [begin, end) against the panel that starts at output `column`. `next` is the output at which the panel
+// starts that the thread computes next.
 inline void panel_product(const PackedWeight& weight, const Results& results, const Rows& rows, int64_t column,
                           int64_t begin, int64_t end, int64_t next) {
   const int64_t width = std::min(kPanel, padded_outputs(weight) - column);
-  const int64_t offset = column * weight.padded_inputs;
-  float* totals = scratch.totals;
+  const int64_t offset = column * weight.padded_inputs, count = std::min(width, weight.outputs - column);
+  const bool whole = weight.format == kInt8 || weight.format == kInt8Dynamic;
+  const float* scales = whole ? weight.scales + column : nullptr;
+  const float* bias = weight.bias ? weight.bias + column : nullptr;
   const char* following =
       static_cast<const char*>(weight.data) + packed_bytes(weight.format, next, weight.padded_inputs);
-  for (int64_t first = begin; first < end; first += kRowBlock) {
-    const int64_t count = std::min(kRowBlock, end - first);
-    const float* scales = weight.format == kInt8 || weight.format == kInt8Dynamic ? weight.scales + column : nullptr;
+  const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
+  float* totals = scratch.totals;
+  const int64_t height = is_wide(weight) ? kWideRowBlock : kRowBlock;
+  for (int64_t first = begin; first < end; first += height) {
+    const int64_t num_rows = std::min(height, end - first);
+    float* out = results.out + first * results.stride + column;
+    // The panel is a stream for its first rows only.
+    const bool stream = first == begin;
+    const Fetch fetch{stream ? following : nullptr, panel_bytes, stream, out, results.stride, count};
     switch (weight.format) {
       case kFloat32:
-        plain_panel<FloatKind>(rows, first, count, static_cast<const float*>(weight.data) + offset, width,
-                               weight.inputs, totals, following);
+        plain_panel<FloatKind>(static_cast<const float*>(rows.data) + first * rows.stride, rows.stride, num_rows,
+                               static_cast<const float*>(weight.data) + offset, width, weight.inputs, totals, fetch);
         break;
-      case kBfloat16:
-        plain_panel<HalfKind>(rows, first, count, static_cast<const uint16_t*>(weight.data) + offset, width,
-                              weight.padded_inputs, totals, following);
+      case kBfloat16: {
+        const auto* halves = static_cast<const uint16_t*>(weight.data) + offset;
+        const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
+#if !defined(__AVX512BF16__)
+        if (end - begin > kRowBlock) {
+          if (stream) {
+            whole_panel.resize(kPanel * weight.padded_inputs);
+            expand_halves(halves, width, weight.padded_inputs, whole_panel.data());
+          }
+          plain_panel<FloatKind>(from, rows.stride, num_rows, whole_panel.data(), width, weight.padded_inputs,
+                                 totals, fetch);
+          break;
+        }
+        if (num_rows > kFewRows) {
+          expanded_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
+          break;
+        }
+#endif
+        plain_panel<HalfKind>(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
         break;
-      case kInt8:
-        int8_panel(rows, first, count, static_cast<const int8_t*>(weight.data) + offset, width,
-                   weight.padded_inputs, totals);
+      }
+      case kInt8Dynamic: {
+        auto* sums = reinterpret_cast<int32_t*>(totals);
+        plain_panel<ByteKind>(static_cast<const int8_t*>(rows.data) + first * rows.stride, rows.stride, num_rows,
+                              static_cast<const uint8_t*>(weight.data) + offset, width, weight.padded_inputs, sums,
+                              fetch);
+        for (int64_t row = 0; row < num_rows; ++row)
+          settle_row(sums + row * kPanel, rows.sums[first + row], 128, width);
         break;
-      case kInt8Dynamic:
-        plain_panel<ByteKind>(rows, first, count, static_cast<const int8_t*>(weight.data) + offset, width,
-                              weight.padded_inputs, reinterpret_cast<int32_t*>(totals), following);
-        break;
-      default: grouped_panel(rows, first, count, weight, column, width, totals);
+      }
+      default: wide_panel(rows, first, num_rows, weight, column, width, totals, fetch);
     }
-    for (int64_t row = 0; row < count; ++row) {
-      float* sums = totals + row * kPanel;
-      if (weight.format == kInt8Dynamic)
-        subtract_offsets(reinterpret_cast<int32_t*>(sums), weight.offsets + column, width);
-      const Output output{results.out + (first + row) * results.stride + column,
-                          std::min(width, weight.outputs - column), results.accumulate};
-      finish_row(sums, rows.scales ? rows.scales[first + row] : 1.0f, scales,
-                 weight.bias ? weight.bias + column : nullptr, output);
-    }
+    for (int64_t row = 0; row < num_rows; ++row)
+      finish_row(totals + row * kPanel, weight.format == kInt8Dynamic ? rows.scales[first + row] : 1.0f, scales,
+                 bias, out + row * results.stride, count, results.accumulate);
   }
 }
 

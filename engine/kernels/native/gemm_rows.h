@@ -6,21 +6,25 @@
 
 #include "gemm.h"
 #include "gemm_micro.h"
+#include "gemm_wide.h"
 
 namespace millrace {
 
 // Rows in the form that a product reads.
 struct Rows {
   const void* data;
-  int64_t stride;       // in elements
-  const float* scales;  // [M] of int8 rows, or null
-  const float* sums;    // [M, G] of rows under a weight with minimums, or null
+  int64_t stride;        // in elements
+  const float* scales;   // [M] of int8 rows, [M, blocks] of 16-bit ones
+  const int32_t* sums;   // of levels, as many as scales
 };
+
+// Whether rows are rounded to 16 bits by blocks of inputs.
+inline bool is_wide(const PackedWeight& weight) { return weight.format != kInt8Dynamic && weight.format >= kInt8; }
 
 // Whether a format's rows are copied to the workspace at all.
 inline bool converts(const PackedWeight& weight) {
   if (weight.format == kFloat32) return false;
-  if (weight.format == kInt8Dynamic || weight.smoothing || weight.order || weight.minimums) return true;
+  if (weight.format == kInt8Dynamic || is_wide(weight)) return true;
 #if defined(__AVX512BF16__)
   return true;
 #else
@@ -28,9 +32,18 @@ inline bool converts(const PackedWeight& weight) {
 #endif
 }
 
-inline int64_t row_element_bytes(const PackedWeight& weight) {
-  if (weight.format == kFloat32) return sizeof(float);
-  return weight.format == kInt8Dynamic ? 1 : sizeof(HalfKind::Row);
+inline int64_t workspace_stride(const PackedWeight& weight) {
+  const int64_t padded = weight.padded_inputs;
+  if (weight.format == kFloat32) return padded * static_cast<int64_t>(sizeof(float));
+  if (weight.format == kInt8Dynamic) return padded;
+  if (is_wide(weight)) return padded * 2;
+  return padded * static_cast<int64_t>(sizeof(HalfKind::Row));
+}
+
+// Scales of a row, and sums.
+inline int64_t num_scales(const PackedWeight& weight) {
+  if (weight.format == kInt8Dynamic) return 1;
+  return is_wide(weight) ? blocks_of(weight).count : 0;
 }
 
 #if defined(__AVX512BF16__)
@@ -51,11 +64,16 @@ inline void convert_row(const float* from, float* to, int64_t inputs, int64_t pa
 }
 #endif
 
-// Largest magnitude to 127. A row with NaN or infinity gets a scale that is not finite, so the fault shows.
-inline float quantize_row(const float* from, uint8_t* to, int64_t inputs, int64_t padded) {
+// How inputs become levels: their largest magnitude is `most_level`.
+struct Rounding {
+  float scale;    // what a level of one stands for; not finite where an input is not, so that the fault shows
+  float inverse;  // 0 where all levels are 0
+};
+
+inline Rounding rounding_of(const float* from, int64_t count, float most_level) {
   // Magnitudes order like their bits, and whatever is not finite lies above all that is.
   uint32_t most_bits = 0;
-  for (int64_t i = 0; i < inputs; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i, sizeof(bits));
     bits &= 0x7FFFFFFF;
@@ -63,35 +81,54 @@ inline float quantize_row(const float* from, uint8_t* to, int64_t inputs, int64_
   }
   float most;
   std::memcpy(&most, &most_bits, sizeof(most));
-  const bool finite = most_bits < 0x7F800000;
-  const float scale = finite ? most / 127.0f : __builtin_nanf("");
-  int64_t i = 0;
-  if (finite && scale > 0.0f) {
-    for (; i < inputs; ++i) {
-      // Adding and taking away 1.5 * 2^23 rounds half to even.
-      const float level = from[i] / scale + 12582912.0f;
-      int32_t bits;
-      std::memcpy(&bits, &level, sizeof(bits));
-      bits -= 0x4B400000;
-      bits = bits > 127 ? 127 : bits < -127 ? -127 : bits;
-      to[i] = static_cast<uint8_t>(bits + 128);
-    }
-  }
-  for (; i < padded; ++i) to[i] = 128;
-  return scale;
+  if (most_bits >= 0x7F800000) return {__builtin_nanf(""), 0.0f};
+  // Below this the inverse could overflow, and nothing is lost.
+  if (most < 1e-30f) return {0.0f, 0.0f};
+  return {most / most_level, most_level / most};
 }
 
-// The sum of each group of a converted row.
-inline void sum_groups(const HalfKind::Row* row, int64_t groups, int64_t group_size, float* sums) {
-  for (int64_t g = 0; g < groups; ++g) {
-    float sum = 0.0f;
-    for (int64_t i = 0; i < group_size; ++i) {
-      if constexpr (sizeof(HalfKind::Row) == 2)
-        sum += from_bfloat16(static_cast<uint16_t>(row[g * group_size + i]));
-      else
-        sum += static_cast<float>(row[g * group_size + i]);
+// Half to even: adding and taking away 1.5 * 2^23 leaves no fraction.
+inline int32_t level_of(float value, float inverse, int32_t most_level) {
+  const float level = value * inverse + 12582912.0f;
+  int32_t bits;
+  std::memcpy(&bits, &level, sizeof(bits));
+  bits -= 0x4B400000;
+  return bits > most_level ? most_level : bits < -most_level ? -most_level : bits;
+}
+
+// A row in int8, zeros up to `padded`. Returns its scale.
+inline float quantize_row(const float* from, int8_t* to, int64_t inputs, int64_t padded, int32_t* sum) {
+  const Rounding rounding = rounding_of(from, inputs, 127.0f);
+  int32_t total = 0;
+  std::memset(to, 0, padded);
+  if (rounding.inverse > 0.0f) {
+    for (int64_t i = 0; i < inputs; ++i) {
+      const int32_t level = level_of(from[i], rounding.inverse, 127);
+      to[i] = static_cast<int8_t>(level);
+      total += level;
     }
-    sums[g] = sum;
+  }
+  *sum = total;
+  return rounding.scale;
+}
+
+// A row in 16 bits, zeros up to the padded inputs; a scale and a sum for each block.
+inline void widen_row(const float* from, const PackedWeight& weight, WideRow* to, float* scales, int32_t* sums) {
+  const Blocks blocks = blocks_of(weight);
+  std::memset(to, 0, weight.padded_inputs * 2);
+  for (int64_t block = 0; block < blocks.count; ++block) {
+    const int64_t begin = blocks.begin(block), end = std::min(blocks.end(block), weight.inputs);
+    const Rounding rounding = rounding_of(from + begin, end - begin, static_cast<float>(kMostWide));
+    int32_t total = 0;
+    if (rounding.inverse > 0.0f) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int32_t level = level_of(from[i], rounding.inverse, kMostWide);
+        store_wide(to, weight.padded_inputs, i, level);
+        total += level;
+      }
+    }
+    scales[block] = rounding.scale;
+    sums[block] = total;
   }
 }
 
@@ -103,44 +140,41 @@ inline void arrange_row(const float* from, const PackedWeight& weight, float* to
   }
 }
 
-inline int64_t workspace_stride(const PackedWeight& weight) {
-  return weight.padded_inputs * row_element_bytes(weight);
-}
-
 // Where a copy of converted rows and what belongs to them lie.
 struct Copy {
   char* rows;
   float* scales;
-  float* sums;
+  int32_t* sums;
 };
 
-inline int64_t num_sums(const PackedWeight& weight) {
-  return weight.minimums ? weight.inputs / weight.group_size : 0;
-}
+// With internal linkage: an inline variable would be one for all levels that a process has loaded.
+static thread_local std::vector<float> arranged;
 
 // Row `row` of a copy from the inputs at `from`.
 inline void convert_to(const PackedWeight& weight, const float* from, const Copy& copy, int64_t row) {
-  const int64_t groups = num_sums(weight);
-  thread_local std::vector<float> arranged;
+  const int64_t scales = num_scales(weight);
   if (weight.order || weight.smoothing) {
     arranged.resize(weight.inputs);
     arrange_row(from, weight, arranged.data());
     from = arranged.data();
   }
   char* to = copy.rows + row * workspace_stride(weight);
-  if (weight.format == kFloat32) {
+  if (weight.format == kFloat32)
     std::memcpy(to, from, weight.inputs * sizeof(float));
-  } else if (weight.format == kInt8Dynamic) {
-    copy.scales[row] = quantize_row(from, reinterpret_cast<uint8_t*>(to), weight.inputs, weight.padded_inputs);
-  } else {
-    auto* halves = reinterpret_cast<HalfKind::Row*>(to);
-    convert_row(from, halves, weight.inputs, weight.padded_inputs);
-    if (groups) sum_groups(halves, groups, weight.group_size, copy.sums + row * groups);
-  }
+  else if (weight.format == kInt8Dynamic)
+    copy.scales[row] =
+        quantize_row(from, reinterpret_cast<int8_t*>(to), weight.inputs, weight.padded_inputs, copy.sums + row);
+  else if (is_wide(weight))
+    widen_row(from, weight, reinterpret_cast<WideRow*>(to), copy.scales + row * scales, copy.sums + row * scales);
+  else
+    convert_row(from, reinterpret_cast<HalfKind::Row*>(to), weight.inputs, weight.padded_inputs);
 }
 
 // Tiles read whole tile heights, so the rows after the last one must be there.
 inline int64_t padded_rows(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+// Bytes of a converted row with its scales and sums.
+inline int64_t row_bytes(const PackedWeight& weight) { return workspace_stride(weight) + 8 * num_scales(weight); }
 
 // How a copy of num_rows rows lies in a workspace; `at` is a multiple of 64.
 inline Copy copy_at(const PackedWeight& weight, void* at, int64_t num_rows) {
@@ -148,12 +182,13 @@ inline Copy copy_at(const PackedWeight& weight, void* at, int64_t num_rows) {
   Copy copy;
   copy.rows = static_cast<char*>(at);
   copy.scales = reinterpret_cast<float*>(copy.rows + height * workspace_stride(weight));
-  copy.sums = copy.scales + height;
+  copy.sums = reinterpret_cast<int32_t*>(copy.scales + height * num_scales(weight));
   return copy;
 }
 
 inline Rows rows_of(const PackedWeight& weight, const Copy& copy) {
-  return {copy.rows, weight.padded_inputs, weight.format == kInt8Dynamic ? copy.scales : nullptr, copy.sums};
+  const int64_t elements = is_wide(weight) ? kWideElements : 1;
+  return {copy.rows, weight.padded_inputs * elements, copy.scales, copy.sums};
 }
 
 }  // namespace millrace

@@ -13,7 +13,7 @@
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_ZERO(tile) _tile_zero(tile)
 #define TILE_DOT_HALVES(sum, rows, columns) _tile_dpbf16ps(sum, rows, columns)
-#define TILE_DOT_BYTES(sum, rows, columns) _tile_dpbusd(sum, rows, columns)
+#define TILE_DOT_BYTES(sum, rows, columns) _tile_dpbsud(sum, rows, columns)
 #endif
 
 namespace millrace {
@@ -138,16 +138,18 @@ inline void tiles_1x4(const char* rows, int64_t row_bytes, const char* panel, in
 template <class Kind>
 inline void multiply_by_tiles(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
                               const typename Kind::Weight* panel, int64_t width, int64_t groups,
-                              typename Kind::Total* totals, bool first, const char* next) {
+                              typename Kind::Total* totals, bool first, const Fetch& fetch) {
   const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(typename Kind::Row));
   // A tile's row is one group of inputs of 16 columns: 64 bytes.
   const int64_t line = width * 4, steps = groups / kTile;
   const char* from = reinterpret_cast<const char*>(rows);
   const char* weights = reinterpret_cast<const char*>(panel);
   const int64_t pairs = (num_rows + 31) / 32 * 2;
-  const int64_t next_step = next == nullptr ? 0 : (kTile * line / pairs + 63) / 64 * 64;
+  const char* next = fetch.next;
+  const int64_t next_step = next == nullptr ? 0 : (fetch.bytes / steps / pairs + 63) / 64 * 64;
   for (int64_t row = 0; row < num_rows; row += kTile) {
     const bool two = num_rows - row > kTile;
+    fetch_results(fetch, row, std::min<int64_t>(num_rows - row, two ? 2 * kTile : kTile));
     auto* sums = totals + row * kPanel;
     const char* some = from + row * row_bytes;
     int64_t column = 0;
@@ -183,16 +185,16 @@ struct TileShapes {};
 template <class Kind>
 inline void multiply_rows(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
                           const typename Kind::Weight* panel, int64_t width, int64_t groups,
-                          typename Kind::Total* totals, bool first, const char* next) {
+                          typename Kind::Total* totals, bool first, const Fetch& fetch) {
 #if defined(TILE_LOAD)
   if constexpr (Kind::kGroup > 1) {
     if (groups % kTile == 0) {
-      multiply_by_tiles<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, next);
+      multiply_by_tiles<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, fetch);
       return;
     }
   }
 #endif
-  multiply<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, next);
+  multiply<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, fetch);
 }
 
 }  // namespace millrace

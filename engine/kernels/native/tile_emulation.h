@@ -11,7 +11,7 @@ namespace millrace {
 struct EmulatedTile {
   uint8_t bytes[16][64];
 };
-inline thread_local EmulatedTile emulated[8];
+static thread_local EmulatedTile emulated[8];
 
 inline void load_tile(int tile, const void* from, int64_t stride) {
   for (int row = 0; row < 16; ++row)
@@ -46,8 +46,8 @@ inline void dot_bytes(int sum, int rows, int columns) {
       std::memcpy(&total, &emulated[sum].bytes[m][4 * n], 4);
       for (int k = 0; k < 16; ++k)
         for (int i = 0; i < 4; ++i)
-          total += static_cast<int32_t>(emulated[rows].bytes[m][4 * k + i]) *
-                   static_cast<int8_t>(emulated[columns].bytes[k][4 * n + i]);
+          total += static_cast<int32_t>(static_cast<int8_t>(emulated[rows].bytes[m][4 * k + i])) *
+                   emulated[columns].bytes[k][4 * n + i];
       std::memcpy(&emulated[sum].bytes[m][4 * n], &total, 4);
     }
 }
