@@ -23,8 +23,8 @@ from services.status import from_rpc_error
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
-# How long a request waits for a service that is gone to come back: it restarts in about a second.
-_COMEBACK_S = 2.0
+# How long a request waits for a service that is gone to come back: as long as for an engine, by default.
+COMEBACK_S = 5.0
 # Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
 PREPARE_TIMEOUT_S = 30.0
 
@@ -32,8 +32,9 @@ PREPARE_TIMEOUT_S = 30.0
 class TokenizerClient:
     """The tokenizer service of this deployment, serving one model."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, comeback_s: float = COMEBACK_S) -> None:
         self.target = target
+        self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._prepare = PrepareStream(self._stub)
@@ -108,7 +109,7 @@ class TokenizerClient:
                     raise
                 may_repeat = may_repeat and not error.was_sent
                 pause_s = _RETRY_S * random.uniform(0.25, 0.5)
-                if time.monotonic() + pause_s - started_s > min(_COMEBACK_S, timeout_s):
+                if time.monotonic() + pause_s - started_s > min(self._comeback_s, timeout_s):
                     raise
             await asyncio.sleep(pause_s)
 

@@ -133,13 +133,15 @@ async def test_a_service_that_is_gone_is_waited_for() -> None:
 async def test_a_service_that_stays_away_is_waited_for_within_the_request_s_time() -> None:
     server = await served(Service())
     await server.stop(0)
-    client = TokenizerClient(f"127.0.0.1:{server.port}")
-    async with asyncio.timeout(10):
-        with pytest.raises(MillraceError) as away:
-            await prepare_text(client, "one")
-    assert away.value.reason is Reason.TOKENIZER_UNAVAILABLE
-    assert away.value.retry_after_s == 1.0
-    await client.close()
+    target = f"127.0.0.1:{server.port}"
+    for comeback_s, timeout_s in ((0.5, 20.0), (20.0, 0.5)):
+        client = TokenizerClient(target, comeback_s=comeback_s)
+        async with asyncio.timeout(10):
+            with pytest.raises(MillraceError) as away:
+                await prepare_text(client, "one", timeout_s)
+        await client.close()
+        assert away.value.reason is Reason.TOKENIZER_UNAVAILABLE
+        assert away.value.retry_after_s == 1.0
 
 
 async def test_a_request_that_the_service_does_not_survive_is_sent_twice_at_most() -> None:
