@@ -57,12 +57,15 @@ class AttentionPlan:
         value_dim: int,
         block_size: int,
         share: bool = True,
+        pairs: bool | None = None,
     ) -> None:
         assert block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256), f"block size {block_size}"
         sizes = (num_heads, num_kv_heads, value_dim, block_size, int(share))
         create = library.function("attention_plan_create", c_void_p, (c_int64,) * 5)
         destroy = library.function("attention_plan_destroy", argtypes=(c_void_p,))
         self.address: int = create(*sizes)
+        if pairs is not None:
+            library.function("attention_plan_use_pairs", None, (c_void_p, c_int64))(self.address, int(pairs))
         self.step: object = None  # that it was last made for
         weakref.finalize(self, destroy, self.address)
 
@@ -102,8 +105,12 @@ class NativeAttention:
         library: NativeLibrary | None = None,
         num_threads: int = 0,
         share: bool = True,
+        pairs: bool | None = None,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.share = num_heads, num_kv_heads, share
+        """share: sequences that hold blocks in common read them once. pairs: keys and values of bfloat16 are
+        multiplied in pairs where the level can; None leaves that to the kind of processor.
+        """
+        self.num_heads, self.num_kv_heads, self.share, self.pairs = num_heads, num_kv_heads, share, pairs
         self.library = library or load_native()
         self.num_threads = num_threads or torch.get_num_threads()
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
@@ -156,6 +163,7 @@ class NativeAttention:
                 value_dim=value_dim,
                 block_size=step.batch.block_size,
                 share=self.share,
+                pairs=self.pairs,
             )
         work = self._plans[key]
         if work.step is step:

@@ -1,37 +1,15 @@
 // Shape letters: R query rows of a unit, D key dim, E value dim (rounded up to whole vectors in scratch).
 #include "attention.h"
 
-#include <cstdlib>
-
-#include "attention_few.h"
-#include "attention_math.h"
 #include "attention_plan.h"
+#include "attention_products.h"
 
 namespace millrace {
 namespace {
 
-// Positions whose keys or values are packed at once: a panel stays in the first cache for all rows.
-constexpr int64_t kPanel = 64;
 // A vector of this many bytes of zeros stands for positions that nobody looks at.
 constexpr int64_t kLargestVectorBytes = 8192;
 alignas(64) const char kNothing[kLargestVectorBytes] = {};
-
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-  float* get(int64_t floats) {
-    if (floats > size_) {
-      std::free(data_);
-      size_ = floats + floats / 4;
-      data_ = static_cast<float*>(std::aligned_alloc(64, (sizeof(float) * size_ + 63) / 64 * 64));
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // Where the keys and values of one part lie. Positions outside [begin, end) read zeros.
 struct Places {
@@ -44,7 +22,8 @@ struct Places {
 
 // What a thread needs from unit to unit.
 struct Scratch {
-  Buffer queries, scores, packed, weighted, running;
+  ProductScratch products;
+  Buffer running;
   std::vector<int64_t> positions;   // [R]
   std::vector<float> maxima, sums;  // [R] of the part
   std::vector<float> running_maxima, running_sums;
@@ -95,14 +74,9 @@ void finish_row(float maximum, float total, const float* running, const float* s
   }
 }
 
-template <typename Math, typename Cache>
+template <typename Products>
 class Worker {
-#if defined(__AVX512F__)
-  // Whether few rows are multiplied without packing.
-  static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
-#else
-  static constexpr bool kDirect = false;
-#endif
+  using Cache = typename Products::CacheType;
 
  public:
   Worker(const AttentionArgs& args, Scratch& scratch)
@@ -115,7 +89,7 @@ class Worker {
         key_dim_(cache_.key_dim),
         value_dim_(cache_.values ? cache_.value_dim : cache_.shared_value_dim),
         wide_((value_dim_ + 15) / 16 * 16),
-        words_((key_dim_ + Math::kPerWord - 1) / Math::kPerWord) {}
+        products_({key_dim_, value_dim_, wide_}, scratch.products) {}
 
   // Computes one unit; then, if there is one, `next` is what the thread does after it.
   void run(const Unit& unit, int64_t head, const Unit* next, int64_t next_head) {
@@ -142,15 +116,10 @@ class Worker {
   void take_rows() {
     rows_ = 0;
     for (int64_t i = 0; i < num_members_; ++i) rows_ += plan_.tiles[members_[i]].num_tokens * group_;
-    few_values_ = kDirect && rows_ <= kFewRows && value_dim_ % 64 == 0;
-    queries_ = scratch_.queries.get(rows_ * words_);
-    scores_ = scratch_.scores.get(rows_ * kPartTokens);
-    weighted_ = scratch_.weighted.get(rows_ * wide_);
-    packed_ = scratch_.packed.get(kPanel * std::max(words_, wide_));
+    products_.begin(rows_);
     scratch_.positions.resize(rows_);
     scratch_.maxima.resize(rows_);
     scratch_.sums.resize(rows_);
-    const Vec scale = set1(args_.scale);
     int64_t row = 0;
     for (int64_t i = 0; i < num_members_; ++i) {
       const Tile& tile = plan_.tiles[members_[i]];
@@ -158,12 +127,7 @@ class Worker {
         const float* q = args_.q + (tile.token + token) * args_.q_stride + head_ * group_ * key_dim_;
         for (int64_t g = 0; g < group_; ++g, ++row, q += key_dim_) {
           scratch_.positions[row] = tile.position + token;
-          float* to = queries_ + row * words_;
-          to[words_ - 1] = 0.0f;
-          for (int64_t d = 0; d < key_dim_; d += kLanes) {
-            const Mask m = first(key_dim_ - d);
-            Math::store_row(to, d, m, mul(load(q + d, m), scale));
-          }
+          products_.take_query(row, q, args_.scale);
         }
       }
     }
@@ -257,7 +221,7 @@ class Worker {
     const int64_t from = begin / kPanel * kPanel, panels = (end - from + kPanel - 1) / kPanel;
     for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
-      score(places.keys + at, (std::min(kPanel, end - at) + kLanes - 1) / kLanes, later, scores_ + at);
+      products_.score(at, places.keys + at, (std::min(kPanel, end - at) + kLanes - 1) / kLanes, later);
     }
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t position = scratch_.positions[row];
@@ -266,62 +230,14 @@ class Worker {
     }
     for (int64_t at = from, step = panels; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
-      add_values(scores_ + at / Math::kPerWord, places.values + at, std::min(kPanel, end - at), later, at == from);
+      products_.add_values(at, places.values + at, std::min(kPanel, end - at), later, at == from);
     }
-    if (few_values_) {
-      for (int64_t row = 0; row < rows_; ++row) put_in_order(weighted_ + row * wide_);
-    }
-  }
-
-  // Scores of all rows against `vectors` times kLanes positions.
-  void score(const char* const* keys, int64_t vectors, Ahead& later, float* scores) {
-#if defined(__AVX512F__)
-    if constexpr (kDirect) {
-      switch (rows_) {
-        case 1: return few_scores<Cache, 1>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
-        case 2: return few_scores<Cache, 2>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
-        case 3: return few_scores<Cache, 3>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
-        case 4: return few_scores<Cache, 4>(queries_, keys, vectors, later, key_dim_, scores, kPartTokens);
-      }
-    }
-#endif
-    for (int64_t v = 0; v < vectors; ++v) {
-      pack_keys<Math, Cache>(keys + v * kLanes, later, key_dim_, packed_ + v * kLanes, kPanel);
-    }
-    product<Math>(rows_, vectors, queries_, words_, packed_, kPanel, words_, scores, kPartTokens, true);
-  }
-
-  // Adds the weighted values of up to kPanel positions to every row's sums, or begins them.
-  void add_values(const float* weights, const char* const* values, int64_t count, Ahead& later, bool fresh) {
-#if defined(__AVX512F__)
-    if constexpr (kDirect) {
-      if (few_values_) {
-        const auto with = [&](auto products) {
-          products(weights, kPartTokens, values, count, wide_, later, weighted_, fresh);
-        };
-        switch (rows_) {
-          case 1: return with(few_products<Cache, 1>);
-          case 2: return with(few_products<Cache, 2>);
-          case 3: return with(few_products<Cache, 3>);
-          case 4: return with(few_products<Cache, 4>);
-        }
-      }
-    }
-#endif
-    pack_values<Math, Cache>(values, later, count, value_dim_, packed_, wide_);
-    product<Math>(rows_, wide_ / kLanes, weights, kPartTokens, packed_, wide_,
-                  (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide_, fresh);
-  }
-
-  void put_in_order(float* sums) {
-#if defined(__AVX512F__)
-    if constexpr (kDirect) few_sums_in_order<Cache>(sums, wide_);
-#endif
+    products_.finish();
   }
 
   // Turns a row's scores [from, end) into weights, 0 outside the visible [low, high).
   void weigh(int64_t row, int64_t from, int64_t end, int64_t low, int64_t high) {
-    float* scores = scores_ + row * kPartTokens;
+    float* scores = products_.scores(row);
     const Vec nothing = set1(-INFINITY);
     Vec most = nothing;
     for (int64_t i = from; i < end; i += kLanes) {
@@ -340,8 +256,9 @@ class Worker {
       Vec weight = exp(sub(load(scores + i), base));
       total = add(total, weight);
       if (cache_.scales) weight = mul(weight, load(here().value_scales + i));
-      Math::store_row(scores, i, first(kLanes), weight);
+      products_.set_weights(row, i, weight);
     }
+    products_.weights_are_set(row, from, end);
     scratch_.maxima[row] = maximum;
     scratch_.sums[row] = sum(total);
   }
@@ -355,7 +272,7 @@ class Worker {
       locate(here(), unit, head_, part);
       compute_part(part);
       for (int64_t row = 0; row < rows_; ++row) {
-        merge_row(scratch_.maxima[row], scratch_.sums[row], weighted_ + row * wide_,
+        merge_row(scratch_.maxima[row], scratch_.sums[row], products_.weighted(row),
                   scratch_.running_maxima[row], scratch_.running_sums[row], running_ + row * wide_, wide_);
       }
     }
@@ -378,7 +295,7 @@ class Worker {
         float* to = partial(tile, part, r);
         to[0] = scratch_.maxima[row];
         to[1] = scratch_.sums[row];
-        if (to[1] != 0.0f) std::memcpy(to + kPartialValues, weighted_ + row * wide_, sizeof(float) * wide_);
+        if (to[1] != 0.0f) std::memcpy(to + kPartialValues, products_.weighted(row), sizeof(float) * wide_);
       }
       std::atomic<int32_t>& done = plan_.done[tile.done_counter + head_];
       if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tile.num_parts) {
@@ -420,17 +337,18 @@ class Worker {
   AttentionPlan& plan_;
   const KvCache& cache_;
   Scratch& scratch_;
-  const int64_t group_, key_dim_, value_dim_, wide_, words_;
+  const int64_t group_, key_dim_, value_dim_, wide_;
+  Products products_;
   int64_t head_ = 0, rows_ = 0, num_members_ = 0;
-  bool located_ = false, turn_ = false, few_values_ = false;
+  bool located_ = false, turn_ = false;
   const int64_t* members_ = nullptr;
-  float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr, *running_ = nullptr;
+  float* running_ = nullptr;
 };
 
-template <typename Math, typename Cache>
+template <typename Products>
 void attend(const AttentionArgs& args) {
   static thread_local Scratch scratch;
-  Worker<Math, Cache> worker(args, scratch);
+  Worker<Products> worker(args, scratch);
   const AttentionPlan& plan = *args.plan;
   const int64_t heads = plan.num_kv_heads, count = static_cast<int64_t>(plan.units.size()) * heads;
   // A thread knows its next unit while it computes one, so that it can call for its keys in time.
@@ -443,29 +361,25 @@ void attend(const AttentionArgs& args) {
   }
 }
 
-#if defined(__AVX512BF16__)
-// Intel's processors issue a dot product of bfloat16 pairs every other cycle, which is half as many products as two
-// float32 multiply-adds a cycle; AMD's issue two a cycle.
-const bool kPairsPay = [] {
-  __builtin_cpu_init();
-  return !__builtin_cpu_is("intel");
-}();
-#endif
-
 }  // namespace
 }  // namespace millrace
 
 using namespace millrace;
 
 extern "C" void attention(const AttentionArgs& args, int, int) {
-#if defined(__AVX512BF16__)
-  if (kPairsPay && args.cache.type == kKvBfloat16) return attend<Bfloat16Math, Bfloat16Cache>(args);
-  if (kPairsPay && args.cache.type == kKvInt8) return attend<Bfloat16Math, Int8Cache>(args);
-#endif
   switch (args.cache.type) {
-    case kKvFloat32: return attend<Float32Math, Float32Cache>(args);
-    case kKvBfloat16: return attend<Float32Math, Bfloat16Cache>(args);
-    case kKvInt8: return attend<Float32Math, Int8Cache>(args);
+    case kKvFloat32: return attend<FloatProducts<Float32Math, Float32Cache>>(args);
+    case kKvBfloat16:
+#if defined(__AVX512BF16__)
+      if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args);
+#endif
+      return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args);
+    case kKvInt8:
+#if defined(__AVX512VNNI__)
+      return attend<IntegerProducts>(args);
+#else
+      return attend<FloatProducts<Float32Math, Int8Cache>>(args);
+#endif
   }
 }
 

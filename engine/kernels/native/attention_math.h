@@ -162,13 +162,6 @@ inline Vec signed_byte(Vec words) {
   const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
 }
-// Two vectors of floats that are exact in bfloat16 as pairs.
-inline Vec pair_up(Vec low, Vec high) {
-  const __m512i shifted = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
-  const __m512i masked = _mm512_and_si512(_mm512_castps_si512(high), _mm512_set1_epi32(-65536));
-  return _mm512_castsi512_ps(_mm512_or_si512(shifted, masked));
-}
-
 #else
 
 inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
@@ -247,26 +240,21 @@ struct Int8Cache {
   static constexpr int64_t kBytes = 1;
   template <typename Math>
   static void expand(Vec words, Vec* out) {
-    const Vec a = signed_byte<0>(words), b = signed_byte<1>(words);
-    const Vec c = signed_byte<2>(words), d = signed_byte<3>(words);
 #if defined(__AVX512F__)
-    if constexpr (Math::kPerWord == 2) {
-      out[0] = pair_up(a, b);
-      out[1] = pair_up(c, d);
+    if constexpr (Math::kPerWord == 4) {
+      // Bytes from 0 to 255, as the dot products of bytes take them.
+      out[0] = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(words), _mm512_set1_epi8(-128)));
       return;
     }
 #endif
+    const Vec a = signed_byte<0>(words), b = signed_byte<1>(words);
+    const Vec c = signed_byte<2>(words), d = signed_byte<3>(words);
     out[0] = a;
     out[1] = b;
     out[2] = c;
     out[3] = d;
   }
   static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }
-#if defined(__AVX512F__)
-  static Vec value_pair(const char* low, const char* high, Mask m) {
-    return pair_up(values(low, m), high ? values(high, m) : zero());
-  }
-#endif
 };
 
 // Rows to call for beside each of the pieces that kLanes rows of dim elements are transposed in.

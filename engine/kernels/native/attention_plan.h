@@ -38,6 +38,8 @@ struct Unit {
 
 struct AttentionPlan {
   int64_t num_heads, num_kv_heads, value_dim, block_size, share;
+  // Whether keys and values of bfloat16 are multiplied in pairs, where the level can.
+  bool pairs;
   std::vector<Tile> tiles;
   std::vector<int64_t> members;  // indices of tiles
   std::vector<Unit> units;

@@ -24,9 +24,10 @@ HEADS = [
     *[(4, 4, 16), (4, 2, 64), (6, 2, 20), (5, 1, 8), (32, 1, 8), (3, 3, 21), (16, 8, 128), (7, 1, 96)],
     *[(3, 1, 64), (4, 1, 128)],
 ]
-# With keys and values in few bits, queries and weights are rounded to bfloat16 where the processor multiplies
-# those. The reference computes in float32 from the same cache.
-TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.int8: 2e-2}
+# Queries and weights are rounded to bfloat16 where pairs of those are multiplied, and to levels of 16 bits
+# over an int8 cache. The reference computes in float32 from the same cache.
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.int8: 1e-4}
+FLOAT32_TOLERANCE = 3e-6
 OPTIONS = ["plain", "window", "soft cap", "sinks"]
 
 
@@ -73,6 +74,33 @@ def test_equals_reference(
         expected = attend(ReferenceAttention(**heads), batch, q, cache, options, some)
         found = attend(backend, batch, q, cache, options, some)
         torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), HEADS)
+def test_both_ways_to_multiply_bfloat16(
+    native: NativeLibrary, num_heads: int, num_kv_heads: int, dim: int, pairs: bool
+) -> None:
+    """In float32, what the reference gives from the same cache; either way, a row alone has the same bits."""
+    lengths, new = [300, 5, 129, 700], [200, 5, 1, 1]
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=dim, dtype=torch.bfloat16
+    )
+    q = torch.randn(sum(new), num_heads, dim, generator=generator)
+    options = AttentionOptions(scale=dim**-0.5)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    batch = step_of(lengths, new, tables)
+    backend = NativeAttention(**heads, library=native, num_threads=2, pairs=pairs)
+    found = attend(backend, batch, q, cache, options)
+    expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
+    tolerance = TOLERANCES[torch.bfloat16] if pairs else FLOAT32_TOLERANCE
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-5)
+    for row, length in ((199, 300), (206, 700)):
+        which = 0 if row == 199 else 3
+        single = attend(
+            backend, step_of([length], [1], tables[which : which + 1]), q[row : row + 1], cache, options
+        )
+        assert torch.equal(single[0], found[row])
 
 
 def poison_scales(cache: LayerCache, lengths: list[int], tables: np.ndarray) -> None:
