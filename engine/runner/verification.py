@@ -22,6 +22,8 @@ from engine.runner.sequence_table import SequenceTable
 from engine.sampling.grammar import GrammarMasks
 from engine.sampling.sampler import SamplingRows
 
+_NONE = np.array([], np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRows:
@@ -38,6 +40,17 @@ class LogitRows:
 
 def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
     """The rows whose logits are wanted."""
+    count = len(inputs.scheduled)
+    if inputs.query_starts[-1] == count == sum(each.samples for each in inputs.scheduled):
+        # Plain decoding: a row for each sequence, which is its only token.
+        num_prompt = np.fromiter((state.num_prompt for state in inputs.states), np.int64, count)
+        return LogitRows(
+            members=list(range(count)),
+            starts=list(range(count + 1)),
+            tokens=inputs.query_starts[:-1],
+            slots=inputs.slots,
+            positions=table.num_tokens[inputs.slots] - num_prompt,
+        )
     members = [index for index, sequence in enumerate(inputs.scheduled) if sequence.samples]
     sampling = np.array(members, np.int64)
     slots, ends = inputs.slots[sampling], inputs.query_starts[sampling + 1]
@@ -63,6 +76,15 @@ def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
 
 def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | None) -> SamplingRows:
     """What the sampler must respect in each row. Grammar rows are in the order in which masks were asked."""
+    if len(rows.members) == rows.tokens.size and masks is None:
+        return SamplingRows(
+            slots=rows.slots,
+            positions=rows.positions,
+            draft_rows=_NONE,
+            draft_tokens=_NONE,
+            grammar_rows=_NONE,
+            grammar_masks=None,
+        )
     draft_rows: list[int] = []
     draft_tokens: list[int] = []
     grammar_rows: list[int] = []
