@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ from tests.e2e.stack import (
     Stack,
     assert_gone,
     eventually,
+    raw,
     running_stack,
     start_stack,
 )
@@ -141,6 +143,27 @@ def test_process_that_dies_is_started_again(simulated: Stack, name: str) -> None
 
     assert eventually(served), simulated.transcript()
     simulated.assert_nothing_leaked()
+
+
+def test_requests_wait_for_a_tokenizer_that_is_started_again(simulated: Stack) -> None:
+    """Those that come while it is away, and those that it had begun."""
+    stop = threading.Event()
+
+    def ask(_: int) -> list[int]:
+        body = f'{{"model": "{simulated.model}", "prompt": "Hello", "max_tokens": 1}}'.encode()
+        statuses = []
+        while not stop.is_set():
+            statuses.append(raw(simulated, "/v1/completions", body).status_code)
+        return statuses
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, number) for number in range(4)]
+        os.kill(simulated.pid("tokenizer"), signal.SIGKILL)
+        again = eventually(lambda: "tokenizer is ready again" in simulated.output.read_text())
+        stop.set()
+    assert again, simulated.transcript()
+    statuses = [status for each in asking for status in each.result()]
+    assert set(statuses) == {200}, statuses
 
 
 def test_several_engines_and_gateways(tmp_path: Path) -> None:
