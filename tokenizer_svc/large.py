@@ -10,6 +10,7 @@ import time
 from array import array
 
 from millrace.common.v1 import chat_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.errors import MillraceError
 from tokenizer_svc import convert
@@ -20,6 +21,8 @@ from tokenizer_svc.prompt import Prompts
 _MAX_STRUCTURED_BYTES = 32 * 1024
 # So is everything beyond this many.
 _MAX_BYTES = 256 * 1024
+# Tags, lengths and numbers around a request's fields.
+_FRAMING_BYTES = 64
 
 
 def is_large(conversation: chat_pb2.Conversation) -> bool:
@@ -33,16 +36,23 @@ def is_large(conversation: chat_pb2.Conversation) -> bool:
     return size - texts > _MAX_STRUCTURED_BYTES
 
 
-def is_large_text(text: str) -> bool:
+def text_bytes(request: tokenizer_pb2.PrepareRequest) -> int:
+    """About how many bytes the request's text has, never more than there are; the text is not looked at."""
+    beside = request.context.ByteSize() + request.response_format.ByteSize() + len(request.model.encode())
+    return max(0, request.ByteSize() - beside - _FRAMING_BYTES)
+
+
+def is_large_text(num_bytes: int) -> bool:
     """The same for a text."""
-    return len(text) > _MAX_BYTES
+    return num_bytes > _MAX_BYTES
 
 
 def prepare(request: PromptRequest, prompts: Prompts, *, max_tool_bytes: int) -> WorkerReply:
     """Rendered and encoded, or why not."""
     if request.text is not None:
         start = time.perf_counter()
-        ids = prompts.encoder.encode_text(request.text, add_special_tokens=request.add_special_tokens)
+        text = tokenizer_pb2.PrepareRequest.FromString(request.text).text
+        ids = prompts.encoder.encode_text(text, add_special_tokens=request.add_special_tokens)
         encode_s = time.perf_counter() - start
         return WorkerReply(prompted=Prompted(token_ids=array("I", ids).tobytes(), encode_s=encode_s))
     try:

@@ -59,7 +59,10 @@ class RequestLimits:
 
     def text(self, text: str, length: LengthLimit, field: str) -> None:
         """The same for a plain prompt."""
-        num_bytes = _num_bytes(text)
+        self.text_size(_num_bytes(text), length, field)
+
+    def text_size(self, num_bytes: int, length: LengthLimit, field: str) -> None:
+        """The same for a plain prompt of so many bytes."""
         self.size(num_bytes, field)
         if length.truncation is Truncation.REFUSE:
             self.bytes_against_tokens(num_bytes, length, field)

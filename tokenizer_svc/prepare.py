@@ -16,7 +16,6 @@ from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler, refusal
 from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, Prompted, PromptRequest
-from tokenizer_svc.large import is_large_text
 from tokenizer_svc.limits import num_characters
 from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.threads import TextThreads
@@ -94,6 +93,10 @@ class Preparer:
         """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes."""
         self._limits.whole(num_bytes, "messages")
 
+    def check_text(self, text: str) -> None:
+        """Raises REQUEST_TOO_LARGE for a plain prompt that is too large."""
+        self._limits.text(text, ANY_LENGTH, "prompt")
+
     async def prepare_large(
         self,
         conversation: bytes,
@@ -129,6 +132,28 @@ class Preparer:
         encode_s = time.perf_counter() - start
         return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
 
+    async def prepare_large_text(
+        self,
+        request: bytes,
+        num_bytes: int,
+        form: ResponseFormat | None,
+        *,
+        tenant: str,
+        length: LengthLimit = ANY_LENGTH,
+    ) -> Prepared:
+        """The same for a serialized PrepareRequest with a text of at least so many bytes, in a worker."""
+        self._limits.format(form)
+        self._limits.text_size(num_bytes, length, "prompt")
+        start = time.perf_counter()
+        token_ids = await self.encode_large_text(request, add_special_tokens=True, tenant=tenant)
+        encode_s = time.perf_counter() - start
+        return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
+
+    async def encode_large_text(self, request: bytes, *, add_special_tokens: bool, tenant: str) -> list[int]:
+        """Token ids of the text in a serialized PrepareRequest."""
+        prompt = PromptRequest(text=request, add_special_tokens=add_special_tokens, tenant=tenant)
+        return _ids(await self._in_worker(prompt, tenant))
+
     async def prepare_ids(
         self,
         token_ids: list[int],
@@ -154,9 +179,6 @@ class Preparer:
     async def encode_text(self, text: str, *, add_special_tokens: bool, tenant: str = "") -> list[int]:
         """Token ids of a plain prompt."""
         self._limits.text(text, ANY_LENGTH, "prompt")
-        if is_large_text(text):
-            request = PromptRequest(text=text, add_special_tokens=add_special_tokens, tenant=tenant)
-            return _ids(await self._in_worker(request, tenant))
         encoder = self._prompts.encoder
         with self._stage(names.TOKENIZER_ENCODE, "encode"):
             return await self._threads.run(

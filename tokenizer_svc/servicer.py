@@ -18,7 +18,7 @@ from services.config import ModelConfig
 from services.context import verify
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
-from tokenizer_svc.large import is_large
+from tokenizer_svc.large import is_large, is_large_text, text_bytes
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.stream import CallStream
 from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, Prepared
@@ -120,6 +120,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 return await self._preparer.prepare_conversation(
                     conversation, form, tenant=tenant, length=length
                 )
+            case "text" if is_large_text(num_bytes := text_bytes(request)):
+                wire = request.SerializeToString()
+                return await self._preparer.prepare_large_text(
+                    wire, num_bytes, form, tenant=tenant, length=length
+                )
             case "text":
                 return await self._preparer.prepare_text(request.text, form, tenant=tenant, length=length)
             case "encoded":
@@ -149,7 +154,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 ids = await self._preparer.encode_conversation(conversation, tenant="")
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await self._preparer.encode_text(request.text, add_special_tokens=special)
+                if is_large_text(request.ByteSize()):
+                    self._preparer.check_text(request.text)
+                    wire = tokenizer_pb2.PrepareRequest(text=request.text).SerializeToString()
+                    ids = await self._preparer.encode_large_text(wire, add_special_tokens=special, tenant="")
+                else:
+                    ids = await self._preparer.encode_text(request.text, add_special_tokens=special)
             case _:
                 raise _no_input()
         return tokenizer_pb2.TokenizeResponse(token_ids=ids)

@@ -77,9 +77,10 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """A prompt so large that it is rendered and encoded in a worker."""
 
-    # millrace.common.v1.Conversation as it came, unlooked at; or a text.
+    # millrace.common.v1.Conversation as it came, unlooked at; or millrace.tokenizer.v1.PrepareRequest with a
+    # text.
     conversation: bytes = b""
-    text: str | None = None
+    text: bytes | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     length: LengthLimit = LengthLimit()

@@ -172,6 +172,16 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         whole = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text=text))
         batch = running.stub.EncodeBatch(tokenizer_pb2.EncodeBatchRequest(texts=[text]))
         assert whole.token_ids == batch.prompts[0].ids
+        counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
+        assert counted.token_ids == whole.token_ids
+        beyond = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), text="x" * (4 << 20))
+        error = refused(running.stub.Prepare, beyond)
+        assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
+        assert "at least" in error.message
+        beyond = tokenizer_pb2.PrepareRequest(context=signed(), text="x" * ((16 << 20) + 100))
+        error = refused(running.stub.Prepare, beyond)
+        assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "prompt")
+        assert f"limit is {16 << 20}" in error.message
         # Errors are the same as well.
         short = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), conversation=request)
         error = refused(running.stub.Prepare, short)
