@@ -1,9 +1,11 @@
-"""Paged attention on the CPU: native kernels beside the torch back end, and what the machine's memory gives.
+"""Paged attention on the CPU: native kernels beside the torch back end, and what the machine gives.
 
 `python -m benchmarks.kernels.attention_cpu [--threads N] [--output FILE]`
 
-One layer of the shape of a 0.6 B model (16 query heads, 8 kv heads of 128). Decode is judged by the bytes of
-keys and values that a step must read, prefill by the operations that causality leaves. Best of a few runs.
+Shapes of a 0.6 B model (16 query heads, 8 kv heads of 128) and of a 40 M one (8, 4 of 64). "cold" cases go
+through as many layers' caches as do not fit into the last-level cache, as steps of a large model do. Decode
+is judged by the bytes of keys and values that a step must read, prefill by the operations that causality leaves.
+Best of a few runs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +26,23 @@ from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBa
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from services.bench.report import machine
 
-HEADS, KV_HEADS, DIM, BLOCK = 16, 8, 128, 16
+BLOCK = 16
 CPU = torch.device("cpu")
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int8: 1}
+# Keys and values of a cold case.
+COLD_BYTES = 600 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Heads of one layer."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+LARGE, SMALL = Shape(heads=16, kv_heads=8, dim=128), Shape(heads=8, kv_heads=4, dim=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +53,45 @@ class Case:
     lengths: list[int]
     new: list[int]
     dtype: torch.dtype = torch.bfloat16
+    shape: Shape = LARGE
     shared: int = 0
-    by_torch: bool = True
+    cold: bool = False
+    by_torch: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values that a layer of the step reads once."""
+        tokens = self.shared + sum(length - self.shared for length in self.lengths)
+        return 2 * tokens * self.shape.kv_heads * self.shape.dim * BYTES[self.dtype]
+
+
+def decode(name: str, count: int, length: int, **options: Any) -> Case:
+    """One new token for each of `count` sequences."""
+    return Case(
+        name=f"decode, {count} x {length}{name}", lengths=[length] * count, new=[1] * count, **options
+    )
 
 
 CASES = [
-    Case(name="decode, 1 x 8192", lengths=[8192], new=[1]),
-    Case(name="decode, 8 x 8192", lengths=[8192] * 8, new=[1] * 8),
-    Case(name="decode, 8 x 8192, int8", lengths=[8192] * 8, new=[1] * 8, dtype=torch.int8),
-    Case(name="decode, 4 x 8192, float32", lengths=[8192] * 4, new=[1] * 4, dtype=torch.float32),
-    Case(name="decode, 32 x 320", lengths=[320] * 32, new=[1] * 32),
-    Case(name="decode, 16 x 1104, 1024 shared", lengths=[1104] * 16, new=[1] * 16, shared=1024),
-    Case(name="prefill, 2048", lengths=[2048], new=[2048]),
-    Case(name="prefill, 2048, float32", lengths=[2048], new=[2048], dtype=torch.float32, by_torch=False),
+    decode("", 1, 2048, by_torch=True),
+    decode("", 8, 256),
+    decode("", 32, 320, by_torch=True),
+    decode(", cold", 32, 320, cold=True),
+    decode(", cold", 8, 4096, cold=True),
+    decode(", cold, int8", 32, 320, cold=True, dtype=torch.int8),
+    decode(", cold, int8", 8, 4096, cold=True, dtype=torch.int8),
+    decode(", int8", 32, 320, dtype=torch.int8),
+    decode(", float32", 32, 320, dtype=torch.float32),
+    decode(", heads of 64", 32, 320, shape=SMALL),
+    decode(", heads of 64", 64, 320, shape=SMALL),
+    decode(", 1024 shared", 16, 1104, shared=1024, by_torch=True),
+    decode(", 1024 shared, int8", 16, 1104, shared=1024, dtype=torch.int8),
+    Case(name="prefill, 2048", lengths=[2048], new=[2048], by_torch=True),
+    Case(name="prefill, 256 after 1792", lengths=[2048], new=[256]),
+    Case(name="prefill, 16 x 64 after 1024 shared", lengths=[1088] * 16, new=[64] * 16, shared=1024),
+    Case(name="prefill, 2048, heads of 64", lengths=[2048], new=[2048], shape=SMALL),
+    Case(name="prefill, 2048, int8", lengths=[2048], new=[2048], dtype=torch.int8),
+    Case(name="prefill, 2048, float32", lengths=[2048], new=[2048], dtype=torch.float32),
 ]
 
 
@@ -71,19 +114,19 @@ def make_cache(case: Case) -> tuple[LayerCache, np.ndarray]:
     cache = allocate_layer(
         num_blocks=sum(counts),
         block_size=BLOCK,
-        num_heads=KV_HEADS,
-        key_dim=DIM,
-        value_dim=DIM,
+        num_heads=case.shape.kv_heads,
+        key_dim=case.shape.dim,
+        value_dim=case.shape.dim,
         shared_value_dim=0,
         dtype=case.dtype,
         device=CPU,
     )
-    some = torch.randn(BLOCK * KV_HEADS, DIM)
+    some = torch.randn(case.shape.kv_heads, BLOCK, case.shape.dim) * 0.1
     for tensor in cache.tensors():
         if tensor.is_floating_point():
-            tensor.copy_(some[:, : tensor.shape[3]].view(KV_HEADS, BLOCK, -1) * 0.1)
+            tensor.copy_(some[..., : tensor.shape[3]].abs() if tensor.shape[3] == 2 else some)
         else:
-            tensor.random_(0, 100)
+            tensor.copy_((some * 300).clamp(-127, 127).to(torch.int8).view(tensor.dtype))
     scattered = np.random.default_rng(0).permutation(sum(counts))
     tables = np.zeros((len(counts), max(counts)), np.int64)
     for row, count in enumerate(counts):
@@ -92,7 +135,7 @@ def make_cache(case: Case) -> tuple[LayerCache, np.ndarray]:
     return cache, tables
 
 
-def best_of(work: Callable[[], object], *, seconds: float = 0.6) -> float:
+def best_of(work: Callable[[], object], *, seconds: float = 0.4) -> float:
     """Milliseconds of the fastest of as many runs as fit into `seconds`, at least three."""
     best, count, began = float("inf"), 0, time.perf_counter()
     while count < 3 or time.perf_counter() - began < seconds:
@@ -105,34 +148,46 @@ def best_of(work: Callable[[], object], *, seconds: float = 0.6) -> float:
 
 def measure(case: Case, num_threads: int) -> Result:
     """Runs one case on both back ends."""
-    cache, tables = make_cache(case)
-    q = torch.randn(-(-sum(case.new) // 16) * 16, HEADS, DIM)
+    shape = case.shape
+    num_layers = -(-COLD_BYTES // case.kv_bytes) if case.cold else 1
+    layers = [make_cache(case) for _ in range(num_layers)]
+    q = torch.randn(-(-sum(case.new) // 16) * 16, shape.heads, shape.dim)
     batch = RaggedBatch(
         query_starts=np.concatenate(([0], np.cumsum(case.new))),
         context_lens=np.array(case.lengths),
-        block_tables=tables,
+        block_tables=layers[0][1],
         block_size=BLOCK,
     )
-    options = AttentionOptions(scale=DIM**-0.5)
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    options = AttentionOptions(scale=shape.dim**-0.5)
+    heads = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
 
     def timed(backend: NativeAttention | TiledAttention) -> float:
         plan = backend.plan(batch, CPU)
-        return best_of(lambda: backend.run(plan, q, cache, options))
+
+        def step() -> None:
+            for cache, _ in layers:
+                backend.run(plan, q, cache, options)
+
+        return best_of(step) / num_layers
 
     native_ms = timed(NativeAttention(**heads, num_threads=num_threads))
     torch_ms = timed(TiledAttention(**heads)) if case.by_torch else None
     unshared = timed(NativeAttention(**heads, num_threads=num_threads, share=False)) if case.shared else None
-    tokens = case.shared + sum(length - case.shared for length in case.lengths)
     pairs = sum(n * (length - n) + n * (n + 1) / 2 for length, n in zip(case.lengths, case.new, strict=True))
     return Result(
         case=case.name,
         native_ms=native_ms,
         torch_ms=torch_ms,
         unshared_ms=unshared,
-        read_gb_per_s=2 * tokens * KV_HEADS * DIM * BYTES[case.dtype] / native_ms / 1e6,
-        gflop_per_s=4 * HEADS * DIM * pairs / native_ms / 1e6,
+        read_gb_per_s=case.kv_bytes / native_ms / 1e6,
+        gflop_per_s=4 * shape.heads * shape.dim * pairs / native_ms / 1e6,
     )
+
+
+def read_cached_bytes_per_s(num_bytes: int = 64 << 20) -> float:
+    """Of a buffer that stays in the last-level cache, where the machine has one so large."""
+    buffer = torch.ones(num_bytes // 8, dtype=torch.float64)
+    return 1e3 * num_bytes / best_of(buffer.sum, seconds=0.3)
 
 
 def main() -> int:
@@ -146,8 +201,12 @@ def main() -> int:
     num_threads = torch.get_num_threads()
     rates = measure_machine()
     read, gemm = rates.read_bytes_per_s / 1e9, rates.gemm_flops_per_s / 1e9
-    print(f"{num_threads} threads; memory reads {read:.1f} GB/s, torch multiplies {gemm:.0f} GFLOP/s")
-    print(f"{'':32}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'GFLOP/s':>9}")
+    cached = read_cached_bytes_per_s() / 1e9
+    print(
+        f"{num_threads} threads; memory reads {read:.1f} GB/s, 64 MiB again and again {cached:.1f} GB/s, "
+        f"torch multiplies {gemm:.0f} GFLOP/s"
+    )
+    print(f"{'':36}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'GFLOP/s':>9}")
     results = []
     for case in CASES:
         result = measure(case, num_threads)
@@ -156,12 +215,13 @@ def main() -> int:
             "" if value is None else f"{value:.2f}" for value in (result.torch_ms, result.unshared_ms)
         )
         print(
-            f"{result.case:32}{result.native_ms:10.2f}{torch_ms:>10}{unshared:>10}"
+            f"{result.case:36}{result.native_ms:10.2f}{torch_ms:>10}{unshared:>10}"
             f"{result.read_gb_per_s:8.1f}{result.gflop_per_s:9.0f}",
             flush=True,
         )
     if arguments.output:
-        report = {"machine": machine() | asdict(rates), "threads": num_threads}
+        cached_rate = {"cached_read_bytes_per_s": cached * 1e9}
+        report = {"machine": machine() | asdict(rates) | cached_rate, "threads": num_threads}
         report["results"] = [asdict(result) for result in results]
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0
