@@ -37,15 +37,10 @@ class RequestLimits:
 
     def conversation(self, conversation: Conversation, length: LengthLimit) -> None:
         """Raises INVALID_ARGUMENT, REQUEST_TOO_LARGE, and CONTEXT_LENGTH_EXCEEDED where that is certain."""
-        limits = self._config
         if length.truncation is not Truncation.REFUSE:
             raise invalid("conversations are not truncated; leave turns out instead", "truncation")
         if not conversation.messages:
             raise invalid("messages must hold at least one message", "messages")
-        if len(conversation.messages) > limits.max_messages:
-            raise too_large(f"{len(conversation.messages)} messages", limits.max_messages, "messages")
-        if len(conversation.tools) > limits.max_tools:
-            raise too_large(f"{len(conversation.tools)} tools", limits.max_tools, "tools")
         self.size(sum(map(_size, conversation.messages)), "messages")
         if self._writes_user_turns:
             # Of other turns templates may leave something out.
@@ -81,7 +76,8 @@ class RequestLimits:
             case ChoiceFormat(options=options):
                 if not options:
                     raise invalid("choice needs at least one option", "response_format.choice")
-                self.grammar_size(sum(map(len, options)), "response_format.choice")
+                # With the quotes and the bar that the grammar has for each.
+                self.grammar_size(sum(map(len, options)) + 5 * len(options), "response_format.choice")
             case _:
                 pass
 
@@ -99,12 +95,16 @@ class RequestLimits:
         if size > self._config.max_prompt_bytes:
             raise too_large(f"a prompt of {size} bytes", self._config.max_prompt_bytes, field)
 
-    def whole(self, size: int, field: str) -> None:
-        """Raises REQUEST_TOO_LARGE for a conversation whose tools, options and documents make it too large.
-
-        What its texts alone may have is looked at apart.
+    def whole(self, size: int, num_messages: int, num_tools: int) -> None:
+        """Raises REQUEST_TOO_LARGE for a conversation with too many parts, or that its tools, options and
+        documents make too large. What its texts alone may have is looked at apart.
         """
-        limit = self._config.max_prompt_bytes + self._config.max_grammar_bytes
+        limits, field = self._config, "messages"
+        if num_messages > limits.max_messages:
+            raise too_large(f"{num_messages} messages", limits.max_messages, "messages")
+        if num_tools > limits.max_tools:
+            raise too_large(f"{num_tools} tools", limits.max_tools, "tools")
+        limit = limits.max_prompt_bytes + limits.max_grammar_bytes
         if size > limit:
             raise too_large(f"a conversation of {size} bytes, tools and documents included,", limit, field)
 
@@ -115,6 +115,14 @@ class RequestLimits:
         size = sum(map(_num_bytes, texts))
         self.size(size, field)
         return size
+
+    def num_ids(self, num_ids: int, length: LengthLimit, field: str) -> None:
+        """Raises REQUEST_TOO_LARGE or CONTEXT_LENGTH_EXCEEDED for too many ids, before they are looked at."""
+        limit = self._config.max_prompt_bytes // 4
+        if num_ids > limit:
+            raise too_large(f"{num_ids} token ids", limit, field)
+        if length.truncation is Truncation.REFUSE:
+            self.length(num_ids, length, field)
 
     def ids(self, token_ids: list[int], field: str) -> None:
         """Raises INVALID_ARGUMENT for ids that the vocabulary does not have."""

@@ -89,9 +89,13 @@ class Preparer:
             compile_s=time.perf_counter() - encoded_at if request is not None else 0.0,
         )
 
-    def check_whole(self, num_bytes: int) -> None:
-        """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes."""
-        self._limits.whole(num_bytes, "messages")
+    def check_whole(self, num_bytes: int, *, num_messages: int, num_tools: int) -> None:
+        """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes and parts."""
+        self._limits.whole(num_bytes, num_messages, num_tools)
+
+    def check_num_ids(self, num_ids: int, field: str, length: LengthLimit = ANY_LENGTH) -> None:
+        """Raises REQUEST_TOO_LARGE or CONTEXT_LENGTH_EXCEEDED for so many token ids."""
+        self._limits.num_ids(num_ids, length, field)
 
     def check_text(self, text: str) -> None:
         """Raises REQUEST_TOO_LARGE for a plain prompt that is too large."""
@@ -198,10 +202,11 @@ class Preparer:
         """Ends the threads."""
         self._threads.close()
 
-    def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int]) -> str:
         """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
         self._limits.ids(token_ids, "token_ids")
-        return self.checkpoint.vocabulary.text(token_ids)
+        vocabulary = self.checkpoint.vocabulary
+        return await self._threads.run(len(token_ids), lambda: vocabulary.text(token_ids), "")
 
     def observe_length(self, num_tokens: int) -> None:
         """Counts a prompt that was prepared."""

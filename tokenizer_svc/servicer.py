@@ -128,6 +128,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             case "text":
                 return await self._preparer.prepare_text(request.text, form, tenant=tenant, length=length)
             case "encoded":
+                self._preparer.check_num_ids(len(request.encoded.ids), "prompt", length)
                 ids = list(request.encoded.ids)
                 return await self._preparer.prepare_ids(ids, form, tenant=tenant, length=length)
         raise _no_input()
@@ -179,7 +180,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.DetokenizeResponse:
         """See the proto."""
         self._check_model(request.model)
-        return tokenizer_pb2.DetokenizeResponse(text=self._preparer.decode(list(request.token_ids)))
+        self._preparer.check_num_ids(len(request.token_ids), "token_ids")
+        text = await self._preparer.decode(list(request.token_ids))
+        return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def CheckSchema(
         self, request: tokenizer_pb2.CheckSchemaRequest, context: Any
@@ -250,7 +253,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         )
 
     def _is_large(self, conversation: chat_pb2.Conversation) -> bool:
-        self._preparer.check_whole(conversation.ByteSize())
+        self._preparer.check_whole(
+            conversation.ByteSize(),
+            num_messages=len(conversation.messages),
+            num_tools=len(conversation.tools),
+        )
         return is_large(conversation)
 
     def _check_model(self, name: str, who: context_pb2.RequestContext | None = None) -> None:

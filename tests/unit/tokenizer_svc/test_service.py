@@ -319,6 +319,19 @@ def test_encoded_prompts_are_checked(service: Service) -> None:
     encoded = tokenizer_pb2.EncodedPrompt(ids=[1, 2, 3])
     answer = service.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=encoded))
     assert list(answer.token_ids) == [1, 2, 3]
+    many = tokenizer_pb2.EncodedPrompt(ids=[1] * 5001)
+    for message, reason in (
+        (tokenizer_pb2.PrepareRequest(context=signed(), encoded=many), Reason.REQUEST_TOO_LARGE),
+        (
+            tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=2), encoded=encoded),
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+        ),
+    ):
+        error = refused(service.stub.Prepare, message)
+        assert (error.reason, error.field) == (reason, "prompt")
+    error = refused(service.stub.Detokenize, tokenizer_pb2.DetokenizeRequest(token_ids=many.ids))
+    assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "token_ids")
+    assert "limit is 5000" in error.message
     bad = tokenizer_pb2.PrepareRequest(context=signed(), encoded=tokenizer_pb2.EncodedPrompt(ids=[1, 99999]))
     error = refused(service.stub.Prepare, bad)
     assert (error.reason, error.field) == (Reason.INVALID_ARGUMENT, "prompt[1]")
@@ -352,6 +365,7 @@ def test_refusals_name_field_and_limit(service: Service) -> None:
 
     many = chat_pb2.Conversation(messages=list(user("x").messages) * 9)
     long = chat_pb2.ResponseFormat(regex="a" * 5001)
+    choices = chat_pb2.ResponseFormat(choice=chat_pb2.Choice(options=[""] * 1001))
     wrong_role = chat_pb2.Conversation(messages=[chat_pb2.Message(content="x")])
     tools = user("x")
     tools.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_REQUIRED
@@ -364,6 +378,12 @@ def test_refusals_name_field_and_limit(service: Service) -> None:
     expected = [
         (request(conversation=many), Reason.REQUEST_TOO_LARGE, "messages", "limit is 8"),
         (request(text="x" * 20001), Reason.REQUEST_TOO_LARGE, "prompt", "limit is 20000"),
+        (
+            request(text="x", response_format=choices),
+            Reason.GRAMMAR_REFUSED,
+            "response_format.choice",
+            "limit is 5000",
+        ),
         (request(text="x", response_format=long), Reason.GRAMMAR_REFUSED, "response_format.regex", "5000"),
         (request(conversation=wrong_role), Reason.INVALID_ARGUMENT, "messages[0].role", "role"),
         (request(conversation=chat_pb2.Conversation()), Reason.INVALID_ARGUMENT, "messages", "at least one"),
