@@ -37,8 +37,10 @@ class GrammarCompiler:
         self._capacity = cache_bytes
         self._size = 0
         self._built: OrderedDict[bytes, Compiled] = OrderedDict()
-        self._refused: OrderedDict[bytes, tuple[float, Refused]] = OrderedDict()
-        self._in_flight: dict[bytes, asyncio.Task[WorkerReply]] = {}
+        # By content, and by tenant where one in debt asked: its workers may be late for want of a processor,
+        # which is nobody else's matter.
+        self._refused: OrderedDict[tuple[bytes, str], tuple[float, Refused]] = OrderedDict()
+        self._in_flight: dict[tuple[bytes, str], asyncio.Task[WorkerReply]] = {}
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
@@ -47,12 +49,14 @@ class GrammarCompiler:
         if found is not None:
             self._built.move_to_end(key)
             return found, True
-        self._raise_if_refused(key)
-        task = self._in_flight.get(key)
+        asked = (key, tenant if self.pool.in_debt(tenant) else "")
+        for each in dict.fromkeys((asked, (key, ""))):
+            self._raise_if_refused(each)
+        task = self._in_flight.get((key, "")) or self._in_flight.get(asked)
         if task is None:
             task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
-            self._in_flight[key] = task
-            task.add_done_callback(lambda done: self._finish(key, done))
+            self._in_flight[asked] = task
+            task.add_done_callback(lambda done: self._finish(asked, done))
         # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
         reply = await asyncio.shield(task)
         if reply.built is None:
@@ -69,19 +73,22 @@ class GrammarCompiler:
             raise refusal(reply.refused)
         return reply.verdicts
 
-    def _finish(self, key: bytes, task: asyncio.Task[WorkerReply]) -> None:
-        del self._in_flight[key]
+    def _finish(self, asked: tuple[bytes, str], task: asyncio.Task[WorkerReply]) -> None:
+        del self._in_flight[asked]
         if task.cancelled() or task.exception() is not None:
             return
         reply = task.result()
         if reply.refused is not None:
             keep_s = _OVERRUN_S if reply.refused.overrun else _REFUSAL_S
-            self._refused[key] = (time.monotonic() + keep_s, reply.refused)
+            self._refused[asked] = (time.monotonic() + keep_s, reply.refused)
             while len(self._refused) > _MAX_REFUSALS:
                 self._refused.popitem(last=False)
         elif reply.built is not None:
             compiled = self._compiled(reply.built)
-            self._built[key] = compiled
+            replaced = self._built.pop(asked[0], None)
+            if replaced is not None:
+                self._size -= len(replaced.artifact.payload) + _ENTRY_BYTES
+            self._built[asked[0]] = compiled
             self._size += len(compiled.artifact.payload) + _ENTRY_BYTES
             while self._size > self._capacity and len(self._built) > 1:
                 _, dropped = self._built.popitem(last=False)
@@ -92,14 +99,14 @@ class GrammarCompiler:
         artifact = Artifact(digest=digest, payload=built.payload, backend=BACKEND)
         return Compiled(artifact=artifact, enforcement=built.enforcement)
 
-    def _raise_if_refused(self, key: bytes) -> None:
-        entry = self._refused.get(key)
+    def _raise_if_refused(self, asked: tuple[bytes, str]) -> None:
+        entry = self._refused.get(asked)
         if entry is None:
             return
         until, refused = entry
         if until > time.monotonic():
             raise refusal(refused)
-        del self._refused[key]
+        del self._refused[asked]
 
 
 def refusal(refused: Refused) -> MillraceError:

@@ -84,6 +84,10 @@ class WorkerPool:
         """Jobs that wait for a worker."""
         return self._num_waiting
 
+    def in_debt(self, tenant: str) -> bool:
+        """Whether what the tenant asks for waits for processor time that nobody else wants."""
+        return self._accounts.in_debt(tenant)
+
     async def start(self) -> None:
         """Starts all workers; raises when they cannot load the vocabulary."""
         self._idle = [await self._new() for _ in range(self._config.workers)]

@@ -199,3 +199,30 @@ async def test_work_that_nobody_waits_for_is_given_up(pool: WorkerPool) -> None:
     assert pool.num_overruns == {"time": 0, "memory": 0}
     assert (await pool.run(QUICK, tenant="b")).built is not None
     assert pool.num_waiting == 0
+
+
+async def asked(pool: WorkerPool, *tenants: str) -> None:
+    """Waits until workers serve these tenants; fails by its time limit when they never do."""
+    async with asyncio.timeout(10):
+        while sorted(job.tenant for job in pool._tasks.values()) != list(tenants):
+            await asyncio.sleep(0.001)
+
+
+async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool: WorkerPool) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    pool._accounts.charge("debtor", 60.0)
+    theirs = asyncio.ensure_future(compiler.compile(slow(8), tenant="debtor"))
+    await asked(pool, "debtor")
+    ours = asyncio.ensure_future(compiler.compile(slow(8), tenant="good"))
+    await asked(pool, "debtor", "good")
+    for task in (theirs, ours):
+        with pytest.raises(MillraceError, match="takes longer"):
+            await task
+    # What a tenant in debt was refused for want of time says nothing to others.
+    pool._accounts.charge("debtor", 60.0)
+    with pytest.raises(MillraceError, match="takes longer"):
+        await compiler.compile(slow(9), tenant="debtor")
+    again = asyncio.ensure_future(compiler.compile(slow(9), tenant="another"))
+    await asked(pool, "another")
+    with pytest.raises(MillraceError, match="takes longer"):
+        await again
