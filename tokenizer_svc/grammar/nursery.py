@@ -39,6 +39,8 @@ class Worker:
 
     def give_way(self, *, wholly: bool = False) -> None:
         """From now on it computes when little else wants to; `wholly` only when nothing else does."""
+        if self.lowest or (self.yielding and not wholly):
+            return
         self.yielding = True
         self.lowest |= wholly
         policy = os.SCHED_IDLE if wholly else os.SCHED_BATCH

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict, deque
 from typing import Any
@@ -53,6 +54,8 @@ class _Job(msgspec.Struct, eq=False):
     # What is at fault when it is too much.
     reason: Reason
     done: asyncio.Future[WorkerReply]
+    # Whether it has lost its ordinary priority, or is done.
+    stale: bool = False
 
 
 class WorkerPool:
@@ -64,6 +67,10 @@ class WorkerPool:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._num_waiting = 0
         self._running: dict[str, int] = {}
+        # Of those, jobs that compute at ordinary priority still, and how many a tenant may have of them: at
+        # most half of the machine.
+        self._fresh: dict[str, int] = {}
+        self._max_fresh = max(1, (os.cpu_count() or 1) // 2)
         self._accounts = Accounts()
         self._num_charges = 0
         self._nursery = Nursery(setup)
@@ -162,6 +169,7 @@ class WorkerPool:
     def _dispatch(self) -> None:
         while not self._closed and (job := self._next_job()) is not None:
             self._running[job.tenant] = self._running.get(job.tenant, 0) + 1
+            self._fresh[job.tenant] = self._fresh.get(job.tenant, 0) + 1
             worker: Worker | None
             slow = self._accounts.in_debt(job.tenant)
             if slow:
@@ -185,9 +193,11 @@ class WorkerPool:
                 continue
             busy = self._running.get(tenant, 0)
             if self._accounts.in_debt(tenant):
-                if busy or not (self._idle_slow or self._num_slow < max_slow):
-                    continue
-            elif not self._idle or (busy and (len(self._waiting) > 1 or len(self._idle) < 2)):
+                fits = not busy and (self._idle_slow or self._num_slow < max_slow)
+            else:
+                fits = self._idle and self._fresh.get(tenant, 0) < self._max_fresh
+                fits = fits and not (busy and (len(self._waiting) > 1 or len(self._idle) < 2))
+            if not fits:
                 continue
             job = queue.popleft()
             self._num_waiting -= 1
@@ -209,6 +219,7 @@ class WorkerPool:
             if not job.done.done():
                 job.done.set_result(reply)
         finally:
+            self._no_longer_fresh(job)
             self._running[job.tenant] -= 1
             if not self._running[job.tenant]:
                 del self._running[job.tenant]
@@ -228,6 +239,12 @@ class WorkerPool:
         """The reply, and whether the worker is still of use."""
         watch = asyncio.ensure_future(self._lose_patience(worker, job))
         try:
+            return await self._answer(worker, job)
+        finally:
+            watch.cancel()
+
+    async def _answer(self, worker: Worker, job: _Job) -> tuple[WorkerReply, bool]:
+        try:
             answer = await self._within_limit(worker, job)
             reply = msgspec.msgpack.decode(answer, type=WorkerReply)
             if reply.defect:
@@ -237,8 +254,6 @@ class WorkerPool:
             return self._overrun(job, "time"), False
         except EOFError:
             return self._overrun(job, "memory"), False
-        finally:
-            watch.cancel()
 
     async def _lose_patience(self, worker: Worker, job: _Job) -> None:
         used_before_s = worker.processor_s()
@@ -249,8 +264,18 @@ class WorkerPool:
             # A worker that waits for the processor is looked at again, not too often.
             left_s = max(left_s, _PATIENCE_S / 4) if left_s > 0 else 0.0
         worker.give_way()
+        self._no_longer_fresh(job)
+        self._dispatch()
         await asyncio.sleep(max(0.0, self._accounts.left_s(job.tenant)))
         worker.give_way(wholly=True)
+
+    def _no_longer_fresh(self, job: _Job) -> None:
+        if job.stale:
+            return
+        job.stale = True
+        self._fresh[job.tenant] -= 1
+        if not self._fresh[job.tenant]:
+            del self._fresh[job.tenant]
 
     async def _within_limit(self, worker: Worker, job: _Job) -> bytes:
         used_before_s, began_s = worker.processor_s(), time.monotonic()

@@ -179,6 +179,11 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(pool: WorkerP
     assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
     assert (await pool.run(request({"const": 1}), tenant="debtor")).built is not None
     assert pool._idle_slow == [slowest]
+    # Long work does not raise it either.
+    running = asyncio.ensure_future(pool.run(slow(10), tenant="debtor"))
+    await asyncio.sleep(0.1)
+    assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
+    assert (await running).refused is not None
     # Others neither wait for it nor get it.
     assert fast <= set(pool._idle)
     assert (await pool.run(QUICK, tenant="good")).built is not None
@@ -226,3 +231,20 @@ async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool:
     await asked(pool, "another")
     with pytest.raises(MillraceError, match="takes longer"):
         await again
+
+
+async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
+    pool = WorkerPool(CompileConfig(workers=6, time_limit_s=0.5), SETUP)
+    pool._max_fresh = 2
+    await pool.start()
+    try:
+        running = [asyncio.ensure_future(pool.run(slow(20 + each), tenant="a")) for each in range(4)]
+        await asyncio.sleep(0)
+        # A tenant alone could have all workers; those that are late make room for its next.
+        assert len(pool._tasks) == 2
+        await asked(pool, "a", "a", "a")
+        assert all(reply.refused is not None for reply in await asyncio.gather(*running))
+        await asked(pool)
+        assert not pool._fresh
+    finally:
+        await pool.close()
