@@ -19,9 +19,10 @@ from engine.kernels.attention import AttentionBackend
 from engine.kernels.linear import DenseWeight
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.selection import Kernels
+from engine.kernels.transfer import on_device
 from engine.model.calibration import Calibration, linears
 from engine.model.experts import SparseFeedForward
-from engine.model.forward_batch import ForwardBatch, on_device
+from engine.model.forward_batch import ForwardBatch
 from engine.model.latent_attention import LatentAttention
 from engine.model.layers import Attention, FeedForward, Linear, Norm, StepContext
 from engine.model.rope import rope_table

@@ -4,6 +4,7 @@ ask.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -22,6 +23,10 @@ def choose_device(config: EngineConfig) -> tuple[str, int]:
         raise ConfigError("engine.device = 'cuda': torch finds no CUDA device; set it to auto or cpu")
     import torch
 
+    # Steps differ in size: segments that grow keep what they leave from falling into pieces. torch reads this
+    # when it first allocates.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return "cuda", int(torch.cuda.mem_get_info()[0])
 
 

@@ -7,10 +7,7 @@ block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.attention import RaggedBatch
@@ -24,9 +21,3 @@ class ForwardBatch:
     positions: Tensor  # [T] int64, inside each sequence
     slots: Tensor  # [T] int64, block * block_size + place, where keys and values go
     ragged: RaggedBatch
-
-
-def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on a GPU without waiting for what it is doing; elsewhere the array itself."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -5,6 +5,9 @@ The same function serves start-up, admission and `millrace plan` (`python -m eng
 
     total = weights + workspace + headroom + KV cache (+ what is left unused)
 
+Before loading, weights and workspace are predicted. On a GPU both are then measured (runner/cuda/build), and
+the plan is made again with the numbers found.
+
 - weights: every tensor of the checkpoint in the serving type or as it is quantized (weight_memory.py), and
   the tables of rotary angles.
 - workspace: the largest activations of a step of max_num_batched_tokens tokens, and the logits of
@@ -65,6 +68,9 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     # The draft model of speculation, where there is one.
     draft: DraftInput | None = None
+    # What the model (its draft not counted) and the largest step were measured to take; 0 is not measured.
+    measured_weights_bytes: int = 0
+    measured_workspace_bytes: int = 0
 
     @property
     def num_weights(self) -> int:
@@ -157,6 +163,8 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
+    weights = given.measured_weights_bytes or weights
+    workspace = given.measured_workspace_bytes or workspace
     if given.draft is not None:
         weights += weights_bytes(given.draft.weights, given.dtype)
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)

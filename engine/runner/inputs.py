@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.attention import RaggedBatch
+from engine.kernels.transfer import on_device
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.types import ScheduledSequence
@@ -70,7 +71,7 @@ def prepare_inputs(
     num_blocks = -(-ends // block_size)
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
-    token_ids, padded_positions, places = torch.from_numpy(rows).to(device).unbind()
+    token_ids, padded_positions, places = on_device(rows, device).unbind()
     batch = ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,

@@ -8,7 +8,7 @@ the vocabulary) is that sequence's `failure`; an exception is a step that failed
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from engine.model.device import choose_device
 from engine.model.loading import Model, load_model, native_library
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.attention_choice import attention_of
-from engine.runner.base import Runner
+from engine.runner.base import PendingStep, Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
@@ -42,6 +42,7 @@ from engine.sampling.sampler import sample
 from engine.types import (
     MemoryPlan,
     ModelFacts,
+    ScheduledSequence,
     SchedulerOutput,
     SequenceResult,
     StepResult,
@@ -85,12 +86,7 @@ class TorchRunner:
         self.grammar = grammar
         self.proposer = proposer
         self._began_s = 0.0
-        self.table = SequenceTable(
-            vocab_size=model.spec.vocab_size,
-            max_model_len=model.max_model_len,
-            device=self.device,
-            grammar=grammar,
-        )
+        self.table = self._make_table()
         self.table.sampling.native = native_sampling
         if isinstance(model, Decoder):
             self.table.sampling.backend = model.kernels.names["sampling"]
@@ -101,7 +97,15 @@ class TorchRunner:
                 max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
             )
 
-    def launch(self, plan: SchedulerOutput) -> PendingTorchStep:
+    def _make_table(self) -> SequenceTable:
+        return SequenceTable(
+            vocab_size=self.model.spec.vocab_size,
+            max_model_len=self.model.max_model_len,
+            device=self.device,
+            grammar=self.grammar,
+        )
+
+    def launch(self, plan: SchedulerOutput) -> PendingStep:
         """Queues a plan, or executes it at once when steps do not overlap."""
         if self._thread is not None:
             self.storage.announce(plan)
@@ -129,16 +133,31 @@ class TorchRunner:
         started = time.monotonic()
         self.model.wake()
         self._apply(plan)
-        failed = [
-            SequenceResult(sequence.sequence_id, (), failure=self.table.states[sequence.sequence_id].failure)
-            for sequence in plan.scheduled
-            if self.table.states[sequence.sequence_id].failure
-        ]
-        sound = [
-            sequence for sequence in plan.scheduled if not self.table.states[sequence.sequence_id].failure
-        ]
-        if not sound:
-            return StepResult(plan.step_id, tuple(failed), compute_s=time.monotonic() - started)
+        sound, failed = self._sorted_out(plan.scheduled)
+        results, sampling_s = self._compute(sound) if sound else ([], 0.0)
+        return StepResult(
+            plan.step_id,
+            (*failed, *results),
+            compute_s=time.monotonic() - started,
+            sampling_s=sampling_s,
+        )
+
+    def _sorted_out(
+        self, scheduled: Sequence[ScheduledSequence]
+    ) -> tuple[list[ScheduledSequence], list[SequenceResult]]:
+        """Those that can be computed, and the results of those that failed before."""
+        sound: list[ScheduledSequence] = []
+        failed: list[SequenceResult] = []
+        for sequence in scheduled:
+            failure = self.table.states[sequence.sequence_id].failure
+            if failure:
+                failed.append(SequenceResult(sequence.sequence_id, (), failure=failure))
+            else:
+                sound.append(sequence)
+        return sound, failed
+
+    def _compute(self, sound: list[ScheduledSequence]) -> tuple[list[SequenceResult], float]:
+        """Results of sequences that can be computed, and how much of the time sampling took, in seconds."""
         inputs = prepare_inputs(
             sound,
             self.table,
@@ -156,13 +175,7 @@ class TorchRunner:
         results = self._sample(
             inputs, rows, hidden, pending_masks.result() if pending_masks else None, scores
         )
-        finished = time.monotonic()
-        return StepResult(
-            plan.step_id,
-            (*failed, *results),
-            compute_s=finished - started,
-            sampling_s=finished - forwarded,
-        )
+        return results, time.monotonic() - forwarded
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Everything that a plan says before its forward, in the order that base.py defines."""
@@ -296,6 +309,11 @@ def build(
         config=config,
         library=library,
     )
+    if device.type == "cuda":
+        from engine.runner.cuda.build import measured_plan
+
+        assert isinstance(decoder, Decoder), "the native kernels are for CPUs"
+        plan = measured_plan(given, decoder, attention)
     progress("allocate KV cache", 0.0)
     storage_options: dict[str, Any] = {
         "block_size": plan.block_size,
@@ -306,16 +324,21 @@ def build(
     storage = KvStorage(spec, num_blocks=plan.num_blocks, **storage_options)
     draft = _draft_model(given, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
-    runner = TorchRunner(
-        model=decoder,
-        attention=attention,
-        storage=storage,
-        grammar=GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids),
-        proposer=Proposer(config.speculation, draft),
-        num_threads=config.num_threads,
-        overlaps=device_name != "cpu" or config.scheduler.overlap == "on",
-        native_sampling=config.native != "off",
-    )
+    parts: dict[str, Any] = {
+        "storage": storage,
+        "grammar": GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids),
+        "proposer": Proposer(config.speculation, draft),
+        "num_threads": config.num_threads,
+        "native_sampling": config.native != "off",
+    }
+    if device.type == "cuda":
+        from engine.runner.cuda.build import make_device_runner
+
+        assert isinstance(decoder, Decoder), "the native kernels are for CPUs"
+        runner: TorchRunner = make_device_runner(config, decoder, attention, progress=progress, **parts)
+    else:
+        overlaps = config.scheduler.overlap == "on"
+        runner = TorchRunner(model=decoder, attention=attention, overlaps=overlaps, **parts)
     facts = ModelFacts(
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,

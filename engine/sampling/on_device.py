@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.transfer import on_device
 from engine.sampling.noise import row_keys
 from engine.sampling.table import NO_ROW, SamplingTable
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from engine.sampling.sampler import SamplingRows
 
 _FLOATS = ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")
-_WHOLE = ("top_k", "count_row", "bias_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,48 +40,9 @@ def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -
     """Draws one token per row of logits [R, V] (float32, left as it is). Nothing waits for the device."""
     from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
 
-    options, device = table.options[rows.slots], logits.device
-    count = len(options)
-    keys = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    mask_row = np.full(count, NO_ROW, np.int32)
-    masks: Tensor | None = None
-    if rows.grammar_masks is not None and rows.grammar_rows.size:
-        mask_row[rows.grammar_rows] = np.arange(rows.grammar_rows.size)
-        masks = _there(np.ascontiguousarray(rows.grammar_masks, np.int32), device)
-    penalized, biased = (options[name] != NO_ROW for name in ("count_row", "bias_row"))
-    counts, seen = table.output_counts.rows, table.seen.rows
-    count_row = options["count_row"]
-    if penalized.any() and rows.draft_rows.size:
-        counts, seen, count_row = _with_drafts(table, rows, options, device)
-    # One copy: keys, then the floats, then the whole numbers, all in units of eight bytes.
-    packed = np.empty(6 * count, np.int64)
-    packed[:count] = keys
-    floats = packed[count : 4 * count].view(np.float32).reshape(6, count)
-    for place, name in enumerate(_FLOATS):
-        floats[place] = options[name]
-    whole = packed[4 * count :].view(np.int32).reshape(4, count)
-    whole[0], whole[1], whole[2], whole[3] = options["top_k"], count_row, options["bias_row"], mask_row
-    there = _there(packed, device)
-    on_floats = there[count : 4 * count].view(torch.float32).view(6, count)
-    on_whole = there[4 * count :].view(torch.int32).view(4, count)
-    asked = RowOptions(
-        temperature=on_floats[0],
-        min_p=on_floats[1],
-        top_k=on_whole[0],
-        top_p=on_floats[2],
-        noise_keys=there[:count],
-        repetition=on_floats[3],
-        frequency=on_floats[4],
-        presence=on_floats[5],
-        count_row=on_whole[1] if penalized.any() else None,
-        output_counts=counts if penalized.any() else None,
-        seen=seen if penalized.any() else None,
-        bias_row=on_whole[2] if biased.any() else None,
-        biases=table.biases.rows if biased.any() else None,
-        mask_row=on_whole[3] if masks is not None else None,
-        masks=masks,
-    )
-    stops = _early_stops(table, rows, options)
+    device = logits.device
+    asked = RowOptions(**row_options(table, rows, device))
+    stops = _early_stops(table, rows)
     processed, finite = process(logits.contiguous(), asked, copy=bool(stops))
     if stops:
         _forbid(processed, stops, rows, device)
@@ -89,10 +50,44 @@ def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -
     return DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
 
 
-def _there(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device that waits for nothing."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) -> dict[str, Any]:
+    """What each row asks for, on the device: the fields of the kernels' RowOptions. One copy for all of them
+    but masks and drafts.
+    """
+    options = table.options[rows.slots]
+    count = len(options)
+    mask_row = np.full(count, NO_ROW, np.int32)
+    masks: Tensor | None = None
+    if rows.grammar_masks is not None and rows.grammar_rows.size:
+        mask_row[rows.grammar_rows] = np.arange(rows.grammar_rows.size)
+        masks = on_device(np.ascontiguousarray(rows.grammar_masks, np.int32), device)
+    penalized, biased = (bool((options[name] != NO_ROW).any()) for name in ("count_row", "bias_row"))
+    counts, seen = table.output_counts.rows, table.seen.rows
+    count_row = options["count_row"]
+    if penalized and rows.draft_rows.size:
+        counts, seen, count_row = _with_drafts(table, rows, options, device)
+    # Keys, then the floats, then the whole numbers, all in units of eight bytes.
+    packed = np.empty(6 * count, np.int64)
+    packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    floats = packed[count : 4 * count].view(np.float32).reshape(len(_FLOATS), count)
+    for place, name in enumerate(_FLOATS):
+        floats[place] = options[name]
+    whole = packed[4 * count :].view(np.int32).reshape(4, count)
+    whole[0], whole[1], whole[2], whole[3] = options["top_k"], count_row, options["bias_row"], mask_row
+    there = on_device(packed, device)
+    asked: dict[str, Any] = dict(
+        zip(_FLOATS, there[count : 4 * count].view(torch.float32).view(len(_FLOATS), count), strict=True)
+    )
+    asked["noise_keys"] = there[:count]
+    top_k, count_rows, bias_rows, mask_rows = there[4 * count :].view(torch.int32).view(4, count)
+    asked["top_k"] = top_k
+    if penalized:
+        asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
+    if biased:
+        asked |= {"bias_row": bias_rows, "biases": table.biases.rows}
+    if masks is not None:
+        asked |= {"mask_row": mask_rows, "masks": masks}
+    return asked
 
 
 def _with_drafts(
@@ -102,22 +97,23 @@ def _with_drafts(
     chosen = np.flatnonzero(options["count_row"] != NO_ROW)
     place = np.full(len(options), NO_ROW, np.int64)
     place[chosen] = np.arange(chosen.size)
-    wide = _there(options["count_row"][chosen], device)
+    wide = on_device(options["count_row"][chosen], device)
     counts, seen = table.output_counts.rows[wide], table.seen.rows[wide]
     kept = place[rows.draft_rows] >= 0
     index = (
-        _there(place[rows.draft_rows][kept], device),
-        _there(np.ascontiguousarray(rows.draft_tokens[kept]), device),
+        on_device(place[rows.draft_rows][kept], device),
+        on_device(np.ascontiguousarray(rows.draft_tokens[kept]), device),
     )
     counts.index_put_(index, torch.ones_like(index[0], dtype=counts.dtype), accumulate=True)
     seen.index_put_(index, torch.ones_like(index[0], dtype=torch.bool))
     return counts, seen, place
 
 
-def _early_stops(
-    table: SamplingTable, rows: SamplingRows, options: NDArray[np.void]
-) -> list[tuple[int, int]]:
+def _early_stops(table: SamplingTable, rows: SamplingRows) -> list[tuple[int, int]]:
     """(row, token) of the stop tokens that min_tokens forbids."""
+    if not table.stop_ids:
+        return []
+    options = table.options[rows.slots]
     early = np.flatnonzero(rows.positions < options["min_tokens"])
     return [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
 
@@ -126,7 +122,7 @@ def _forbid(
     processed: Tensor, stops: list[tuple[int, int]], rows: SamplingRows, device: torch.device
 ) -> None:
     """Takes stop tokens out, unless a grammar then leaves nothing: it wins."""
-    index = _there(np.array(stops, np.int64).T.copy(), device)
+    index = on_device(np.array(stops, np.int64).T.copy(), device)
     minus = torch.full((), float("-inf"), device=device)
     processed.index_put_((index[0], index[1]), minus)
     if rows.grammar_masks is None:
@@ -136,8 +132,8 @@ def _forbid(
     if not guided:
         return
     bits = np.unpackbits(rows.grammar_masks[guided].view(np.uint8), axis=1, bitorder="little")
-    forbidden = _there(np.ascontiguousarray(bits[:, : processed.shape[1]] == 0), device)
-    places = _there(np.ascontiguousarray(rows.grammar_rows[guided]), device)
+    forbidden = on_device(np.ascontiguousarray(bits[:, : processed.shape[1]] == 0), device)
+    places = on_device(np.ascontiguousarray(rows.grammar_rows[guided]), device)
     under = processed.index_select(0, places)
     stuck = under.amax(-1, keepdim=True) == float("-inf")
     free = torch.zeros_like(under).masked_fill(forbidden, float("-inf"))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.kernels.transfer import on_device
 from engine.types import SamplingParams
 
 OPTIONS = np.dtype(
@@ -143,6 +144,17 @@ class SamplingTable:
             ones = torch.ones(len(index[0]), dtype=torch.int32, device=device)
             self.output_counts.rows.index_put_(index, ones, accumulate=True)
             self.seen.rows[index] = True
+
+    def append_there(self, slots: NDArray[np.int64], tokens: torch.Tensor) -> None:
+        """Counts one new output token [S] for each of slots [S], all different; tokens stay on the device."""
+        rows = self.options["count_row"][slots]
+        counted = np.flatnonzero(rows != NO_ROW)
+        if not counted.size:
+            return
+        wide, places = on_device(np.stack((rows[counted], counted)), tokens.device)
+        index = (wide, tokens.index_select(0, places))
+        self.output_counts.rows.index_put_(index, torch.ones_like(wide, dtype=torch.int32), accumulate=True)
+        self.seen.rows.index_put_(index, torch.ones_like(wide, dtype=torch.bool))
 
     def _put_bias(self, params: SamplingParams) -> int:
         if not params.logit_bias and not params.allowed_token_ids:

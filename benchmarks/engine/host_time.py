@@ -1,0 +1,221 @@
+"""What the host does for a decode step of a GPU, without the GPU: planning, inputs, options, results.
+
+The real core loop, scheduler and runner of GPUs, overlapped, over a model that computes nothing: graphs
+replay no work, and the draw gives one token to every row. Left out is what only a device costs: launching
+the graph and a dozen kernels, and copies from pinned memory (tens of microseconds each at most). The
+baseline in the same run is the same loop over the simulated runner, which is loop and scheduler alone.
+
+    python -m benchmarks.engine.host_time [--json OUT]
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from benchmarks.engine.overlap import _Mailbox
+from benchmarks.engine.report import Row, arguments, publish
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig, SpeculationConfig
+from engine.core.loop import EngineLoop
+from engine.runner import simulated
+from engine.runner.base import Runner
+from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
+from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.speculation.proposer import Proposer
+from engine.sampling.on_device import DeviceDrawn, row_options
+from engine.sampling.sampler import SamplingRows
+from engine.scheduler import Scheduler
+from engine.types import MemoryPlan, Request, SamplingParams
+from services.config import ModelConfig
+
+_BATCHES = (1, 32, 128, 256)
+_NUM_TOKENS = 160
+_PROMPT = 60
+_VOCAB = 32_000
+_BLOCK = 16
+_MAX_LEN = 2048
+# A step of Llama-3.1-8B in bfloat16 at batch 128 with contexts of 1,024 tokens reads 33 GB: 7 ms at 4.8 TB/s.
+_STEP_US = 7000.0
+
+
+class _NullRunner(DeviceRunner):
+    """Everything but the arithmetic."""
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def _sampled(self, logits: torch.Tensor, rows: SamplingRows) -> DeviceDrawn:
+        # What the draw would be told is put together and sent all the same.
+        row_options(self.table.sampling, rows, self.device)
+        yes = torch.ones(rows.slots.size, dtype=torch.bool)
+        return DeviceDrawn(
+            tokens=torch.full_like(yes, 7, dtype=torch.int64), finite=yes, allowed=yes, processed=logits
+        )
+
+
+class _NullRecorder:
+    def record(self, work: Callable[[], None]) -> Any:
+        """Nothing is captured, and nothing replayed."""
+        return SimpleNamespace(replay=lambda: None)
+
+
+def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
+    """The runner of GPUs over a null model on the CPU."""
+    num_blocks = batch * (_PROMPT + _NUM_TOKENS + 2 * _BLOCK) // _BLOCK + 64
+    memory = MemoryPlan(
+        total_bytes=0,
+        weights_bytes=0,
+        workspace_bytes=0,
+        headroom_bytes=0,
+        kv_cache_bytes=0,
+        kv_bytes_per_token=1,
+        block_size=_BLOCK,
+        num_blocks=num_blocks,
+        max_model_len=_MAX_LEN,
+    )
+    device = torch.device("cpu")
+    hidden = 64
+    model = SimpleNamespace(
+        spec=SimpleNamespace(vocab_size=_VOCAB, hidden_size=hidden),
+        max_model_len=_MAX_LEN,
+        device=device,
+        row_multiple=1,
+        embedding=torch.zeros(1, hidden),
+        forward=lambda batch, caches, attention: torch.zeros(batch.token_ids.shape[0], hidden),
+        wake=lambda: None,
+    )
+    storage = SimpleNamespace(
+        layers=[],
+        block_size=_BLOCK,
+        num_blocks=num_blocks,
+        spare_slot=num_blocks * _BLOCK,
+        announce=lambda plan: None,
+        apply=lambda plan: None,
+        close=lambda: None,
+    )
+    grammar = SimpleNamespace(close=lambda: None, fill=lambda wanted: Future())
+
+    def graphs(runner: DeviceRunner) -> DecodeGraphs:
+        made = DecodeGraphs(
+            cast(Any, model),
+            cast(Any, SimpleNamespace(plan_decode=lambda batch: None)),
+            [],
+            runner.device_table,
+            sizes=ladder(batch),
+            block_size=_BLOCK,
+            spare_slot=storage.spare_slot,
+        )
+        made.capture(_NullRecorder())
+        return made
+
+    runner = _NullRunner(
+        max_num_seqs=batch,
+        graphs=graphs,
+        model=model,
+        attention=None,
+        storage=storage,
+        grammar=grammar,
+        proposer=Proposer(SpeculationConfig()),
+        num_threads=1,
+        native_sampling=False,
+    )
+    return runner, memory
+
+
+class _Watch:
+    """Seconds by part, of every step."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self._now: dict[str, float] = defaultdict(float)
+
+    def around(self, owner: Any, name: str, part: str) -> None:
+        """Counts the calls of a method."""
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            with self.during(part):
+                return inner(*args, **options)
+
+        setattr(owner, name, timed)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Counts what happens inside."""
+        began = time.perf_counter()
+        yield
+        self._now[part] += time.perf_counter() - began
+
+    def end_step(self) -> None:
+        """Closes one step's account."""
+        for part, seconds in self._now.items():
+            self.parts[part].append(seconds)
+        self._now.clear()
+
+    def median_us(self, part: str) -> float:
+        """Median over the steps of full batches."""
+        return statistics.median(self.parts[part][10:-10]) * 1e6
+
+
+def measure(batch: int, name: str) -> Row:
+    """Median microseconds of the parts of a step."""
+    scheduling = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=max(16_384, batch))
+    if name == "simulated runner":
+        config = EngineConfig(simulated=True, scheduler=scheduling, simulation=SimulatedConfig())
+        runner, memory, _ = simulated.build(config, ModelConfig(path="simulated"))
+    else:
+        runner, memory = _null_runner(batch)
+    requests = [
+        Request(
+            request_id=index,
+            external_id=str(index),
+            prompt_token_ids=tuple(range(index, index + _PROMPT)),
+            sampling=SamplingParams(seed=index, temperature=0.8, top_p=0.9, max_tokens=_NUM_TOKENS),
+        )
+        for index in range(batch)
+    ]
+    mailbox = _Mailbox(requests)
+    scheduler = Scheduler(scheduling, CacheConfig(prefix_caching=False), memory, model="null")
+    loop = EngineLoop(scheduler, runner, mailbox, overlap=True)
+    watch = _Watch()
+    watch.around(scheduler, "schedule", "plan")
+    watch.around(scheduler, "update", "results")
+    watch.around(runner, "launch", "launch")
+    watch.around(mailbox, "send", "publish")
+    if isinstance(runner, DeviceRunner):
+        watch.around(runner, "_results", "read")
+    while mailbox.num_ended < batch:
+        with watch.during("step"):
+            loop.step()
+        watch.end_step()
+    runner.close()
+    row: dict[str, str | float | int] = {"sequences": batch, "runner": name}
+    for part in ("plan", "launch", "read", "results", "publish", "step"):
+        row[f"{part} us"] = round(watch.median_us(part), 1) if watch.parts[part] else 0.0
+    row["% of a 7 ms step"] = round(100 * watch.median_us("step") / _STEP_US, 1)
+    return row
+
+
+def main() -> None:
+    """All batches, baseline first."""
+    options = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    rows = [measure(batch, name) for batch in _BATCHES for name in ("simulated runner", "runner of GPUs")]
+    publish(
+        "Host time of an overlapped decode step, in microseconds (medians)",
+        rows,
+        options.json,
+        "publish includes encoding for the front; launching on a real device is left out",
+    )
+
+
+if __name__ == "__main__":
+    main()

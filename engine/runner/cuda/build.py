@@ -1,0 +1,164 @@
+"""What start-up does on a GPU beyond loading: memory is measured with a step of the largest size, and decode
+steps are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.kernels.attention import AttentionBackend, CapturedAttention, RaggedBatch
+from engine.kernels.transfer import on_device
+from engine.model.decoder import Decoder
+from engine.model.forward_batch import ForwardBatch
+from engine.model.plan import PlanInput, human, make_plan
+from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
+from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.cuda.recorder import CudaGraphRecorder, GraphRecorder
+from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
+from engine.types import MemoryPlan
+
+_log = logging.getLogger(__name__)
+
+# What the driver keeps of one captured graph, about; the rest of the plan's headroom is the allocator's.
+GRAPH_BYTES = 8 << 20
+
+
+def sizes_of(config: EngineConfig, model: Decoder) -> tuple[int, ...]:
+    """Numbers of rows to capture."""
+    return ladder(config.scheduler.max_num_seqs, config.graphs.rows, model.row_multiple)
+
+
+def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionBackend) -> str:
+    """Why decode steps stay eager; empty when they can be captured."""
+    if config.graphs.decode == "off":
+        return "engine.graphs.decode is off"
+    if not isinstance(attention, CapturedAttention) or not attention.captures:
+        return f"attention back end {attention.name} asks the host"
+    if not model.captures:
+        return "experts of this format are sorted on the host"
+    return ""
+
+
+def measured_plan(given: PlanInput, model: Decoder, attention: AttentionBackend) -> MemoryPlan:
+    """The memory plan from what loading really took and a step of the largest size really takes. Raises
+    ConfigError as make_plan does.
+    """
+    device, config = model.device, given.config
+    weights = int(torch.cuda.memory_allocated(device))
+    workspace = _largest_step_bytes(given, model, attention)
+    if not why_not_captured(config, model, attention):
+        workspace += _graph_bytes(config, model, attention, workspace)
+    _log.info("memory: weights take %s, the largest step %s", human(weights), human(workspace))
+    return make_plan(
+        msgspec.structs.replace(given, measured_weights_bytes=weights, measured_workspace_bytes=workspace)
+    )
+
+
+@torch.inference_mode()
+def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBackend) -> int:
+    """Peak of a step of max_num_batched_tokens tokens of max_num_seqs sequences, logits and draw included."""
+    scheduler, device = given.config.scheduler, model.device
+    tokens, size = scheduler.max_num_batched_tokens, given.config.cache.block_size
+    storage = KvStorage(
+        model.spec, num_blocks=1, block_size=size, kv_dtype=given.kv_dtype, device=device, host_blocks=0
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = int(torch.cuda.memory_allocated(device))
+    rows = min(scheduler.max_num_seqs, tokens)
+    for longest in (rows, max(1, -(-tokens // given.max_model_len))):
+        # Many short sequences, then as few and long ones as there can be.
+        _dummy_step(model, attention, storage, tokens, longest)
+    logits = model.logits_of(
+        torch.zeros(rows, model.spec.hidden_size, dtype=TORCH_DTYPES[given.dtype], device=device),
+        np.arange(rows),
+    )
+    # The draw keeps a processed copy, and reports a normalized one.
+    copies = [torch.log_softmax(logits, -1), logits.clone()]
+    torch.cuda.synchronize(device)
+    peak = int(torch.cuda.max_memory_allocated(device)) - before
+    del logits, copies, storage
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _dummy_step(
+    model: Decoder, attention: AttentionBackend, storage: KvStorage, tokens: int, num_sequences: int
+) -> None:
+    """A forward of so many tokens in so many sequences, all over block 0: what it computes means nothing."""
+    lengths = np.full(num_sequences, tokens // num_sequences, np.int64)
+    lengths[: tokens % num_sequences] += 1
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.arange(tokens) - np.repeat(starts[:-1], lengths)
+    size = storage.block_size
+    padded = np.zeros((3, tokens + -tokens % model.row_multiple), np.int64)
+    padded[1, :tokens] = positions
+    padded[2, :tokens] = positions % size
+    padded[2, tokens:] = storage.spare_slot
+    ids, places, slots = on_device(padded, model.device).unbind()
+    ragged = RaggedBatch(
+        query_starts=starts,
+        context_lens=lengths,
+        block_tables=np.zeros((num_sequences, -(-int(lengths.max()) // size)), np.int64),
+        block_size=size,
+    )
+    batch = ForwardBatch(token_ids=ids, positions=places, slots=slots, ragged=ragged)
+    model.forward(batch, storage.layers, attention)
+
+
+def _graph_bytes(config: EngineConfig, model: Decoder, attention: AttentionBackend, step_bytes: int) -> int:
+    """What captured steps keep for good: temporaries of the largest, their inputs, and the driver's own."""
+    assert isinstance(attention, CapturedAttention), "asked before"
+    sizes = sizes_of(config, model)
+    share = -(-step_bytes * sizes[-1] // config.scheduler.max_num_batched_tokens)
+    columns = -(-model.max_model_len // config.cache.block_size)
+    tables = 4 * columns * (sizes[-1] + 2 * config.scheduler.max_num_seqs)
+    work = attention.captured_workspace_bytes(sizes[-1], model.max_model_len, model.spec.value_dim)
+    return share + tables + work + GRAPH_BYTES * len(sizes)
+
+
+def make_device_runner(
+    config: EngineConfig,
+    model: Decoder,
+    attention: AttentionBackend,
+    *,
+    recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder,
+    progress: Callable[[str, float], None] = lambda phase, part: None,
+    **parts: Any,
+) -> DeviceRunner:
+    """A runner over loaded parts, its decode steps captured where they can be."""
+
+    def capture(runner: DeviceRunner) -> DecodeGraphs | None:
+        reason = why_not_captured(config, model, attention)
+        if reason:
+            _log.info("graphs: decode steps are not captured: %s", reason)
+            return None
+        assert isinstance(attention, CapturedAttention), "found out above"
+        sizes = sizes_of(config, model)
+        graphs = DecodeGraphs(
+            model,
+            attention,
+            runner.storage.layers,
+            runner.device_table,
+            sizes=sizes,
+            block_size=runner.storage.block_size,
+            spare_slot=runner.storage.spare_slot,
+        )
+        graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))
+        _log.info("graphs: decode steps of %s rows are captured", ", ".join(map(str, sizes)))
+        return graphs
+
+    return DeviceRunner(
+        model=model,
+        attention=attention,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        graphs=capture,
+        **parts,
+    )

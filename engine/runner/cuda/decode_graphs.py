@@ -1,0 +1,132 @@
+"""Decode steps of a ladder of sizes, captured once: what goes in and out lies in buffers that never move.
+
+A step takes the next size at or above its rows. Rows that pad it read token 0, belong to no sequence, write
+to the spare block and look at themselves alone.
+
+Shape letters: B rows, C block columns, E hidden size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.attention import CapturedAttention, DecodeBatch
+from engine.kernels.paged_cache import LayerCache
+from engine.model.decoder import Decoder
+from engine.runner.cuda.device_table import DeviceTable
+from engine.runner.cuda.recorder import GraphRecorder, Recording
+from engine.runner.cuda.staging import Staging
+
+# Rows of the staged inputs.
+_TOKENS, _POSITIONS, _PLACES, _LENGTHS, _SLOTS = range(5)
+NUM_INPUTS = 5
+# A token that only the device knows yet.
+UNREAD = -1
+
+
+def ladder(max_rows: int, asked: Sequence[int] = (), multiple: int = 1) -> tuple[int, ...]:
+    """Sizes to capture, ascending: `asked`, or 1, 2, 4, then multiples of 8; each rounded up to `multiple`,
+    none above what holds max_rows.
+    """
+    sizes = asked or (1, 2, 4, *range(8, max_rows, 8), max_rows)
+    top = -(-max_rows // multiple) * multiple
+    return tuple(sorted({min(-(-size // multiple) * multiple, top) for size in sizes}))
+
+
+class DecodeGraphs:
+    """The captured steps of one model over one cache."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: CapturedAttention,
+        caches: list[LayerCache],
+        table: DeviceTable,
+        *,
+        sizes: Sequence[int],
+        block_size: int,
+        spare_slot: int,
+    ) -> None:
+        self.model, self.attention, self.caches, self.table = model, attention, caches, table
+        self.sizes = sorted(sizes)
+        self.block_size, self.spare_slot = block_size, spare_slot
+        device, rows = model.device, self.sizes[-1]
+        self.inputs = Staging(NUM_INPUTS, rows, device)
+        self.context_lens = torch.ones(rows, dtype=torch.int32, device=device)
+        columns = table.device_blocks.shape[1]
+        self.block_tables = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(rows, model.spec.hidden_size, dtype=model.embedding.dtype, device=device)
+        self._recordings: dict[int, Recording] = {}
+
+    @torch.inference_mode()
+    def capture(self, recorder: GraphRecorder, progress: Callable[[float], None] = lambda part: None) -> None:
+        """Captures all sizes, the largest first, whose memory the others then share."""
+        for done, rows in enumerate(reversed(self.sizes)):
+            self._fill(rows, *(np.zeros(0, np.int64) for _ in range(5)))
+            self._recordings[rows] = recorder.record(self._work(rows))
+            progress((done + 1) / len(self.sizes))
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured size that holds so many rows."""
+        place = bisect_left(self.sizes, num_rows)
+        return self.sizes[place] if place < len(self.sizes) else None
+
+    def run(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        places: NDArray[np.int64],
+        slots: NDArray[np.int64],
+    ) -> tuple[Tensor, Tensor]:
+        """Queues one step of sequences in `slots` [S], at `positions`, with keys and values to `places`;
+        tokens are UNREAD where the device drew them in the step before.
+
+        Returns hidden states [B, E] and slots [S] on the device; both stay valid until the next step.
+        """
+        size = self.size_for(tokens.size)
+        assert size is not None, f"{tokens.size} rows are more than any graph has"
+        self._fill(size, tokens, positions, places, positions + 1, slots)
+        self._recordings[size].replay()
+        return self.hidden[:size], self.inputs.view(size)[_SLOTS, : tokens.size]
+
+    def _fill(self, size: int, *given: NDArray[np.int64]) -> None:
+        rows = self.inputs.begin(size)
+        count = given[0].size
+        for place, values in enumerate(given):
+            rows[place, :count] = values
+        pads = (0, 0, self.spare_slot, 1, self.table.pad_row)
+        for place, value in enumerate(pads):
+            rows[place, count:] = value
+        self.inputs.send(size)
+
+    def _work(self, rows: int) -> Callable[[], None]:
+        """One step of so many rows, from the staged inputs to the hidden states."""
+        staged = self.inputs.view(rows)
+        context_lens, block_tables = self.context_lens[:rows], self.block_tables[:rows]
+        table, model, attention = self.table, self.model, self.attention
+        plan = attention.plan_decode(
+            DecodeBatch(
+                context_lens=context_lens,
+                block_tables=block_tables,
+                block_size=self.block_size,
+                max_context_len=model.max_model_len,
+            )
+        )
+
+        def work() -> None:
+            context_lens.copy_(staged[_LENGTHS])
+            slots = staged[_SLOTS]
+            torch.index_select(table.device_blocks, 0, slots, out=block_tables)
+            last = table.last_tokens.index_select(0, slots)
+            tokens = torch.where(staged[_TOKENS] == UNREAD, last, staged[_TOKENS])
+            attention.begin(plan)
+            hidden = model.run(tokens, staged[_POSITIONS], staged[_PLACES], self.caches, attention, plan)
+            self.hidden[:rows].copy_(hidden)
+
+        return work
