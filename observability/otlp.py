@@ -1,7 +1,7 @@
 """Spans as OTLP bytes, written without the protobuf library.
 
-A message object per attribute costs ten times what its bytes cost: most attributes say the same on span after
-span, so their bytes are kept, and a span is one join of what is already there. The format is
+An attribute needs no message object to become bytes: most keys come again on span after span, so their bytes
+are kept, and a span is one join of what is mostly there already. The format is
 opentelemetry/proto/trace/v1/trace.proto; tests hold these bytes to what the generated classes read.
 """
 

@@ -1,8 +1,8 @@
 """The local span store: SQLite, written by the receiver, read by the terminal commands at the same time.
 
 What exporters send is kept as it came, one row a message: most spans are never looked at, and taking each one
-apart to index it cost more than all of the rest of tracing. Who asks has SQLite search the bytes, which takes
-a second for a full store, and decodes the few messages that have what was asked for.
+apart to index it would be work for all of them. Who asks has SQLite search the bytes, and decodes the few
+messages that have what was asked for.
 """
 
 from __future__ import annotations
