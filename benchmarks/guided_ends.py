@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.guided import record
 from benchmarks.guided_schemas import schemas
 from benchmarks.maskbench import quantile, read
-from benchmarks.stack import write_result
 from engine.sampling.grammar import BACKEND, GrammarEngine
 from engine.types import GrammarSpec
 from tokenizer_svc.checkpoint import Checkpoint, load_checkpoint
@@ -78,7 +78,7 @@ def main() -> int:
         "--count", type=int, default=120, help="schemas to generate, or to take from the file"
     )
     parser.add_argument("--limit", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other sources")
     arguments = parser.parse_args()
     rows = schemas(arguments.count)
     if arguments.file is not None:
@@ -105,7 +105,7 @@ def main() -> int:
     for key in found["mask alone"]:
         print(f"{key:20}" + "".join(f"{figures[key]:>16}" for figures in found.values()))
     source = arguments.file.name if arguments.file is not None else "generated"
-    write_result(arguments.json, {"source": source, "limit": arguments.limit, "ways": found})
+    record(arguments.json, source, {"limit": arguments.limit, "ways": found})
     return 0
 
 
