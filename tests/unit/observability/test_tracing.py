@@ -68,6 +68,51 @@ def test_every_span_carries_the_identity_however_it_is_made(telemetry: Telemetry
         assert span.lineage.identity == identity.attributes()
 
 
+def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
+    telemetry: Telemetry, exporter: Exported
+) -> None:
+    identity = RequestIdentity("r-1", client_request_id="mine", tenant="acme", tier="gold")
+    remote = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-01", "", identity)
+    request = telemetry.start(names.ENGINE_REQUEST, parent=remote)
+    telemetry.record(names.ENGINE_QUEUE, start_s=1.0, end_s=2.0, parent=request)
+    with telemetry.span(names.ENGINE_PREFILL, parent=request):
+        telemetry.end(telemetry.start(names.ENGINE_FIRST_DECODE))
+    telemetry.end(request)
+    spans = _by_name(exporter)
+    parents = {name: span.parent_id for name, span in spans.items()}
+    own = {name: span.span_id for name, span in spans.items()}
+    assert parents == {
+        names.ENGINE_REQUEST: 0xBBBBBBBBBBBBBBBB,
+        names.ENGINE_QUEUE: own[names.ENGINE_REQUEST],
+        names.ENGINE_PREFILL: own[names.ENGINE_REQUEST],
+        names.ENGINE_FIRST_DECODE: own[names.ENGINE_PREFILL],
+    }
+    for span in spans.values():
+        assert span.lineage.trace_id == int("a" * 32, 16)
+        assert span.lineage.identity == identity.attributes()
+
+
+def test_below_a_trace_that_is_not_recorded_nothing_is_and_its_context_goes_on(
+    telemetry: Telemetry, exporter: Exported
+) -> None:
+    header = f"00-{'a' * 32}-{'b' * 16}-00"
+    request = telemetry.start(names.ENGINE_REQUEST, parent=tracing.remote_span(header))
+    telemetry.record(names.ENGINE_QUEUE, start_s=1.0, end_s=2.0, parent=request, error="lost")
+    with telemetry.span(names.ENGINE_PREFILL, parent=request) as below:
+        assert tracing.traceparent_of(below)[0] == header
+        telemetry.end(telemetry.start(names.ENGINE_FIRST_DECODE))
+    telemetry.end(request)
+    assert exporter.spans == []
+    assert tracing.traceparent_of(request)[0] == header
+
+
+def test_a_callers_state_goes_on(telemetry: Telemetry) -> None:
+    header = f"00-{'a' * 32}-{'b' * 16}-01"
+    span = telemetry.start(names.ENGINE_REQUEST, parent=tracing.remote_span(header, "vendor=1"))
+    assert tracing.traceparent_of(span)[1] == "vendor=1"
+    telemetry.end(span)
+
+
 def test_recorded_spans_have_the_given_times_and_never_end_before_they_start(
     telemetry: Telemetry, exporter: Exported
 ) -> None:
