@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
@@ -105,6 +106,14 @@ def measure_in_turn(
             measured.rss_bytes[server.name] = server.rss_bytes()
 
 
+def cpu_name() -> str:
+    """What the system calls its processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
 def main() -> None:
     """Runs every peer beside ours, prints the table, and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -142,7 +151,7 @@ def main() -> None:
     print("\n".join(table(measured, rates, arguments.checkpoint)))
     if arguments.output is not None:
         report = {
-            "machine": machine() | asdict(rates),
+            "machine": machine() | {"cpu": cpu_name()} | asdict(rates),
             "checkpoint": arguments.checkpoint,
             **asdict(measured),
         }

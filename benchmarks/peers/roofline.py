@@ -7,17 +7,22 @@ bfloat16 rate is that of the faster of torch's product and ours; int8 rows have 
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
+from ctypes import c_int64
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from benchmarks.kernels.cpu import measure, read_bandwidth, weights_of
+from benchmarks.kernels.cpu import read_bandwidth
 from benchmarks.peers.checkpoints import SHAPES, kv_values_per_token, matrix_parameters
 from benchmarks.peers.loads import Load
-from engine.kernels.native import load_native
+from engine.kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
+from engine.kernels.linear.native import NativePacker, gemm_args, make_workspace, product_ops
+from engine.kernels.native import NativeLibrary, load_native
+from engine.kernels.native.library import Program
 
 REPEATS = 7
 
@@ -38,14 +43,27 @@ def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -
     torch.set_num_threads(threads)
     left, right = (torch.randn(size, inputs, dtype=torch.bfloat16) for size in (rows, outputs))
     torch_s = median(_seconds(lambda: left @ right.T) for _ in range(REPEATS))
-    formats = weights_of(outputs, inputs)
-    ours_s = {name: measure(library, formats[name][0], 2, rows, threads) for name in ("bfloat16", "w8a8")}
+    levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    bytes_weight = Int8Weight(values=levels, scale=torch.rand(outputs, 1) / 64, activations="int8")
+    ours_s = _product_s(library, DenseWeight(values=right), rows, threads)
     num_operations = 2.0 * rows * outputs * inputs
     return Machine(
         read_bytes_per_s=read_bandwidth(library, threads),
-        bfloat16_flops_per_s=num_operations / min(torch_s, ours_s["bfloat16"]),
-        int8_ops_per_s=num_operations / ours_s["w8a8"],
+        bfloat16_flops_per_s=num_operations / min(torch_s, ours_s),
+        int8_ops_per_s=num_operations / _product_s(library, bytes_weight, rows, threads),
     )
+
+
+def _product_s(library: NativeLibrary, weight: WeightFormat, rows: int, threads: int) -> float:
+    """Median time of our product of so many rows."""
+    outputs, inputs = weight.shape
+    packed = NativePacker(library, num_threads=threads).pack(weight)
+    x, out, count = torch.randn(rows, inputs), torch.empty(rows, outputs), c_int64(rows)
+    workspace = make_workspace(library, rows, inputs, threads)
+    args = gemm_args(packed, ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+    program = Program(library, product_ops(library, args))
+    pool = library.pool(threads)
+    return median(_seconds(lambda: program.run(pool)) for _ in range(REPEATS))
 
 
 def _seconds(work: Callable[[], object]) -> float:
