@@ -9,13 +9,15 @@ import sys
 
 import torch
 
-from engine.kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
 from engine.kernels.linear.native import NativePacker, NativeProduct
 from engine.kernels.native.library import open_level
 
 # Outputs, inputs: whole panels, a narrow last one, more than a block of inputs.
 SHAPES = ((64, 64), (200, 320), (130, 4200))
 ROWS = (1, 5, 16, 17, 33, 100)
+# Inputs that share a scale, where they do.
+GROUP = 64
 
 
 def largest_error(level: str) -> float:
@@ -32,6 +34,11 @@ def largest_error(level: str) -> float:
             Int8Weight(values=levels, scale=scale),
             Int8Weight(values=levels, scale=scale, activations="int8"),
         ]
+        if inputs % GROUP == 0:
+            groups = torch.rand(outputs, inputs // GROUP, generator=generator) / 64
+            packed = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+            weights.append(Int8Weight(values=levels, scale=groups))
+            weights.append(Int4Weight(packed=packed, scale=groups * 8, minimum=-groups * 60))
         for weight in weights:
             product = NativeProduct(NativePacker(library, num_threads=2).pack(weight), num_threads=2)
             exact = weight.dequantize().double()

@@ -2,13 +2,16 @@
 
 A library lies in a cache under a name that holds the hash of its sources and flags and of the compiler, so a
 change of either makes a new one. Several processes may build at once: one compiles under a file lock, the
-others wait and find it; it appears by an atomic rename. Without a compiler, a library that someone built from
+others wait and find it; it appears by an atomic rename. Beside it lies its digest, as loading a library that
+is not whole would end the process: what does not match is made anew. Libraries that nobody has loaded for
+KEPT_DAYS are deleted when another one is built. Without a compiler, a library that someone built from
 the same sources serves (container images do that): `python -m engine.kernels.native.build [--all]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -16,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +29,8 @@ from pathlib import Path
 from engine.kernels.native.config import CACHE_VARIABLE, cache_folder, named_compiler
 
 FOLDER = Path(__file__).parent
+KEPT_DAYS = 30
+_DAY_S = 86_400
 # No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
 # whether it fell into a loop's vector body or its tail.
 FLAGS = (
@@ -85,17 +91,43 @@ def library_path(level: str) -> Path:
     name, compiler = f"{level}-{_source_hash(level)}", _compiler()
     folder = _cache_folder(name)
     if compiler is None or not os.access(folder, os.W_OK):
-        found = sorted(folder.glob(f"{name}-*.so"))
-        if found:
-            return found[0]
+        found = next((path for path in sorted(folder.glob(f"{name}-*.so")) if _is_whole(path)), None)
+        if found is not None:
+            return found
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) is installed")
     target = folder / f"{name}-{_compiler_hash(compiler)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         with _locked(target.parent):
-            if not target.exists():
+            if not _is_whole(target):
                 _compile(compiler, level, target)
+                _delete_unused(target.parent)
     return target
+
+
+def _digest_path(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is what was built; notes that it is in use."""
+    try:
+        whole = hashlib.sha256(library.read_bytes()).hexdigest() == _digest_path(library).read_text()
+        if whole and time.time() - library.stat().st_mtime > _DAY_S:
+            with contextlib.suppress(OSError):
+                os.utime(library)
+    except OSError:
+        return False
+    return whole
+
+
+def _delete_unused(folder: Path) -> None:
+    """Deletes what nobody has loaded for KEPT_DAYS, of any level and source."""
+    for path in folder.glob("*.so"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > KEPT_DAYS * _DAY_S:
+                for part in (path, *folder.glob(f"{path.stem}-*.passed"), _digest_path(path)):
+                    part.unlink(missing_ok=True)
 
 
 def _flags(level: str) -> tuple[str, ...]:
@@ -164,9 +196,13 @@ def _compile(compiler: str, level: str, target: Path) -> None:
             list(workers.map(_run, commands))
         library = Path(folder) / target.name
         _run([compiler, "-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(library)])
-        # On disk before it has its name: half a library would end every process that loads it.
-        with library.open("rb") as written:
-            os.fsync(written.fileno())
+        digest = library.with_suffix(".sha256")
+        digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        # On disk before they have their names.
+        for path in (library, digest):
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        digest.replace(_digest_path(target))
         library.replace(target)
 
 

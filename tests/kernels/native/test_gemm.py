@@ -112,6 +112,7 @@ def test_every_format_against_its_meaning(native: NativeLibrary, shape: tuple[in
                 allowed = 1e-5 * size
             elif name == "w8a8":
                 assert isinstance(weight, Int8Weight)
+                assert weight.smoothing is not None
                 smoothed = x * weight.smoothing
                 allowed = smoothed.abs().amax(1, keepdim=True) / 250 * weight.stored().abs().sum(1) + 1e-4
             else:
@@ -182,3 +183,14 @@ def test_a_level_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatc
         NativeUnavailableError, match=rf"self-check of {level} failed \(1\): .*no_such_module"
     ):
         library.load_level.__wrapped__(level)
+
+
+def test_the_next_level_serves_where_the_best_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = machine_levels()
+    if len(levels) < 2:
+        pytest.skip("a single level")
+    monkeypatch.delenv("NATIVE_KERNELS_LEVEL", raising=False)
+    monkeypatch.setattr(library, "load_level", library.load_level.__wrapped__)
+    monkeypatch.setattr(library, "CHECKED_LEVELS", frozenset({levels[-1]}))
+    monkeypatch.setattr(library, "SELF_CHECK", "no_such_module")
+    assert library.load_native.__wrapped__().level == levels[-2]

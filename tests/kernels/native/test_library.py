@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,7 @@ def test_a_cache_that_cannot_be_written(
     cache.mkdir()
     there = cache / f"avx2-{build._source_hash('avx2') if has_library else 'older'}-other.so"
     there.touch()
+    there.with_suffix(".sha256").write_text(hashlib.sha256(b"").hexdigest())
     monkeypatch.setenv("NATIVE_KERNELS_CACHE", str(cache))
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -104,4 +107,44 @@ def test_a_cache_that_cannot_be_written(
     found = build.library_path("avx2")
     assert (found == there) == has_library
     assert found.parent == (cache if has_library else tmp_path / f"millrace-native-{os.getuid()}")
-    assert [path.name for path in cache.iterdir()] == [there.name]
+    assert {path.name for path in cache.iterdir()} == {there.name, there.with_suffix(".sha256").name}
+
+
+def test_a_library_that_is_not_whole_is_built_anew(tmp_path: Path) -> None:
+    """Loading it would end the process, even where its head is in order."""
+    code = "from engine.kernels.native import load_native; print(load_native().path)"
+    environment = {**os.environ, "NATIVE_KERNELS_CACHE": str(tmp_path), "NATIVE_KERNELS_LEVEL": "avx2"}
+
+    def load(**changes: str) -> Path:
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(
+            command, env={**environment, **changes}, capture_output=True, text=True, check=True
+        )
+        return Path(result.stdout.strip())
+
+    path = load()
+    whole = path.read_bytes()
+    old = tmp_path / "avx2-older-compiler.so"
+    passed = tmp_path / "avx2-older-compiler-machine.passed"
+    kept = tmp_path / "avx2-other-compiler.so"
+    for other in (old, passed, kept):
+        other.touch()
+    long_ago = time.time() - (build.KEPT_DAYS + 1) * 86_400
+    os.utime(old, (long_ago, long_ago))
+    path.write_bytes(whole[: len(whole) // 2])
+    assert load() == path
+    assert path.read_bytes() == whole
+    assert not old.exists()
+    assert not passed.exists()
+    assert kept.exists()
+    # Without a compiler there is nothing to be done but to say so.
+    path.write_bytes(whole[:-1])
+    without = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PATH": "", "CXX": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "no C++ compiler (g++ or clang++) is installed" in without.stderr
+    assert without.returncode == 1
