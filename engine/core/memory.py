@@ -52,10 +52,12 @@ class MemoryWatch:
         """A part of start-up is done."""
         cuda = _cuda()
         now = int(cuda.memory_allocated()) if cuda is not None else _own_bytes() - self._before
-        if stage != _CACHE_STAGE:
+        if stage == _CACHE_STAGE:
+            if fraction >= 1:
+                self._allocated = max(0, now - self._loaded)
+        elif not self._allocated:
+            # What comes after the cache (captured graphs) is workspace.
             self._loaded = now
-        elif fraction >= 1:
-            self._allocated = max(0, now - self._loaded)
 
     def start(self) -> None:
         """Start-up is over: peaks count from here."""

@@ -177,8 +177,8 @@ class SamplingTable:
         assert row == seen_row, "both pools hand out the same rows"
         device = self.seen.rows.device
         counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-        self.output_counts.rows[row] = torch.from_numpy(counts).to(device)
-        self.seen.rows[row, torch.from_numpy(np.concatenate((prompt, output))).to(device)] = True
+        self.output_counts.rows[row].copy_(on_device(counts, device))
+        self.seen.rows[row].index_fill_(0, on_device(np.concatenate((prompt, output)), device), True)
         return row
 
 

@@ -151,7 +151,12 @@ def make_device_runner(
             block_size=runner.storage.block_size,
             spare_slot=runner.storage.spare_slot,
         )
-        graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))
+        try:
+            graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))
+        except RuntimeError:
+            # Slower, and the same tokens: better than not serving at all.
+            _log.exception("graphs: decode steps cannot be captured and stay eager")
+            return None
         _log.info("graphs: decode steps of %s rows are captured", ", ".join(map(str, sizes)))
         return graphs
 
