@@ -96,6 +96,7 @@ def _in_own_process(name: str, options: argparse.Namespace, limit: float) -> str
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "BENCHMARK_LIMIT_S": str(limit),
+        "BENCHMARK_OUT": str(options.out),
     }
     if options.rehearse:
         command.append("--rehearse")

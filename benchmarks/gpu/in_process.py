@@ -93,7 +93,7 @@ def opened(gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int) -> Ite
     config = EngineConfig(
         device=gpu.device.type,
         dtype=gpu.pick("bfloat16", "float32"),
-        native="off",
+        native=gpu.pick("auto", "off"),
         max_model_len=max_model_len,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=gpu.pick(8192, 64),

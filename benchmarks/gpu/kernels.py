@@ -54,10 +54,16 @@ def _guarded(report: Report, measure: Callable[[], None]) -> None:
 
 
 def filled_cache(
-    gpu: Gpu, batch: int, length: int, dtype: torch.dtype, *, block_size: int = BLOCK_SIZE
+    gpu: Gpu,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    block_size: int = BLOCK_SIZE,
+    heads: tuple[int, int, int] = HEADS,
 ) -> tuple[LayerCache, np.ndarray[Any, np.dtype[np.int64]]]:
     """Random histories of `length` in shuffled blocks, and their tables."""
-    _, num_kv_heads, dim = HEADS
+    _, num_kv_heads, dim = heads
     per_sequence = -(-length // block_size)
     cache = allocate_layer(
         num_blocks=batch * per_sequence,

@@ -44,6 +44,8 @@ from engine.kernels.sampling.triton_sampling import draw_kernel, process_logits_
 # Shared memory that one block may ask for, in bytes.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 FIRST_ARCH_WITH_FLOAT8 = 89
+# Type of a cache to what launch shapes go by.
+KV_KINDS = {"*bf16": "plain", "*i8": "int8", "*fp8e4nv": "fp8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +80,17 @@ class Usage:
         return not self.spilled_bytes and self.shared_bytes <= SHARED_LIMIT[self.arch]
 
 
-def variants() -> list[Variant]:
-    """Every kernel in the shapes of real models."""
+def variants(arch: int) -> list[Variant]:
+    """Every kernel in the shapes of real models, as they are launched on an architecture."""
     return [
-        *_attention_variants(),
+        *_attention_variants(arch),
         *_row_variants(),
         *_sampling_variants(),
         *_linear_variants(),
     ]
 
 
-def _attention_variants() -> list[Variant]:
+def _attention_variants(arch: int) -> list[Variant]:
     pointers = {
         "positions": "*i32",
         "part_base": "*i32",
@@ -102,12 +104,10 @@ def _attention_variants() -> list[Variant]:
         "sinks": "*fp32",
         "q": "*bf16",
         "out": "*bf16",
-        **dict.fromkeys(
-            ("num_items", "table_stride", "num_heads", "num_kv_heads", "block_size", "window"), "i32"
-        ),
+        **dict.fromkeys(("num_items", "table_stride", "num_heads", "num_kv_heads", "window"), "i32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     }
-    plain = {"TAIL": 0, "TAIL_BLOCK": 16} | dict.fromkeys(
+    plain = {"TAIL": 0, "TAIL_BLOCK": 16, "BLOCK_SIZE": 16} | dict.fromkeys(
         ("SHARED_VALUE", "SCALED", "SOFT_CAP", "WINDOW", "SINKS"), False
     )
     latent: dict[str, object] = {"TAIL": 64, "TAIL_BLOCK": 64, "SHARED_VALUE": True}
@@ -125,7 +125,9 @@ def _attention_variants() -> list[Variant]:
     for name, group, size, kind, changes in shapes:
         for final, listed in ((True, False), (False, False), (False, True)):
             key_dim = size + int(str(changes.get("TAIL", 0)))
-            launch = launch_shape(group=group, key_dim=key_dim, final=final, quantized=kind != "*bf16")
+            launch = launch_shape(
+                group=group, key_dim=key_dim, final=final, kv=KV_KINDS[kind], arch=f"sm_{arch}"
+            )
             sizes = dict.fromkeys(("MAIN", "MAIN_BLOCK", "VALUE_DIM", "VALUE_BLOCK"), size)
             decided = {
                 "GROUP": launch.heads,
@@ -399,8 +401,8 @@ def compile_all(archs: Sequence[int], only: str = "") -> list[Usage]:
     """Usage of every variant on every architecture that has its types."""
     wanted = [
         (variant, arch)
-        for variant in variants()
         for arch in archs
+        for variant in variants(arch)
         if only in variant.name and (not variant.float8 or arch >= FIRST_ARCH_WITH_FLOAT8)
     ]
     with ThreadPoolExecutor(2) as pool:

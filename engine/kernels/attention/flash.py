@@ -7,7 +7,7 @@ more than FEW_ROWS new tokens goes to flash-attn, which depends on that sequence
 Blocks are read in place where the library takes their size, the cache is in the queries' type, and the layer
 has no window. Otherwise the visible history is gathered first: into vectors side by side, in the queries'
 type, positions that nobody may see left out. For a chunk of 2,048 tokens that is about a twentieth of the
-time that attention itself takes, whatever the history.
+time that attention itself takes, whatever the history (counted from bytes and operations, not measured).
 
 Shape letters: T tokens, H query heads, K kv heads, D head dim, U gathered positions, S sequences, C blocks of
 the longest sequence, N blocks, P block size.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART, Items, make_plan, most_parts
+from engine.kernels.attention.tuning import arch_of, key_of, tuned_shape
 from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -27,17 +28,113 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
 # Converting a quantized cache takes registers.
 QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
-SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 4, 2))
+# Hopper's matrix units take wide steps, and its accumulators leave room for them.
+HOPPER_WHOLE_SHAPE = (128, 64, 8, 3)
+SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
 PROGRAMS_PER_PROCESSOR = 6
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
 
 
 @triton.jit
-def _head_parts(base, at, first: tl.constexpr, size: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers and mask of elements [first, first + size) of the vectors that begin at base + at [rows]."""
+def _vectors(
+    base, at, there, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Elements [FIRST, FIRST + SIZE) of the vectors that begin at base + at [rows], as [rows, BLOCK]; zeros
+    beyond SIZE, and where MASKED also in rows that are not `there`.
+    """
     place = tl.arange(0, BLOCK)
-    return base + at[:, None] + (first + place)[None, :], (place < size)[None, :]
+    entries = base + at[:, None] + (FIRST + place)[None, :]
+    if SIZE == BLOCK:
+        if MASKED:
+            loaded = tl.load(entries, mask=there[:, None], other=0.0)
+        else:
+            loaded = tl.load(entries)
+    elif MASKED:
+        loaded = tl.load(entries, mask=there[:, None] & (place < SIZE)[None, :], other=0.0)
+    else:
+        loaded = tl.load(entries, mask=(place < SIZE)[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def _advance(
+    start,
+    end,
+    largest,
+    weight,
+    total,
+    q_main,
+    q_tail,
+    position,
+    table,
+    keys,
+    values,
+    scales,
+    kv_head,
+    num_kv_heads,
+    scale,
+    soft_cap,
+    window,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes positions [start, start + STEP) in. Unless MASKED, every row sees all of them; the arithmetic is
+    the same, so that no bit depends on which it was.
+    """
+    DTYPE: tl.constexpr = q_main.dtype
+    KEY_DIM: tl.constexpr = MAIN + TAIL
+    place = start + tl.arange(0, STEP)
+    there = place < end
+    if MASKED:
+        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+    else:
+        block = tl.load(table + place // BLOCK_SIZE)
+    slot = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+    key = _vectors(keys, slot * KEY_DIM, there, 0, MAIN, MAIN_BLOCK, MASKED).to(DTYPE)
+    score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
+    if TAIL > 0:
+        tail = _vectors(keys, slot * KEY_DIM, there, MAIN, TAIL, TAIL_BLOCK, MASKED).to(DTYPE)
+        score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
+    if SCALED:
+        score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
+    # Scores are exp2's argument once multiplied by `factor`, in one rounding with the maximum's subtraction.
+    factor = scale * LOG2_E
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
+        factor = LOG2_E
+    if MASKED:
+        visible = there[None, :] & (place[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (place[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=1) * factor)
+    # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    share = tl.exp2(tl.fma(score, factor, -anchor[:, None]))
+    shrink = tl.exp2(largest - anchor)
+    weight = weight * shrink + tl.sum(share, axis=1)
+    if SHARED_VALUE:
+        value = key
+    else:
+        value = _vectors(values, slot * VALUE_DIM, there, 0, VALUE_DIM, VALUE_BLOCK, MASKED).to(DTYPE)
+    if SCALED:
+        column: tl.constexpr = 0 if SHARED_VALUE else 1
+        share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
+    total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+    return higher, weight, total
 
 
 @triton.jit
@@ -60,7 +157,6 @@ def _attend(
     table_stride,
     num_heads,
     num_kv_heads,
-    block_size,
     scale,
     soft_cap,
     window,
@@ -72,6 +168,7 @@ def _attend(
     MAIN_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
@@ -89,71 +186,102 @@ def _attend(
     begin = tl.load(fields + 3 * num_items + item)
     end = tl.load(fields + 4 * num_items + item)
     part = tl.load(fields + 5 * num_items + item)
-    KEY_DIM: tl.constexpr = MAIN + TAIL
-    DTYPE: tl.constexpr = q.dtype.element_ty
 
     tile = tl.arange(0, TILE)
     present = tile // GROUP < count
     head = tl.program_id(1) * GROUP + tile % GROUP
     token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
     position = tl.load(positions + token, mask=present, other=0)
-    row = (token.to(tl.int64) * num_heads + head) * KEY_DIM
-    at, inside = _head_parts(q, row, 0, MAIN, MAIN_BLOCK)
-    q_main = tl.load(at, mask=present[:, None] & inside, other=0.0)
+    row = (token.to(tl.int64) * num_heads + head) * (MAIN + TAIL)
+    q_main = _vectors(q, row, present, 0, MAIN, MAIN_BLOCK, True)
+    q_tail = q_main
     if TAIL > 0:
-        at, inside = _head_parts(q, row, MAIN, TAIL, TAIL_BLOCK)
-        q_tail = tl.load(at, mask=present[:, None] & inside, other=0.0)
+        q_tail = _vectors(q, row, present, MAIN, TAIL, TAIL_BLOCK, True)
 
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
-    for start in range(begin, end, STEP):
-        place = start + tl.arange(0, STEP)
-        there = place < end
-        block = tl.load(tables + sequence * table_stride + place // block_size, mask=there, other=0)
-        slot = (block.to(tl.int64) * num_kv_heads + kv_head) * block_size + place % block_size
-        entry, real = _head_parts(keys, slot * KEY_DIM, 0, MAIN, MAIN_BLOCK)
-        key = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
-        score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
-        if TAIL > 0:
-            entry, real = _head_parts(keys, slot * KEY_DIM, MAIN, TAIL, TAIL_BLOCK)
-            tail = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
-            score += tl.dot(q_tail, tl.trans(tail), input_precision="ieee")
-        if SCALED:
-            score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
-        score *= scale
-        if SOFT_CAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
-            score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap)) + 1.0))
-        visible = there[None, :] & (place[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (place[None, :] > position[:, None] - window)
-        score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(largest, tl.max(score, axis=1))
-        # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2((score - anchor[:, None]) * LOG2_E)
-        shrink = tl.exp2((largest - anchor) * LOG2_E)
-        weight = weight * shrink + tl.sum(share, axis=1)
-        if SHARED_VALUE:
-            value = key
-        else:
-            entry, real = _head_parts(values, slot * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK)
-            value = tl.load(entry, mask=there[:, None] & real, other=0.0).to(DTYPE)
-        if SCALED:
-            column: tl.constexpr = 0 if SHARED_VALUE else 1
-            share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
-        total = total * shrink[:, None] + tl.dot(share.to(DTYPE), value, input_precision="ieee")
-        largest = higher
+    table = tables + sequence * table_stride
+    middle = begin
+    if FINAL and not WINDOW:
+        # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
+        lowest = tl.min(tl.where(present, position, 2147483647), axis=0)
+        middle = begin + tl.maximum(tl.minimum(lowest + 1, end) - begin, 0) // STEP * STEP
+        for start in range(begin, middle, STEP):
+            largest, weight, total = _advance(
+                start,
+                end,
+                largest,
+                weight,
+                total,
+                q_main,
+                q_tail,
+                position,
+                table,
+                keys,
+                values,
+                scales,
+                kv_head,
+                num_kv_heads,
+                scale,
+                soft_cap,
+                window,
+                MAIN,
+                TAIL,
+                VALUE_DIM,
+                MAIN_BLOCK,
+                TAIL_BLOCK,
+                VALUE_BLOCK,
+                BLOCK_SIZE,
+                STEP,
+                SHARED_VALUE,
+                SCALED,
+                SOFT_CAP,
+                WINDOW,
+                False,
+            )
+    for start in range(middle, end, STEP):
+        largest, weight, total = _advance(
+            start,
+            end,
+            largest,
+            weight,
+            total,
+            q_main,
+            q_tail,
+            position,
+            table,
+            keys,
+            values,
+            scales,
+            kv_head,
+            num_kv_heads,
+            scale,
+            soft_cap,
+            window,
+            MAIN,
+            TAIL,
+            VALUE_DIM,
+            MAIN_BLOCK,
+            TAIL_BLOCK,
+            VALUE_BLOCK,
+            BLOCK_SIZE,
+            STEP,
+            SHARED_VALUE,
+            SCALED,
+            SOFT_CAP,
+            WINDOW,
+            True,
+        )
 
     place_out = tl.arange(0, VALUE_BLOCK)
     wanted = present[:, None] & (place_out < VALUE_DIM)[None, :]
     if FINAL:
         if SINKS:
-            sink = tl.load(sinks + head, mask=present, other=0.0)
+            sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
             higher = tl.maximum(largest, sink)
-            shrink = tl.exp2((largest - higher) * LOG2_E)
-            weight = weight * shrink + tl.exp2((sink - higher) * LOG2_E)
+            shrink = tl.exp2(largest - higher)
+            weight = weight * shrink + tl.exp2(sink - higher)
             total = total * shrink[:, None]
         result = total / weight[:, None]
         row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
@@ -185,7 +313,6 @@ def attention_kernel(
     table_stride,
     num_heads,
     num_kv_heads,
-    block_size,
     scale,
     soft_cap,
     window,
@@ -197,6 +324,7 @@ def attention_kernel(
     MAIN_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
@@ -208,7 +336,7 @@ def attention_kernel(
     LISTED: tl.constexpr,
 ):
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
-    writes results, else sums and stats (maximum, weight) of a part.
+    writes results, else sums and stats (maximum in powers of two, weight) of a part.
 
     LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
     """
@@ -233,7 +361,6 @@ def attention_kernel(
                 table_stride,
                 num_heads,
                 num_kv_heads,
-                block_size,
                 scale,
                 soft_cap,
                 window,
@@ -245,6 +372,7 @@ def attention_kernel(
                 MAIN_BLOCK,
                 TAIL_BLOCK,
                 VALUE_BLOCK,
+                BLOCK_SIZE,
                 TILE,
                 STEP,
                 SHARED_VALUE,
@@ -274,7 +402,6 @@ def attention_kernel(
             table_stride,
             num_heads,
             num_kv_heads,
-            block_size,
             scale,
             soft_cap,
             window,
@@ -286,6 +413,7 @@ def attention_kernel(
             MAIN_BLOCK,
             TAIL_BLOCK,
             VALUE_BLOCK,
+            BLOCK_SIZE,
             TILE,
             STEP,
             SHARED_VALUE,
@@ -366,7 +494,7 @@ def merge_kernel(
     largest = float("-inf")
     weight = 0.0
     if SINKS:
-        largest = tl.load(sinks + head).to(tl.float32)
+        largest = tl.load(sinks + head).to(tl.float32) * LOG2_E
         weight = 1.0
     total = tl.zeros([BLOCK], tl.float32)
     for part in range(count):
@@ -374,8 +502,8 @@ def merge_kernel(
         here = tl.load(stats + index * 2)
         higher = tl.maximum(largest, here)
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2((largest - anchor) * LOG2_E)
-        grow = tl.exp2((here - anchor) * LOG2_E)
+        shrink = tl.exp2(largest - anchor)
+        grow = tl.exp2(here - anchor)
         some = tl.load(sums + index * VALUE_DIM + place, mask=inside, other=0.0)
         total = total * shrink + some * grow
         weight = weight * shrink + tl.load(stats + index * 2 + 1) * grow
@@ -493,16 +621,14 @@ class TritonAttention:
         if isinstance(plan, CapturedPlan):
             return self._run(plan.of(options.window), q.contiguous(), cache, options, sinks)
         if options.window not in plan:
-            plan[options.window] = self._device_plan(
-                options.window, q.shape[2], isinstance(cache, QuantizedCache)
-            )
+            plan[options.window] = self._device_plan(options.window, q.shape[2], _kv_of(cache))
         return self._run(plan[options.window], q.contiguous(), cache, options, sinks)
 
-    def _device_plan(self, window: int | None, key_dim: int, quantized: bool) -> DevicePlan:
-        split, whole = (
-            launch_shape(group=self.group, key_dim=key_dim, final=final, quantized=quantized)
-            for final in (False, True)
-        )
+    def _shape(self, key_dim: int, kv: str, device: torch.device, *, final: bool) -> LaunchShape:
+        return launch_shape(group=self.group, key_dim=key_dim, final=final, kv=kv, arch=arch_of(device))
+
+    def _device_plan(self, window: int | None, key_dim: int, kv: str) -> DevicePlan:
+        split, whole = (self._shape(key_dim, kv, self._device, final=final) for final in (False, True))
         made = make_plan(
             self._batch,
             split_rows=split.tile // split.heads,
@@ -555,7 +681,7 @@ class TritonAttention:
                 continue
             rows, fields = work
             num_items = fields.shape[1]
-            shape = launch_shape(group=self.group, key_dim=key_dim, final=final, quantized=scales is not None)
+            shape = self._shape(key_dim, _kv_of(cache), q.device, final=final)
             width = self.num_heads // shape.heads
             programs = num_items
             if plan.num_listed is not None:
@@ -579,7 +705,6 @@ class TritonAttention:
                 plan.tables.stride(0),
                 self.num_heads,
                 self.num_kv_heads,
-                cache.block_size,
                 options.scale,
                 options.soft_cap or 1.0,
                 options.window or 0,
@@ -591,6 +716,7 @@ class TritonAttention:
                 MAIN_BLOCK=_block(main),
                 TAIL_BLOCK=_block(tail),
                 VALUE_BLOCK=_block(value_dim),
+                BLOCK_SIZE=cache.block_size,
                 TILE=shape.tile,
                 STEP=shape.step,
                 SHARED_VALUE=shared,
@@ -630,18 +756,31 @@ class LaunchShape:
     num_stages: int
 
 
-def launch_shape(*, group: int, key_dim: int, final: bool, quantized: bool) -> LaunchShape:
-    """Chosen such that no register spills on sm_80 and sm_90 (engine/kernels/compile_ahead)."""
+def launch_shape(*, group: int, key_dim: int, final: bool, kv: str, arch: str = "") -> LaunchShape:
+    """The shape that was measured for an architecture, or one chosen such that no register spills on sm_80
+    and sm_90 (engine/kernels/compile_ahead). `kv` says how the cache is stored: "plain", "int8" or "fp8".
+    """
     largest, step, num_warps, num_stages = (
         WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]
     )
-    if final and quantized and key_dim <= 128:
+    if final and kv != "plain" and key_dim <= 128:
         largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
+    elif final and arch == "sm_90" and key_dim <= 128:
+        largest, step, num_warps, num_stages = HOPPER_WHOLE_SHAPE
     if key_dim > 256:
         largest, step, num_warps, num_stages = LATENT_SHAPE
+    measured = tuned_shape(arch, key_of(final=final, key_dim=key_dim, group=group, kv=kv))
+    if measured is not None:
+        largest, step, num_warps, num_stages = measured
     heads = next(heads for heads in range(min(group, largest), 0, -1) if group % heads == 0)
     tile = largest if final else max(16, triton.next_power_of_2(heads))
     return LaunchShape(heads=heads, tile=tile, step=step, num_warps=num_warps, num_stages=num_stages)
+
+
+def _kv_of(cache: PlainCache | QuantizedCache) -> str:
+    if not isinstance(cache, QuantizedCache):
+        return "plain"
+    return "int8" if cache.keys.dtype == torch.int8 else "fp8"
 
 
 def _programs_at_once(device: torch.device) -> int:

@@ -105,7 +105,7 @@ def make_plan(
             whole.add(some, index, _reach(positions, some, window), int(positions[some[-1]]) + 1, 0)
     return AttentionPlan(
         split=split.items(),
-        whole=whole.items(),
+        whole=whole.items(longest_first=True),
         positions=positions,
         part_base=part_base,
         part_count=part_count,
@@ -156,6 +156,9 @@ class _Builder:
             last = min(first + size, end)
             self.add(rows, sequence, min(max(first, reach), last), last, first // size)
 
-    def items(self) -> Items:
+    def items(self, *, longest_first: bool = False) -> Items:
+        """What was collected. Long items that begin last would be waited for alone."""
         fields = np.array(self._fields, np.int32).reshape(-1, 6).T
+        if longest_first:
+            fields = fields[:, np.argsort(fields[3] - fields[4], kind="stable")]
         return Items(rows=np.array(self._rows, np.int32), fields=np.ascontiguousarray(fields))
