@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.model import idle_share
 from engine.kernels.attention.triton_attention import launch_shape
 from engine.kernels.attention.tuning import TABLE, forced, key_of, read_table
 
@@ -114,3 +115,10 @@ def test_a_measured_shape_comes_before_the_standing_one() -> None:
         assert shape() == (64, 16, 4, 2)
     assert shape() == before
     assert shape("sm_00") == shape("")
+
+
+def test_time_that_no_kernel_covers_is_idle() -> None:
+    share, most = idle_share([("a", 20.0, 30.0), ("b", 0.0, 10.0), ("a", 5.0, 12.0)], num_steps=2)
+    assert share == pytest.approx(8 / 30)
+    assert most == {"us a step in a": 8.5, "us a step in b": 5.0}
+    assert idle_share([], num_steps=1) == (-1.0, {})
