@@ -42,6 +42,8 @@ PARTS = {
 # Asked for by name alone.
 EXTRA = {"tune": Part("tune", 560)}
 RESULTS = Path("benchmarks/results")
+# Their figures mean nothing, so they are kept away from the others.
+REHEARSED = Path("build/gpu-rehearsal")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,11 +54,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=[*PARTS, *EXTRA], default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the figures")
+    parser.add_argument(
+        "--out", type=Path, default=None, help=f"folder of the figures; {RESULTS}, of rehearsals {REHEARSED}"
+    )
     parser.add_argument("--limit-s", type=float, default=570.0, help="time for everything")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.out is None:
+        options.out = REHEARSED if options.rehearse else RESULTS
+    return options
 
 
 def main() -> int:
