@@ -10,6 +10,7 @@ baseline in the same run is the same loop over the simulated runner, which is lo
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -192,10 +193,14 @@ def measure(batch: int, name: str) -> Row:
     watch.around(mailbox, "send", "publish")
     if isinstance(runner, DeviceRunner):
         watch.around(runner, "_results", "read")
+    # As the core does before it serves.
+    gc.collect()
+    gc.freeze()
     while mailbox.num_ended < batch:
         with watch.during("step"):
             loop.step()
         watch.end_step()
+    gc.unfreeze()
     runner.close()
     row: dict[str, str | float | int] = {"sequences": batch, "runner": name}
     for part in ("plan", "launch", "read", "results", "publish", "step"):

@@ -109,6 +109,11 @@ class WeightReader:
             and config.quantization.smoothing == "calibrated"
         )
 
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether a checkpoint's fp8 weights are multiplied as they are."""
+        return self.kernels.names["linear"] == "triton"
+
     def quantized(self, weight: WeightFormat) -> WeightFormat:
         """`weight` as `engine.quantize` asks for; that of a quantized checkpoint stays as it is."""
         if self.scheme is not None or not isinstance(weight, DenseWeight):

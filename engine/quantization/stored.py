@@ -1,7 +1,8 @@
 """Weights that checkpoints hold quantized, read into the formats of `kernels/linear`.
 
 Each reader takes the tensors of one linear layer by their stored names. What a method cannot express exactly
-in those formats (asymmetric 8-bit levels, fp8) becomes a dense weight in the serving type. Sources:
+in those formats (asymmetric 8-bit levels) becomes a dense weight in the serving type, as does fp8 where
+nothing multiplies it faster. Sources:
 AutoAWQ's WQLinear_GEMM, AutoGPTQ's and GPTQModel's QuantLinear, the compressors of compressed-tensors, and
 the fine-grained fp8 of DeepSeek-V3's release.
 
@@ -16,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.formats import pack_levels
+from engine.kernels.linear import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.formats import FP8_BLOCK, pack_levels
 from engine.quantization.scheme import Scheme
 from services.errors import ConfigError
 
@@ -29,6 +30,10 @@ class TensorSource(Protocol):
     """Where readers find tensors."""
 
     dtype: torch.dtype
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether fp8 weights stay as they are: products take them, and round inputs as well."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -114,6 +119,9 @@ def _compressed(
             source.stored(f"{name}.{unused}")
     scale = source.stored(f"{name}.weight_scale").float()
     if values.dtype != torch.int8:
+        kept = _kept_fp8(source, values, scale, scheme.block)
+        if kept is not None:
+            return kept
         return DenseWeight(values=_scaled(name, values.float(), scale, scheme.block).to(source.dtype))
     scale = _per_output(name, scale, outputs)
     if source.has(f"{name}.weight_zero_point"):
@@ -159,11 +167,31 @@ def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sch
     """weight fp8 [N, K], weight_scale_inv: what each block is multiplied by."""
     if not source.has(f"{name}.weight_scale_inv"):
         return None
-    values = source.stored(f"{name}.weight", (outputs, inputs)).float()
+    values = source.stored(f"{name}.weight", (outputs, inputs))
     scale = source.stored(f"{name}.weight_scale_inv").float()
     if source.has(f"{name}.input_scale"):
         source.stored(f"{name}.input_scale")
-    return DenseWeight(values=_scaled(name, values, scale, scheme.block).to(source.dtype))
+    kept = _kept_fp8(source, values, scale, scheme.block)
+    if kept is not None:
+        return kept
+    return DenseWeight(values=_scaled(name, values.float(), scale, scheme.block).to(source.dtype))
+
+
+def _kept_fp8(
+    source: TensorSource, values: Tensor, scale: Tensor, block: tuple[int, int]
+) -> Fp8Weight | None:
+    """fp8 values [N, K] with scales per tensor, per output, or per block of 128 x 128, as they are; None
+    where they are to be dense.
+    """
+    if not source.keeps_fp8 or values.dtype != torch.float8_e4m3fn:
+        return None
+    outputs, inputs = values.shape
+    if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
+        return Fp8Weight(values=values, scale=scale.reshape(-1).expand(outputs).contiguous())
+    blocks = (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
+    if block != (FP8_BLOCK, FP8_BLOCK) or inputs % FP8_BLOCK or scale.shape != blocks:
+        return None
+    return Fp8Weight(values=values, scale=scale.contiguous())
 
 
 def _mxfp4(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:

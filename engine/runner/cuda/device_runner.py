@@ -149,8 +149,9 @@ class DeviceRunner(TorchRunner):
         else:
             hidden, slots_there, ends = self._forward(sound, states, slots, members)
         if members:
+            everyone = len(members) == len(sound)
             step.sequence_ids = [sound[index].sequence_id for index in members]
-            step.states = [states[index] for index in members]
+            step.states = states if everyone else [states[index] for index in members]
             step.slots = slots[members]
             self._draw(hidden, slots_there, ends[members], step)
         mark = Mark(self.device)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import KernelsConfig
+from engine.kernels.linear import DenseWeight, Fp8Weight
 from engine.model.decoder import Decoder
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
+from tests.unit.engine.quantization.test_stored import FP8, compressed, rewrite
+from tests.unit.engine.quantization.writers import block_fp8, float_quantized
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
 
 TRITON = KernelsConfig(norm="triton", rope="triton", activation="triton", linear="triton", sampling="triton")
@@ -71,6 +76,34 @@ def test_quantized_products(tmp_path: Path, quantize: str) -> None:
     options = {"quantize": quantize, "attention_backend": "torch"}
     linear = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="triton", sampling="torch")
     assert tokens(tmp_path, linear, **options) == tokens(tmp_path, TORCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "hidden"), [(False, 64), (True, 128)], ids=["per tensor", "blocks of 128"]
+)
+def test_fp8_checkpoints_stay_fp8(tmp_path: Path, blocked: bool, hidden: int) -> None:
+    """They round inputs, too, so tokens may differ from those of dense weights: compared are logits."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": 32, "num_hidden_layers": 1}
+    oracle = make_checkpoint(tmp_path, "llama", **sizes)
+    if blocked:
+        settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        rewrite(tmp_path, oracle, settings, partial(block_fp8, block=128))
+    else:
+        rewrite(tmp_path, oracle, compressed("float-quantized", **FP8), float_quantized)
+    rows = torch.randn(16, hidden, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for kernels in (TRITON, TORCH):
+        runner = open_runner(
+            tmp_path, kernels=kernels, native="off", attention_backend="torch", kv_cache_bytes=4 << 20
+        )
+        assert isinstance(runner.model, Decoder)
+        weight = runner.model.layers[0].feed_forward.down.weight
+        assert isinstance(weight, Fp8Weight if kernels is TRITON else DenseWeight)
+        product = runner.model.layers[0].feed_forward.gate_up.product
+        outputs.append(product(rows))
+        runner.close()
+    error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+    assert 0 < error < 0.04
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
