@@ -38,6 +38,7 @@ from engine.kernels.linear.triton_linear import (
     weight_only_kernel,
 )
 from engine.kernels.norm.triton_norm import rms_norm_kernel
+from engine.kernels.paged_cache.triton_blocks import BLOCK, move_blocks_kernel
 from engine.kernels.rope.triton_rope import rope_and_store_kernel
 from engine.kernels.sampling.triton_sampling import draw_kernel, process_logits_kernel
 
@@ -234,7 +235,21 @@ def _row_variants() -> list[Variant]:
         )
         for kind in range(4)
     ]
-    return norms + ropes + gates
+    moves = [
+        Variant(
+            name=f"blocks {'out' if out else 'in'}",
+            kernel=move_blocks_kernel,
+            types={
+                **dict.fromkeys(("bases", "offsets", "sizes", "blocks"), "*i64"),
+                "rows": "*i32",
+                "row_words": "i32",
+            },
+            constants={"OUT": out, "BLOCK": BLOCK},
+            num_warps=8,
+        )
+        for out in (True, False)
+    ]
+    return norms + ropes + gates + moves
 
 
 def _sampling_variants() -> list[Variant]:
