@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "simd.h"
@@ -17,7 +18,7 @@ struct Best {
 };
 
 struct Scratch {
-  std::vector<float> scaled, shares, kept;
+  std::vector<float> scaled, shares, likely, kept;
 };
 
 bool all_finite(const float* x, int64_t count) {
@@ -112,21 +113,26 @@ float last_within(const float* sorted, int64_t count, double top_p, double befor
   return last;
 }
 
-// Values at or above `edge`.
+// Values at or above `edge`, in their order.
 void collect(const float* x, int64_t count, float edge, std::vector<float>& out) {
-  out.clear();
   const Vec bound = set1(edge);
+  out.resize(count + kLanes);
+  int64_t number = 0;
   for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t end = std::min(count, i + kLanes);
+    const Mask m = first(count - i);
 #if defined(__AVX512F__)
-    if (at_least(load(x + i, first(count - i)), bound) == 0) continue;
+    const Vec v = load(x + i, m);
+    const Mask chosen = at_least(v, bound) & m;
+    store(out.data() + number, _mm512_maskz_compress_ps(chosen, v));
+    number += __builtin_popcount(chosen);
 #else
-    if (_mm256_movemask_ps(_mm256_castsi256_ps(at_least(load(x + i, first(count - i)), bound).lanes)) == 0) continue;
-#endif
-    for (int64_t j = i; j < end; ++j) {
-      if (x[j] >= edge) out.push_back(x[j]);
+    if (_mm256_movemask_ps(_mm256_castsi256_ps(at_least(load(x + i, m), bound).lanes)) == 0) continue;
+    for (int64_t j = i; j < std::min(count, i + kLanes); ++j) {
+      if (x[j] >= edge) out[number++] = x[j];
     }
+#endif
   }
+  out.resize(number);
 }
 
 // Bins by distance from the largest value: a value of bin b is at most b / kBinsPerUnit below it.
@@ -137,43 +143,80 @@ int64_t bin_of(float value, float most) {
   return distance < kBins - 1 ? static_cast<int64_t>(distance) : kBins - 1;
 }
 
+// Below every value but minus infinity.
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+// No value lies further below the largest than this and still has a share.
+constexpr float kDeepest = 128.0f;
+
+// Of shares (or ones, where there are none) the sum over the values at or above `edge`.
+double mass_above(const float* x, const float* shares, int64_t count, float edge) {
+  double total = 0.0;
+  const Vec bound = set1(edge);
+  for (int64_t begin = 0; begin < count; begin += 4096) {
+    const int64_t end = std::min(count, begin + 4096);
+    Vec part = zero();
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const Mask m = first(end - i);
+      const Vec v = select(m, load(x + i, m), set1(-INFINITY));
+      const Vec share = shares ? load(shares + i, m) : set1(1.0f);
+      part = add(part, select(at_least(v, bound), share, zero()));
+    }
+    total += sum(part);
+  }
+  return total;
+}
+
+// A value at or above which lies at least `enough` of the mass; few values lie above it that need not.
+float edge_of(const float* x, const float* shares, int64_t count, double enough, float most) {
+  const auto reaches = [&](float depth) { return mass_above(x, shares, count, most - depth) >= enough; };
+  float above = 0.0f, depth = 4.0f;
+  while (depth <= kDeepest && !reaches(depth)) {
+    above = depth;
+    depth *= 2.0f;
+  }
+  if (depth > kDeepest) return kLowest;
+  for (int halving = 0; halving < 4; ++halving) {
+    const float middle = 0.5f * (above + depth);
+    (reaches(middle) ? depth : above) = middle;
+  }
+  return most - depth;
+}
+
 // The k-th largest value (k <= number of values above minus infinity, else minus infinity).
 float kth_largest(const float* x, int64_t count, int64_t k, float most, std::vector<float>& kept) {
-  std::vector<int64_t> numbers(kBins);
-  for (int64_t i = 0; i < count; ++i) {
-    if (x[i] > -INFINITY) ++numbers[bin_of(x[i], most)];
-  }
-  int64_t bin = 0, number = numbers[0];
-  while (number < k && bin + 1 < kBins) number += numbers[++bin];
-  if (number < k) return -INFINITY;
-  // One bin more, as the edge of a bin is only as exact as a float.
-  const float edge = bin + 2 >= kBins ? -INFINITY : most - static_cast<float>(bin + 2) / kBinsPerUnit;
-  collect(x, count, edge, kept);
+  collect(x, count, edge_of(x, nullptr, count, static_cast<double>(k), most), kept);
+  if (static_cast<int64_t>(kept.size()) < k) return -INFINITY;
   std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end(), std::greater<float>());
   return kept[k - 1];
 }
 
-float threshold_of_top_p(const float* x, int64_t count, double top_p, float most, Scratch& scratch) {
-  std::vector<double> mass(kBins);
-  std::vector<float>& shares = scratch.shares;
+// e^(value - most).
+void shares_of(const float* x, int64_t count, float most, std::vector<float>& shares) {
   shares.resize(count + kLanes);
-  double total = 0.0;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Mask m = first(count - i);
     store(shares.data() + i, select(m, exp(sub(load(x + i, m), set1(most))), zero()));
   }
-  for (int64_t i = 0; i < count; ++i) {
-    if (shares[i] > 0.0f) mass[bin_of(x[i], most)] += shares[i];
-  }
-  for (double part : mass) total += part;
+}
+
+float threshold_of_top_p(const float* x, int64_t count, double top_p, float most, Scratch& scratch) {
+  std::vector<float>&shares = scratch.shares, &likely = scratch.likely, &kept = scratch.kept;
+  shares_of(x, count, most, shares);
+  const double total = mass_above(x, shares.data(), count, kLowest);
+  // Only values that may stay are looked at one by one. A little more than top_p, as sums are rounded.
+  collect(x, count, edge_of(x, shares.data(), count, (top_p + 1e-5) * total, most), likely);
+  const int64_t number = static_cast<int64_t>(likely.size());
+  if (number == 0) return -INFINITY;
+  shares_of(likely.data(), number, most, shares);
+  std::vector<double> mass(kBins);
+  for (int64_t i = 0; i < number; ++i) mass[bin_of(likely[i], most)] += shares[i];
   // All bins before this one stay as a whole; the border lies in it.
   int64_t bin = 0;
   double before = 0.0;
   while (bin + 1 < kBins && before + mass[bin] < top_p * total) before += mass[bin++];
-  std::vector<float>& kept = scratch.kept;
   kept.clear();
-  for (int64_t i = 0; i < count; ++i) {
-    if (x[i] > -INFINITY && bin_of(x[i], most) == bin) kept.push_back(x[i]);
+  for (float value : likely) {
+    if (bin_of(value, most) == bin) kept.push_back(value);
   }
   if (kept.empty()) return -INFINITY;
   std::sort(kept.begin(), kept.end(), std::greater<float>());
@@ -188,7 +231,7 @@ float filter_threshold(const SampleRow& row, const float* x, int64_t count, floa
   const float last = kth_largest(x, count, row.top_k, most, scratch.kept);
   if (top_p >= 1.0) return last;
   std::vector<float>& kept = scratch.kept;
-  collect(x, count, last > -INFINITY ? last : std::nextafter(-INFINITY, 0.0f), kept);
+  collect(x, count, last > -INFINITY ? last : kLowest, kept);
   std::sort(kept.begin(), kept.end(), std::greater<float>());
   const int64_t number = std::min<int64_t>(row.top_k, static_cast<int64_t>(kept.size()));
   double total = 0.0;
@@ -269,7 +312,10 @@ int64_t draw_row(const SampleRow& row, const float* logits, int64_t count, Scrat
   float floor = -INFINITY;
   if (row.min_p > 0.0f) {
     floor = best.value + std::log(row.min_p);
-    for (int64_t i = 0; i < count; ++i) x[i] = x[i] < floor ? -INFINITY : x[i];
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vec v = load(x + i);
+      store(x + i, select(less(v, set1(floor)), set1(-INFINITY), v));
+    }
   }
   if (row.top_k > 0 || row.top_p < 1.0f) {
     floor = std::max(floor, filter_threshold(row, x, count, best.value, scratch));

@@ -76,6 +76,13 @@ inline void store_bf16(uint16_t* p, Mask m, Vec v) {
 inline void store_int8(int8_t* p, Mask m, Vec v) {
   _mm_mask_storeu_epi8(p, m, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
+// Pairs of bfloat16 in 32 bits each: the lower and the upper ones as floats.
+inline Vec lower_half(const void* pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+}
+inline Vec upper_half(const void* pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(0xFFFF0000)));
+}
 
 #else
 
@@ -167,13 +174,36 @@ inline void store_int8(int8_t* p, Mask m, Vec v) {
   _mm256_store_si256((__m256i*)wide, _mm256_cvtps_epi32(v));
   for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<int8_t>(wide[i]);
 }
+inline Vec lower_half(const void* pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(pairs)), 16));
+}
+inline Vec upper_half(const void* pairs) {
+  const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(pairs));
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF0000)));
+}
 
 #endif
 
-// e^x within 2 units in the last place; 0 for minus infinity, NaN for NaN.
+inline float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+// Round to nearest even; NaN stays NaN.
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// e^x within 2 units in the last place; 0 below e^-87, NaN for NaN. Results that are no normal numbers would take
+// processors hundreds of cycles a vector, and masked scores are many.
 inline Vec exp(Vec x) {
   // The bounds go first, as min and max return their second operand where one is NaN.
-  const Vec bounded = max(set1(-104.0f), min(set1(89.0f), x));
+  const Vec bounded = max(set1(-87.0f), min(set1(89.0f), x));
   const Vec n = round(mul(bounded, set1(1.44269504088896341f)));
   Vec r = fnma(n, set1(0.693359375f), bounded);
   r = fnma(n, set1(-2.12194440e-4f), r);
@@ -185,7 +215,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), r);
   p = add(p, set1(1.0f));
-  return select(less(x, set1(-104.0f)), zero(), scale_by_power(p, n));
+  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
 }
 
 inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
