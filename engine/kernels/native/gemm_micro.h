@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "gemm.h"
-#include "vectors.h"
+#include "simd.h"
 
 namespace millrace {
 
@@ -37,14 +37,14 @@ struct FloatKind {
   using Weight = float;
   using Row = float;
   using Total = float;
-  using Sum = Vector;
+  using Sum = Vec;
   static constexpr int kGroup = 1;
   static Sum none() { return zero(); }
   static Sum resume(const Total* from) { return load(from); }
   static void save(Total* to, Sum value) { store(to, value); }
-  using Spread = Vector;
-  static Spread spread_row(const Row* row) { return spread(*row); }
-  using Column = Vector;
+  using Spread = Vec;
+  static Spread spread_row(const Row* row) { return set1(*row); }
+  using Column = Vec;
   static Column column(const Weight* from) { return load(from); }
   static Sum step(Sum sum, Spread row, Column column) { return fma(row, column, sum); }
 };
@@ -55,7 +55,7 @@ struct HalfKind {
   using Weight = uint16_t;
   using Row = uint16_t;
   using Total = float;
-  using Sum = Vector;
+  using Sum = Vec;
   static constexpr int kGroup = 2;
   static Sum none() { return zero(); }
   static Sum resume(const Total* from) { return load(from); }
@@ -80,17 +80,17 @@ struct HalfKind {
   using Weight = uint16_t;
   using Row = float;
   using Total = float;
-  using Sum = Vector;
+  using Sum = Vec;
   static constexpr int kGroup = 2;
   static Sum none() { return zero(); }
   static Sum resume(const Total* from) { return load(from); }
   static void save(Total* to, Sum value) { store(to, value); }
   struct Spread {
-    Vector even, odd;
+    Vec even, odd;
   };
-  static Spread spread_row(const Row* row) { return {spread(row[0]), spread(row[1])}; }
+  static Spread spread_row(const Row* row) { return {set1(row[0]), set1(row[1])}; }
   struct Column {
-    Vector even, odd;
+    Vec even, odd;
   };
   static Column column(const Weight* from) { return {lower_half(from), upper_half(from)}; }
   static Sum step(Sum sum, const Spread& row, const Column& column) {
@@ -152,7 +152,7 @@ struct ByteKind {
 };
 
 // Exact sums less a number, as floats.
-inline Vector to_floats(ByteKind::Sum sums, int32_t less) {
+inline Vec to_floats(ByteKind::Sum sums, int32_t less) {
 #if defined(__AVX512F__)
   return _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(less)));
 #else
@@ -173,8 +173,8 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kWidth);
-  constexpr int64_t kStep = Kind::kGroup * kWidth;
+    for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kLanes);
+  constexpr int64_t kStep = Kind::kGroup * kLanes;
   const int64_t line = stride * Kind::kGroup;
   for (int64_t g = 0; g < groups; ++g) {
     typename Kind::Column columns[NV];
@@ -194,13 +194,13 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kWidth, sums[m][v]);
+    for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kLanes, sums[m][v]);
 }
 
 // Vectors of columns that MR rows take together: as many sums as fit the registers beside a row and its columns.
 template <int MR>
 constexpr int most_vectors() {
-  return kWidth == 16 ? 4 : MR == 1 ? 8 : 2;
+  return kLanes == 16 ? 4 : MR == 1 ? 8 : 2;
 }
 
 // MR rows against a whole panel of `width` columns.
@@ -208,9 +208,9 @@ template <class Kind, int MR, int kLines>
 inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
                       int64_t width, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
                       int64_t ahead) {
-  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kWidth;
+  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kLanes;
   int64_t column = 0;
-  for (; column + kMost * kWidth <= width; column += kMost * kWidth)
+  for (; column + kMost * kLanes <= width; column += kMost * kLanes)
     tile<Kind, MR, kMost, kLines>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
                                   first, next, ahead);
   for (; column < width; column += kLane)

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "gemm.h"
-#include "vectors.h"
+#include "simd.h"
 
 namespace millrace {
 namespace {

@@ -53,12 +53,12 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
                        int64_t count, bool accumulate) {
   alignas(64) float values[kPanel];
   const int64_t padded = (count + kLane - 1) / kLane * kLane;
-  const Vector factor = spread(scale);
-  for (int64_t column = 0; column < padded; column += kWidth) {
-    Vector value = load(totals + column);
+  const Vec factor = set1(scale);
+  for (int64_t column = 0; column < padded; column += kLanes) {
+    Vec value = load(totals + column);
     if (scales) value = mul(value, mul(factor, load(scales + column)));
     if (bias) value = add(value, load(bias + column));
-    if (column + kWidth <= count) {
+    if (column + kLanes <= count) {
       if (accumulate) value = add(value, load(out + column));
       store(out + column, value);
     } else {
@@ -72,7 +72,7 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
 inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t width) {
   const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle);
   float* floats = reinterpret_cast<float*>(totals);
-  for (int64_t column = 0; column < width; column += kWidth)
+  for (int64_t column = 0; column < width; column += kLanes)
     store(floats + column, to_floats(ByteKind::resume(totals + column), static_cast<int32_t>(less)));
 }
 
@@ -98,7 +98,7 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
 // bfloat16 weights [inputs / 2][width][2] as floats [inputs][width].
 inline void expand_halves(const uint16_t* panel, int64_t width, int64_t inputs, float* to) {
   for (int64_t input = 0; input < inputs; input += 2)
-    for (int64_t column = 0; column < width; column += kWidth) {
+    for (int64_t column = 0; column < width; column += kLanes) {
       const uint16_t* pairs = panel + input * width + 2 * column;
       store(to + input * width + column, lower_half(pairs));
       store(to + (input + 1) * width + column, upper_half(pairs));
@@ -129,7 +129,7 @@ inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, 
 inline void expand_levels(const uint8_t* panel, int64_t width, int64_t inputs, uint8_t* to) {
   const int64_t line = width * 4;
   for (int64_t input = 0; input < inputs; input += 8, panel += line, to += 2 * line)
-    for (int64_t at = 0; at < line; at += kWidth * 4) {
+    for (int64_t at = 0; at < line; at += kLanes * 4) {
 #if defined(__AVX512F__)
       const __m512i mask = _mm512_set1_epi8(15), levels = _mm512_loadu_si512(panel + at);
       _mm512_storeu_si512(to + at, _mm512_and_si512(levels, mask));
@@ -179,12 +179,12 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
         const int64_t at = (first_row + row + m) * blocks.count + block;
         settle_row(sums, rows.sums[at], middle, width);
         const float scale = rows.scales[at];
-        const Vector row_scale = spread(scale), row_sum = spread(scale * static_cast<float>(rows.sums[at]));
-        for (int64_t v = 0; v < width; v += kWidth) {
+        const Vec row_scale = set1(scale), row_sum = set1(scale * static_cast<float>(rows.sums[at]));
+        for (int64_t v = 0; v < width; v += kLanes) {
           float* total = totals + (row + m) * kPanel + v;
-          const Vector factor = scales ? mul(row_scale, load(scales + v)) : row_scale;
-          const Vector before = block == 0 ? zero() : load(total);
-          Vector value = fma(load(reinterpret_cast<const float*>(sums) + v), factor, before);
+          const Vec factor = scales ? mul(row_scale, load(scales + v)) : row_scale;
+          const Vec before = block == 0 ? zero() : load(total);
+          Vec value = fma(load(reinterpret_cast<const float*>(sums) + v), factor, before);
           if (minimums) value = fma(row_sum, load(minimums + v), value);
           store(total, value);
         }

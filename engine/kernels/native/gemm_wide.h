@@ -112,7 +112,7 @@ inline void wide_tile(const WideRow* rows, int64_t row_stride, int64_t low, cons
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) ByteKind::save(totals + m * kPanel + v * kWidth, sums[m][v]);
+    for (int v = 0; v < NV; ++v) ByteKind::save(totals + m * kPanel + v * kLanes, sums[m][v]);
 }
 #else
 // Four inputs lie as 0, 2, 1, 3, as the bytes of a weight fall into even and odd ones.
@@ -142,9 +142,9 @@ inline void wide_tile(const WideRow* rows, int64_t row_stride, int64_t, const ui
 template <int MR, int kLines>
 inline void wide_tile_rows(const WideRow* rows, int64_t row_stride, int64_t low, const uint8_t* panel,
                            int64_t width, int64_t groups, int32_t* totals, const char* next, int64_t ahead) {
-  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kWidth;
+  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kLanes;
   int64_t column = 0;
-  for (; column + kMost * kWidth <= width; column += kMost * kWidth)
+  for (; column + kMost * kLanes <= width; column += kMost * kLanes)
     wide_tile<MR, kMost, kLines>(rows, row_stride, low, panel + column * 4, width, groups, totals + column, next,
                                  ahead);
   for (; column < width; column += kLane)
@@ -161,7 +161,7 @@ inline void multiply_wide(const WideRow* rows, int64_t row_stride, int64_t low, 
   if (groups % kTile == 0) {
     const Fetch fetch{};
     multiply_by_tiles<ByteKind>(rows, row_stride, num_rows, panel, width, groups, totals, true, fetch);
-    for (int64_t i = 0; i < num_rows * kPanel; i += kWidth)
+    for (int64_t i = 0; i < num_rows * kPanel; i += kLanes)
       ByteKind::save(totals + i, _mm512_slli_epi32(ByteKind::resume(totals + i), 8));
     multiply_by_tiles<ByteKind>(rows + low, row_stride, num_rows, panel, width, groups, totals, false, fetch);
     return;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#include "simd.h"
 
 using namespace millrace;
 

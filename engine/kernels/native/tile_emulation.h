@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
+#include "simd.h"
 
 namespace millrace {
 
