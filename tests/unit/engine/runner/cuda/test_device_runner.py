@@ -24,6 +24,7 @@ from tests.unit.engine.runner.cuda.doubles import (
     HostReadError,
 )
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
+from tests.unit.engine.runner.test_speculation import BUNDLED, GRAMMAR, SAMPLINGS
 
 VOCAB = 199
 MAX_LEN = 96
@@ -37,10 +38,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_device_runner(
-    folder: Path, *, graphs: str = "auto", max_num_seqs: int = 24, recorder: CheckedRecorder | None = None
+    folder: Path,
+    *,
+    graphs: str = "auto",
+    max_num_seqs: int = 24,
+    recorder: CheckedRecorder | None = None,
+    **options: Any,
 ) -> DeviceRunner:
     """A DeviceRunner on the CPU, over NaN-poisoned blocks."""
-    plain = open_runner(folder, native="off", attention_backend="torch", kv_cache_bytes=8 << 20)
+    plain = open_runner(
+        folder, **({"native": "off", "attention_backend": "torch", "kv_cache_bytes": 8 << 20} | options)
+    )
     config = EngineConfig(
         graphs=GraphsConfig(decode=graphs), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs)
     )
@@ -105,7 +113,7 @@ class OverlappedDriver(Driver):
                         len(job.prompt),
                         job.sampling,
                         0,
-                        None,
+                        job.grammar,
                         "",
                         tuple(first),
                     )
@@ -154,7 +162,7 @@ class OverlappedDriver(Driver):
             assert not outcome.failure, outcome.failure
             job.output.extend(outcome.token_ids)
             job.logprobs.extend(outcome.logprobs)
-            if len(job.output) == job.num_tokens:
+            if len(job.output) == job.num_tokens or outcome.grammar_finished:
                 ended.append(sequence_id)
                 self._free.extend(live.pop(sequence_id)[1])
 
@@ -190,6 +198,23 @@ def test_overlapped_steps_draw_the_same_tokens(folder: Path, graphs: str, seed: 
     replays = [recording.num_replays for recording in recorder.recordings]
     assert (sum(replays) > 0) == (graphs == "auto")
     runner.close()
+
+
+def test_guided_rows_beside_others() -> None:
+    """Their masks wait for the step before; a row launched after the grammar's end counts for nothing."""
+    plain = {"native": "off", "attention_backend": "torch", "max_model_len": 256}
+    jobs = [
+        Job(prompt_of(10 + number, 2000, seed=number), 60, sampling, grammar=GRAMMAR if number % 2 else None)
+        for number, sampling in enumerate([*SAMPLINGS, *SAMPLINGS])
+    ]
+    runner = open_device_runner(BUNDLED, max_num_seqs=8, max_model_len=256)
+    OverlappedDriver(runner).drive(jobs, 0, most=6)
+    runner.close()
+    reference = open_runner(BUNDLED, **plain)
+    expected = Driver(reference).run([replace(job, output=[], logprobs=[]) for job in jobs])
+    reference.close()
+    assert [job.output for job in jobs] == [job.output for job in expected]
+    assert [job.grammar_finished for job in expected] == [False, True] * 3
 
 
 def test_padding_disturbs_nobody(folder: Path) -> None:
