@@ -78,6 +78,9 @@ class LatentAttention:
         plain = q[..., : latent.nope_dim].float().transpose(0, 1)  # [H, T, N]
         q_latent = batched(plain, self.key_up).transpose(0, 1)  # [T, H, R]
         queries = torch.cat((q_latent, q_turned.float()), dim=-1)  # [T, H, R + P]
-        mixed = step.attention.run(step.attention_plan, queries, cache, self.options)  # [T, H, R]
+        if x.device.type == "cuda":
+            # Matrix units take the model's type; in float32, 576 numbers to a key, registers would not do.
+            queries = queries.to(x.dtype)
+        mixed = step.attention.run(step.attention_plan, queries, cache, self.options).float()  # [T, H, R]
         values = batched(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
         return self.output(values.flatten(1).to(x.dtype))
