@@ -66,20 +66,23 @@ def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) 
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = _with_drafts(table, rows, options, device)
-    # Keys, then the floats, then the whole numbers, all in units of eight bytes.
-    packed = np.empty(6 * count, np.int64)
+    # Keys, then the floats, then the whole numbers, all in units of eight bytes. Each begins at a multiple of
+    # 16 bytes whatever the number of rows: kernels are compiled anew for pointers that do not.
+    width = -(-count // 4) * 4
+    packed = np.zeros(6 * width, np.int64)
     packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    floats = packed[count : 4 * count].view(np.float32).reshape(len(_FLOATS), count)
+    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
     for place, name in enumerate(_FLOATS):
-        floats[place] = options[name]
-    whole = packed[4 * count :].view(np.int32).reshape(4, count)
-    whole[0], whole[1], whole[2], whole[3] = options["top_k"], count_row, options["bias_row"], mask_row
+        floats[place, :count] = options[name]
+    whole = packed[4 * width :].view(np.int32).reshape(4, width)
+    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
+        whole[place, :count] = values
     there = on_device(packed, device)
     asked: dict[str, Any] = dict(
-        zip(_FLOATS, there[count : 4 * count].view(torch.float32).view(len(_FLOATS), count), strict=True)
+        zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
     )
     asked["noise_keys"] = there[:count]
-    top_k, count_rows, bias_rows, mask_rows = there[4 * count :].view(torch.int32).view(4, count)
+    top_k, count_rows, bias_rows, mask_rows = there[4 * width :].view(torch.int32).view(4, width)
     asked["top_k"] = top_k
     if penalized:
         asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}

@@ -21,7 +21,8 @@ from engine.kernels.norm.triton_norm import LIMITS, Quantized, scaled_row
 TILE_M, TILE_N, TILE_K = 64, 64, 64
 
 
-@triton.jit
+# The number of rows changes from step to step; it must not decide what is compiled.
+@triton.jit(do_not_specialize=["rows"])
 def weight_only_kernel(
     x,
     weight,
@@ -174,7 +175,8 @@ def quantize_rows(
     return out, scales
 
 
-@triton.jit
+# The number of rows changes from step to step; it must not decide what is compiled.
+@triton.jit(do_not_specialize=["rows"])
 def scaled_kernel(
     x,
     x_scale,

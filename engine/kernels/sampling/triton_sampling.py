@@ -9,6 +9,7 @@ Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -283,3 +284,36 @@ def sample(logits: Tensor, options: RowOptions) -> tuple[Tensor, Tensor, Tensor]
     """
     processed, _ = process(logits, options)
     return *draw(processed, options), processed
+
+
+def compile_draw(vocab_size: int, device: torch.device) -> None:
+    """Draws once with every combination of options, so that none is compiled while requests wait."""
+    logits = torch.zeros(1, vocab_size, device=device)
+    numbers = torch.zeros(4, dtype=torch.float32, device=device)
+    none = torch.full((4,), -1, dtype=torch.int32, device=device)
+    keys = torch.zeros(4, dtype=torch.int64, device=device)
+    wide = {
+        dtype: torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        for dtype in (torch.int32, torch.bool, torch.float32)
+    }
+    masks = torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device)
+    for penalties, biases, masked in itertools.product((False, True), repeat=3):
+        options = RowOptions(
+            temperature=numbers,
+            min_p=numbers,
+            top_k=none,
+            top_p=numbers,
+            noise_keys=keys,
+            repetition=numbers,
+            frequency=numbers,
+            presence=numbers,
+            count_row=none if penalties else None,
+            output_counts=wide[torch.int32] if penalties else None,
+            seen=wide[torch.bool] if penalties else None,
+            bias_row=none if biases else None,
+            biases=wide[torch.float32] if biases else None,
+            mask_row=none if masked else None,
+            masks=masks if masked else None,
+        )
+        processed, _ = process(logits, options)
+        draw(processed, options)

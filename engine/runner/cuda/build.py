@@ -160,6 +160,11 @@ def make_device_runner(
         _log.info("graphs: decode steps of %s rows are captured", ", ".join(map(str, sizes)))
         return graphs
 
+    if model.kernels.names["sampling"] == "triton" and model.device.type == "cuda":
+        from engine.kernels.sampling.triton_sampling import compile_draw
+
+        progress("compile kernels", 0.0)
+        compile_draw(model.spec.vocab_size, model.device)
     return DeviceRunner(
         model=model,
         attention=attention,

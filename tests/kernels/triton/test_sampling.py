@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.sampling.triton_sampling import RowOptions, sample
+from engine.kernels.sampling.triton_sampling import RowOptions, compile_draw, process, sample
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.noise import gumbel, row_keys
 
@@ -122,3 +122,20 @@ def test_draws_follow_the_distribution() -> None:
     wanted = torch.softmax(row.double(), 0) * rows
     # 99.9 % quantile of chi-square with 4 degrees of freedom.
     assert float(((found - wanted) ** 2 / wanted).sum()) < 18.5
+
+
+def test_every_combination_of_options_can_be_compiled_beforehand() -> None:
+    compile_draw(70, torch.device("cpu"))
+
+
+def test_logits_that_are_not_finite_are_told_apart_from_masks() -> None:
+    some = logits(5001)
+    some[1, 4999], some[3, 0] = float("nan"), float("inf")
+    masks = torch.zeros(1, 157, dtype=torch.int32)
+    masks[0, 0] = 1
+    mask_row = torch.zeros(ROWS, dtype=torch.int32)
+    processed, finite = process(some, options(mask_row=mask_row, masks=masks))
+    assert finite.tolist() == [True, False, True, False, True, True]
+    assert int((processed[0] > float("-inf")).sum()) == 1
+    unchanged, _ = process(some, options())
+    assert unchanged is some
