@@ -31,8 +31,8 @@ SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072), (1024, 512), (3072, 512))
 ROWS = (1, 2, 4, 8, 16, 32, 512)
 # From so many on, weights need not come from far.
 MANY_ROWS = 512
-# Copies of a weight, so that it comes from memory and not from a cache.
-FOOTPRINT_BYTES = 192 << 20
+# Copies of a weight, so that it comes from memory and not from a cache: last levels of 260 MB exist.
+FOOTPRINT_BYTES = 768 << 20
 REPEATS = 5
 
 
