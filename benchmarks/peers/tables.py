@@ -152,7 +152,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             f"cores: memory {rates.read_bytes_per_s / 1e9:.0f} GB/s, bfloat16 "
             f"{rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s, int8 {rates.int8_ops_per_s / 1e12:.2f} Top/s"
         )
-        return [title, "", *table(measured, rates, self.checkpoint), ""]
+        note = str(self.machine.get("note", ""))
+        return [f"{title}. {note}".strip(), "", *table(measured, rates, self.checkpoint), ""]
 
 
 def main() -> None:
