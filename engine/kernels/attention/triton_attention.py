@@ -293,7 +293,8 @@ def _attend(
         tl.store(stats + index * 2 + 1, weight, mask=present)
 
 
-@triton.jit
+# Numbers that change from step to step must not decide what is compiled.
+@triton.jit(do_not_specialize=["num_items", "table_stride"])
 def attention_kernel(
     q,
     out,
