@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ import torch
 from engine.config import KernelsConfig
 from engine.kernels import activation, linear, norm, rope, sampling
 from engine.kernels.activation import Gate
+from engine.kernels.config import triton_interprets
 from engine.kernels.linear import LinearBackend
 from engine.kernels.norm import NormBackend
 from engine.kernels.rope import RopeBackend
@@ -85,5 +85,4 @@ def _load(operation: str, names: Mapping[str, str]) -> Any:
 
 def _triton_runs(device: torch.device) -> bool:
     # Its interpreter runs on any device.
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return find_spec("triton") is not None and (device.type == "cuda" or interprets)
+    return find_spec("triton") is not None and (device.type == "cuda" or triton_interprets())

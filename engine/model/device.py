@@ -4,10 +4,10 @@ ask.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.kernels.config import prefer_expandable_segments
 from engine.model.plan import available_host_bytes
 from services.errors import ConfigError
 
@@ -23,10 +23,7 @@ def choose_device(config: EngineConfig) -> tuple[str, int]:
         raise ConfigError("engine.device = 'cuda': torch finds no CUDA device; set it to auto or cpu")
     import torch
 
-    # Steps differ in size: segments that grow keep what they leave from falling into pieces. torch reads this
-    # when it first allocates.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prefer_expandable_segments()
     return "cuda", int(torch.cuda.mem_get_info()[0])
 
 

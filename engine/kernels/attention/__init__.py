@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +13,7 @@ from engine.kernels.attention.native import NativeAttention
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.reference import ReferenceAttention
 from engine.kernels.attention.tiled import TiledAttention
+from engine.kernels.config import triton_interprets
 from engine.kernels.paged_cache import LayerCache
 
 
@@ -59,7 +59,7 @@ BACKENDS: dict[str, type[Any]] = {
 the native kernels come first.
 """
 
-if find_spec("triton") and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+if find_spec("triton") and (torch.cuda.is_available() or triton_interprets()):
     # Importing Triton takes time, and it runs on GPUs alone, but for its interpreter.
     from engine.kernels.attention.triton_attention import TritonAttention
 
