@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sqlalchemy import URL, Engine, MetaData, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     ArgumentError,
+    DBAPIError,
     IntegrityError,
     NoSuchModuleError,
     OperationalError,
@@ -17,6 +19,10 @@ from sqlalchemy.exc import (
 )
 
 from services.errors import ConfigError
+
+# How long several processes that start at once may be in one another's way, and how often each looks again.
+_START_LIMIT_S = 10.0
+_PAUSE_S = 0.02
 
 
 def database_url(text: str) -> URL:
@@ -36,7 +42,7 @@ def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
         if is_sqlite:
             event.listen(engine, "connect", _prepare_sqlite)
         _create_tables(engine, tables)
-    except (ArgumentError, NoSuchModuleError, OSError, OperationalError) as error:
+    except (ArgumentError, NoSuchModuleError, OSError, DBAPIError) as error:
         raise ConfigError(f"{key}: {_redacted(url)}: {str(error).splitlines()[0]}") from error
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -47,21 +53,52 @@ def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
 
 
 def _create_tables(engine: Engine, tables: MetaData) -> None:
-    try:
-        tables.create_all(engine)
-    except (OperationalError, ProgrammingError, IntegrityError):
-        # Several gateways start at once and another one was first: now the tables are there.
-        tables.create_all(engine)
+    ends_s = time.monotonic() + _START_LIMIT_S
+    while True:
+        try:
+            tables.create_all(engine)
+        except (OperationalError, ProgrammingError, IntegrityError) as error:
+            # Several gateways start at once and another one was first with some of the tables.
+            if not _is_race(error) or time.monotonic() >= ends_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _is_race(error: DBAPIError) -> bool:
+    """Whether a look at what is there by now helps; nothing does with a server that cannot be reached."""
+    return isinstance(error, ProgrammingError | IntegrityError) or any(
+        words in str(error.orig) for words in ("database is locked", "already exists")
+    )
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
     # Another process may hold the write lock for a moment; waited for in milliseconds, set before all else
     # because switching to the log takes the lock too.
     connection.execute("PRAGMA busy_timeout=5000")
-    # With a write-ahead log readers do not wait for the writer. NORMAL: what is committed survives the death
-    # of the process; the last commits may be lost when the machine loses power.
-    connection.execute("PRAGMA journal_mode=WAL")
+    _use_write_ahead_log(connection)
+    # What is committed survives the death of the process; the last commits may be lost when the machine loses
+    # power.
     connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """With it readers do not wait for the writer.
+
+    Of several processes that switch a new file at once, SQLite tells all but one that it is locked, without
+    regard to the time-out: each holds what the others wait for.
+    """
+    ends_s = time.monotonic() + _START_LIMIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() >= ends_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _redacted(url: str) -> str:

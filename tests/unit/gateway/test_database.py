@@ -1,0 +1,51 @@
+"""Gateways that start at once share databases that do not exist yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from gateway.auth.key_store import KeyStore
+from services.errors import ConfigError
+
+NUM_PROCESSES = 4
+NUM_ROUNDS = 40
+
+
+def _open(urls: list[str], together: Barrier, failures: Queue[str]) -> None:
+    for url in urls:
+        together.wait()
+        try:
+            KeyStore(url).close()
+        except ConfigError as error:
+            failures.put(str(error))
+    failures.put("")
+
+
+def test_processes_that_start_at_once_make_one_database(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    together, failures = context.Barrier(NUM_PROCESSES), context.Queue()
+    urls = [f"sqlite:///{tmp_path}/{number}.sqlite" for number in range(NUM_ROUNDS)]
+    processes = [context.Process(target=_open, args=(urls, together, failures)) for _ in range(NUM_PROCESSES)]
+    for process in processes:
+        process.start()
+    found = []
+    num_done = 0
+    while num_done < NUM_PROCESSES:
+        failure = failures.get(timeout=60)
+        num_done += not failure
+        found += [failure] if failure else []
+    for process in processes:
+        process.join(60)
+    assert found == []
+
+
+def test_a_database_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys.sqlite"
+    file.write_bytes(b"this is no database" * 100)
+    with pytest.raises(ConfigError, match=r"keys\.store"):
+        KeyStore(f"sqlite:///{file}")
