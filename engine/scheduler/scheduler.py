@@ -20,6 +20,7 @@ from engine.scheduler.results import ResultHandler
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
+    ChoiceStatistics,
     FinishReason,
     KvEvent,
     MemoryPlan,
@@ -109,14 +110,24 @@ class Scheduler:
         if group is None:
             return False
         if group.beams is not None:
+            # Copies of one another, with their steps.
+            num_steps = max(each.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
             self._state.finish_beams(
-                group, [_ended(group, index, reason) for index in range(group.request.sampling.n)], now
+                group,
+                [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)],
+                now,
             )
             return True
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
+                # What runs is computed, though nobody will hear of it: it is no free gift to those who leave.
+                sequence.num_steps += self._num_steps_in_flight(sequence)
                 self._state.finish(sequence, reason, now)
         return True
+
+    def _num_steps_in_flight(self, sequence: Sequence) -> int:
+        steps = self._state.in_flight
+        return sum(sequence.sequence_id in step.rows for step in steps if not step.void)
 
     def fail_request(self, request_id: int, failure: RequestFailure) -> bool:
         """Ends the request with an error; False when it has ended already."""
@@ -289,9 +300,12 @@ class Scheduler:
             self.cancel(request_id, now, FinishReason.DEADLINE)
 
 
-def _ended(group: RequestGroup, index: int, reason: FinishReason) -> TokenEvent:
-    """The end of an answer of which nothing is known."""
+def _ended(group: RequestGroup, index: int, reason: FinishReason, num_steps: int) -> TokenEvent:
+    """The end of an answer of which nothing is known but the steps that it took."""
     request = group.request
     return TokenEvent(
-        request_id=request.request_id, choice_index=request.choice_index + index, finish_reason=reason
+        request_id=request.request_id,
+        choice_index=request.choice_index + index,
+        finish_reason=reason,
+        statistics=ChoiceStatistics(num_steps=num_steps),
     )

@@ -274,6 +274,25 @@ def test_cancelling_frees_everything_within_one_step() -> None:
     driver.check_everything()
 
 
+def _steps_told(driver: Driver, request: int) -> int:
+    return max(event.statistics.num_steps for event in driver.events[request] if event.statistics)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 2}, {"beam_width": 2}])
+def test_who_leaves_during_the_first_step_is_told_to_have_had_it(sampling: dict[str, int]) -> None:
+    driver = Driver(overlap=True)
+    early = driver.submit(prompt(8), max_tokens=50, **sampling)
+    driver.cancel(early)
+    assert _steps_told(driver, early) == 0
+    request = driver.submit(prompt(8, 2), max_tokens=50, **sampling)
+    driver.step()
+    assert driver.scheduler.num_in_flight == 1
+    driver.cancel(request)
+    assert _steps_told(driver, request) == 1
+    driver.run()
+    driver.check_everything()
+
+
 def test_further_choices_share_the_prompts_blocks() -> None:
     driver = Driver(memory=memory_plan(64, 4, 128))
     request = driver.submit(prompt(38), max_tokens=3, n=4, prompt_logprobs=None)
