@@ -16,6 +16,8 @@ from services.errors import MillraceError, Reason
 
 DEVELOPMENT_KEY_ID = "development"
 _UNLIMITED = LimitValues()
+# No model has an empty name.
+_NO_MODEL = ("",)
 _HASH_PREFIX = "sha256:"
 _SALT_BYTES = 16
 
@@ -153,7 +155,8 @@ class KeyDirectory:
     ) -> Principal:
         allowed = tenant.allowed_models
         if models:
-            allowed = tuple(model for model in models if not allowed or model in allowed)
+            # Where nothing is left, nothing may be used: an empty tuple would allow everything.
+            allowed = tuple(model for model in models if not allowed or model in allowed) or _NO_MODEL
         salt = b""
         if not tenant.cache_shared:
             salt = hmac.digest(self._secret, b"cache-salt:" + name.encode(), "sha256")[:_SALT_BYTES]

@@ -115,8 +115,10 @@ class InspectEndpoints:
         exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
 
     def _check_model(self, exchange: Exchange, name: str | None) -> None:
-        if name is not None:
-            self._pipeline().check_model(_caller(exchange), name)
+        pipeline, caller = self._pipeline(), _caller(exchange)
+        # All names stand for one vocabulary: without a name, any that the caller may use will do.
+        usable = next(iter(pipeline.served_names(caller)), pipeline.model.served_name)
+        pipeline.check_model(caller, usable if name is None else name)
 
 
 def _caller(exchange: Exchange) -> Caller:

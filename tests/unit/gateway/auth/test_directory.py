@@ -63,6 +63,15 @@ def test_key_can_narrow_but_not_widen() -> None:
     assert directory().key_limits("narrow").requests_per_minute == 5
 
 
+def test_a_key_for_none_of_its_tenants_models_may_use_none() -> None:
+    found = directory()
+    # Empty would mean all.
+    found.replace_stored([KeyEntry(id="o", tenant="acme", hash=hash_key("mr-o"), allowed_models=("other",))])
+    allowed = found.authenticate("mr-o").allowed_models
+    assert allowed
+    assert not {"a", "b", "other"} & set(allowed)
+
+
 @pytest.mark.parametrize("secret", ["", "mr-unknown", "mr-old", "mr-off", hash_key("mr-plain")])
 def test_unknown_expired_and_revoked_keys_are_refused(secret: str) -> None:
     assert reason(directory().authenticate, secret) is Reason.INVALID_CREDENTIALS

@@ -154,6 +154,10 @@ async def test_models_and_tokens() -> None:
         assert (await stack.http.get("/v1/models/none")).status_code == 404
         only = {"x-millrace-context": signed_context(allowed_models=("default",))}
         assert (await stack.http.get("/v1/models/tiny", headers=only)).status_code == 403
+        other = {"x-millrace-context": signed_context(allowed_models=("other",))}
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            assert (await stack.http.post(path, json=body, headers=only)).status_code == 200
+            assert (await stack.http.post(path, json=body, headers=other)).status_code == 403
         tokens = (await stack.http.post("/tokenize", json={"prompt": "hé"})).json()
         assert tokens["count"] == 3
         text = (await stack.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
