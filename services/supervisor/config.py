@@ -37,7 +37,8 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     # How the kernel schedules the processes (Linux). "batch": one that is woken does not interrupt another,
     # which saves a fourth of the processor time of short requests where cores are few; but it waits for
-    # whatever computes. "auto" is batch where no engine computes on this machine's processors.
+    # whatever else computes. "auto" is batch with simulated engines, where it was measured, and normal with
+    # all others: what feeds a device must not wait for foreign load.
     scheduling: Literal["auto", "batch", "normal"] = "auto"
 
 

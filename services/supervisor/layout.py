@@ -97,9 +97,7 @@ class _Planner:
 
     def _schedules_as_batch(self) -> bool:
         asked = self._settings.scheduling
-        if asked != "auto":
-            return asked == "batch"
-        return self._options.simulated or self._configured("engine.device") == "cuda"
+        return asked == "batch" or (asked == "auto" and self._options.simulated)
 
     def plan(self) -> Layout:
         options = self._options

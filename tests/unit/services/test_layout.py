@@ -192,12 +192,14 @@ def test_the_default_configuration_is_accepted(tmp_path: Path, model: Path) -> N
         # Its threads would be waited for at every hop.
         ("", False, False),
         ('[engine]\ndevice = "cpu"', False, False),
-        ('[engine]\ndevice = "cuda"', False, True),
-        ('[engine]\ndevice = "cuda"\n[supervisor]\nscheduling = "normal"', False, False),
+        # Foreign load would be waited for by what feeds the device.
+        ('[engine]\ndevice = "cuda"', False, False),
+        ('[engine]\ndevice = "cuda"\n[supervisor]\nscheduling = "batch"', False, True),
+        ('[supervisor]\nscheduling = "normal"', True, False),
         ('[supervisor]\nscheduling = "batch"', False, True),
     ],
 )
-def test_processes_interrupt_one_another_only_where_an_engine_computes_beside_them(
+def test_processes_do_not_interrupt_one_another_with_simulated_engines(
     tmp_path: Path, model: Path, config: str, simulated: bool, expected: bool
 ) -> None:
     layout = plan(tmp_path, model, config, simulated=simulated)
