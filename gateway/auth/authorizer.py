@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from millrace.common.v1 import context_pb2
 
-from gateway.auth.convert import context_of
+from gateway.auth.convert import Authenticated, context_of
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
@@ -47,6 +46,8 @@ _REMOVED = (
 )
 _COUNTED = (COUNTED_HEADER.encode(), b"1")
 _SCHEME = b"bearer "
+# The ids of tokens are their issuer's words.
+_CONTROL_CHARACTERS = bytes([*range(32), 127])
 _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -82,12 +83,12 @@ class Authorizer:
     def check(self, headers: Mapping[bytes, bytes]) -> Answer:
         """Answers a question of Envoy's by a request's headers (names in lower case)."""
         try:
-            context = self.context_of(headers)
+            authenticated = self.authenticate(headers)
         except MillraceError as error:
             return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
-        return self._allowed(context)
+        return self._allowed(authenticated)
 
-    def context_of(self, headers: Mapping[bytes, bytes]) -> context_pb2.RequestContext:
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Authenticated:
         """Authenticates one request; raises what its caller is told."""
         started_s = time.monotonic()
         traceparent = _text(headers, b"traceparent")
@@ -100,7 +101,7 @@ class Authorizer:
             start_s=started_s,
         )
         try:
-            principal = self._authenticate(headers)
+            principal = self._principal(headers)
         except MillraceError as error:
             self._telemetry.end(
                 span, attributes={names.OUTCOME: error.reason.value}, error=error.reason.value
@@ -116,19 +117,15 @@ class Authorizer:
                     names.TIER: principal.tier,
                 },
             )
-            return context_of(
-                principal,
-                self._tiers.named(principal.tier),
-                request_id=request_id,
-                traceparent=traceparent,
-                tracestate=tracestate,
+            return Authenticated(
+                principal, self._tiers.named(principal.tier), request_id, traceparent, tracestate
             )
         finally:
             self._metrics.observe(
                 names.AUTHORIZE_SECONDS, time.monotonic() - started_s, span=span.get_span_context()
             )
 
-    def _authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
+    def _principal(self, headers: Mapping[bytes, bytes]) -> Principal:
         claims = headers.get(CLAIMS_HEADER.encode(), b"")
         if claims:
             return self._directory.principal_of_claims(_claims(claims))
@@ -145,14 +142,15 @@ class Authorizer:
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, context: context_pb2.RequestContext) -> Answer:
+    def _allowed(self, authenticated: Authenticated) -> Answer:
+        principal = authenticated.principal
         added = [
-            (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
-            (TENANT_HEADER.encode(), context.tenant.encode()),
-            (KEY_HEADER.encode(), context.key_id.encode()),
+            (CONTEXT_HEADER.encode(), to_header(sign(context_of(authenticated), self._secret)).encode()),
+            (TENANT_HEADER.encode(), header_value(principal.tenant)),
+            (KEY_HEADER.encode(), header_value(principal.key_id)),
             _REMOVED,
         ]
-        if self.is_counted(context.tenant, context.key_id):
+        if self.is_counted(principal.tenant, principal.key_id):
             added.append(_COUNTED)
         return Answer(200, added)
 
@@ -160,6 +158,11 @@ class Authorizer:
         """Whether a limit of requests per minute applies."""
         limits = (self._directory.tenant_limits(tenant), self._directory.key_limits(key_id))
         return any(limit.requests_per_minute is not None for limit in limits)
+
+
+def header_value(text: str) -> bytes:
+    """A text that somebody else chose, as the value of a header: control characters would end it."""
+    return text.encode("utf-8", "replace").translate(None, _CONTROL_CHARACTERS)
 
 
 def is_grpc(content_type: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.auth.authorizer import Authorizer
+from gateway.auth.convert import context_of
 from gateway.pipeline.caller import Caller, CallerVerifier
 from services.context import CONTEXT_HEADER
 
@@ -41,7 +42,7 @@ class HttpCallers:
                 tracestate=tracestate,
                 client_request_id=client_request_id,
             )
-        context = self._authorizer.context_of(headers)
+        context = context_of(self._authorizer.authenticate(headers))
         return self._verifier.caller(context, received_s=received_s, client_request_id=client_request_id)
 
     def is_counted(self, caller: Caller) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from millrace.common.v1 import context_pb2
@@ -43,19 +44,29 @@ def write_tier(context: context_pb2.RequestContext, tier: Tier, *, tenant_weight
             setattr(context, name, value)
 
 
-def context_of(
-    principal: Principal, tier: Tier, *, request_id: str, traceparent: str, tracestate: str
-) -> context_pb2.RequestContext:
-    """The context of one request of `principal` under `tier`."""
+@dataclass(frozen=True, slots=True)
+class Authenticated:
+    """One request whose caller is known."""
+
+    principal: Principal
+    tier: Tier
+    request_id: str
+    traceparent: str
+    tracestate: str
+
+
+def context_of(authenticated: Authenticated) -> context_pb2.RequestContext:
+    """The context of one request."""
+    principal = authenticated.principal
     context = context_pb2.RequestContext(
-        request_id=request_id,
+        request_id=authenticated.request_id,
         tenant=principal.tenant,
         key_id=principal.key_id,
-        cache_salt=principal.cache_salt,
         allowed_models=principal.allowed_models,
-        traceparent=traceparent,
-        tracestate=tracestate,
+        cache_salt=principal.cache_salt,
+        traceparent=authenticated.traceparent,
+        tracestate=authenticated.tracestate,
         issued_unix_ms=time.time_ns() // 1_000_000,
     )
-    write_tier(context, tier, tenant_weight=principal.tenant_weight)
+    write_tier(context, authenticated.tier, tenant_weight=principal.tenant_weight)
     return context

@@ -22,8 +22,8 @@ from gateway.engines.types import CancelReason, EngineOutput, Submission
 from services.errors import MillraceError, Reason
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
-# step that runs.
-_ANSWER_S = 1.0
+# step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.
+_ANSWER_S = 10.0
 # Failures that another engine may not have.
 _ELSEWHERE = frozenset({Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED})
 
@@ -139,7 +139,7 @@ class ContinuousStream:
     async def has_worked(self) -> bool:
         """Whether an engine had computed anything of what `cancel` took back before an output of it came.
 
-        Not, if it has not said so after a second.
+        Not, if it has not said so after ten seconds.
         """
         if self._worked:
             await asyncio.wait(self._worked, timeout=_ANSWER_S)

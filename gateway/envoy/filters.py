@@ -174,6 +174,8 @@ def _jwt_authn(jwt: JwtConfig) -> dict[str, Any]:
     provider = {
         "issuer": jwt.issuer,
         "audiences": list(jwt.audiences),
+        # Nowhere else: by default a parameter of the query is taken as well, which logs and traces show.
+        "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
         # Claims replace the token: nothing behind the edge sees a credential.
         "forward": False,
         "forward_payload_header": CLAIMS_HEADER,

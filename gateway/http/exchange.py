@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER
+from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
 from gateway.http.errors import Headers, retry_headers
 from gateway.openai_error import error_body
@@ -28,14 +28,6 @@ _EVENTS = _STATUS_LINES[200] + (
 )
 _WHO = b"%b: %%b\r\n%b: %%b\r\n" % (TENANT_HEADER.encode(), KEY_HEADER.encode())
 _LAST_CHUNK = b"0\r\n\r\n"
-
-
-# The ids of tokens are their issuer's words.
-_CONTROL_CHARACTERS = bytes([*range(32), 127])
-
-
-def _value(text: str) -> bytes:
-    return text.encode("latin-1", "replace").translate(None, _CONTROL_CHARACTERS)
 
 
 class Wire(Protocol):
@@ -216,7 +208,7 @@ class Exchange:
         if self.caller is not None:
             # For the edge's log and traces; it drops them.
             identity = self.caller.identity
-            head += _WHO % (_value(identity.tenant), _value(identity.key_id))
+            head += _WHO % (header_value(identity.tenant), header_value(identity.key_id))
         if self.extra_headers:
             head += b"".join([b"%b: %b\r\n" % pair for pair in self.extra_headers])
         return head + (b"connection: close\r\n\r\n" if self.closes else b"\r\n")

@@ -117,6 +117,12 @@ async def test_token_that_is_not_valid_is_refused(client: httpx.AsyncClient, bad
     assert (response.status_code, response.json()["error"]["code"]) == (401, "INVALID_CREDENTIALS")
 
 
+async def test_a_token_in_the_path_is_not_read(client: httpx.AsyncClient) -> None:
+    # Logs and traces show paths.
+    response = await client.get("/v1/models", params={"access_token": token(org="org-7")})
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "MISSING_CREDENTIALS")
+
+
 async def test_claims_cannot_be_brought_along(client: httpx.AsyncClient) -> None:
     forged = {"x-millrace-jwt-claims": _base64url(json.dumps({"org": "acme"}).encode())}
     assert (await get(client, "not.a.token", **forged)).status_code == 401
