@@ -26,6 +26,9 @@ _REFUSED_BY_LIMITS = {
     "BUDGET_EXHAUSTED",
 }
 
+# Nothing failed: what the request waited for until then may be why its client lost patience.
+_LEFT = "CANCELLED"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -73,7 +76,7 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
     work = sorted(_work(spans), key=lambda finding: -finding.milliseconds)
     largest = delays[0] if delays else None
     outcome = _failure(spans)
-    if outcome:
+    if outcome and outcome != _LEFT:
         cause = Cause.RATE_LIMIT if outcome in _REFUSED_BY_LIMITS else None
         verdict = _refusal(spans, outcome)
     elif largest is not None and largest.milliseconds >= max(MIN_DELAY_MS, MIN_DELAY_SHARE * total_ms):
@@ -90,6 +93,8 @@ def explain(spans: Sequence[StoredSpan], neighbours: Sequence[Neighbour] = ()) -
         verdict = "nothing held it back" + (
             f": {work[0].text}, {work[0].milliseconds:.0f} ms" if work else ""
         )
+    if outcome == _LEFT:
+        verdict = f"its client left after {total_ms:.0f} ms; until then {verdict}"
     return Explanation(
         request_id=request_id,
         total_ms=total_ms,

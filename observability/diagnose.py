@@ -33,6 +33,8 @@ _MIN_IN_TAIL = 3
 _MIN_EXCESS = 0.15
 # Standard deviations of a binomial draw. Many slices are looked at, so a rare accident must not be named.
 _MIN_DEVIATIONS = 3.0
+# Most answers are shorter than the first bound of the labels, and an answer's length is most of its time.
+_SHORT_BOUNDS = (8, 32)
 
 Value = Callable[[StoredSpan], str]
 
@@ -42,7 +44,13 @@ def _text(key: str, missing: str = "none") -> Value:
 
 
 def _bucket(key: str) -> Value:
-    return lambda span: length_bucket(int(span.attributes.get(key, 0)))
+    """Buckets of the metrics' labels, and finer ones below: here they cost no time series."""
+    return lambda span: _length(int(span.attributes.get(key, 0)))
+
+
+def _length(num_tokens: int) -> str:
+    finer = next((bound for bound in _SHORT_BOUNDS if num_tokens <= bound), None)
+    return f"<={finer}" if finer is not None else length_bucket(num_tokens)
 
 
 def _cause(span: StoredSpan) -> str:

@@ -151,15 +151,20 @@ class SpanReader:
         return sorted(found.values(), key=lambda span: span.start_ns)
 
     def traces_of_request(self, request_id: str) -> list[str]:
-        """Ids of the traces that have a span of this request, the newest first."""
+        """Ids of the traces of a request, by our id or by the one that its client gave it, the newest first.
+
+        Ours comes first: clients may send any id, that of somebody else's request too.
+        """
         if not request_id:
             return []
-        newest: dict[str, int] = {}
+        newest: dict[str, tuple[bool, int]] = {}
         for data in self._holding(request_id.encode()):
             for span in decode(data):
-                if span.request_id == request_id:
-                    newest[span.trace_id] = max(newest.get(span.trace_id, 0), span.start_ns)
-        return sorted(newest, key=lambda trace_id: -newest[trace_id])
+                is_ours = span.request_id == request_id
+                if is_ours or span.attributes.get(names.CLIENT_REQUEST_ID) == request_id:
+                    found = newest.get(span.trace_id, (False, 0))
+                    newest[span.trace_id] = max(found, (is_ours, span.start_ns))
+        return sorted(newest, key=lambda trace_id: newest[trace_id], reverse=True)
 
     def last_trace(self) -> str:
         """Id of the trace of the newest request; "" when there is none. Failed requests count too."""
@@ -176,7 +181,7 @@ class SpanReader:
         return ""
 
     def find(self, what: str) -> list[StoredSpan]:
-        """Spans of the trace that `what` names: "last", a request id or a trace id.
+        """Spans of the trace that `what` names: "last", a request id (ours or the client's) or a trace id.
 
         Raises StoreError, which says how to go on, when nothing is found.
         """

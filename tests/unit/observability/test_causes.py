@@ -42,6 +42,17 @@ def test_a_trace_without_the_gateways_part_is_not_judged() -> None:
     assert "not here yet" in explanation.verdict
 
 
+def test_a_client_that_left_is_no_failure_and_what_it_waited_for_is_named() -> None:
+    left = {names.OUTCOME: "CANCELLED"}
+    waited = explain(request_trace(delays_ms={Cause.KV_PRESSURE: 300.0}, attributes=left))
+    assert waited.cause is Cause.KV_PRESSURE
+    assert waited.verdict.startswith("its client left after")
+    assert names.CAUSE_MEANING[Cause.KV_PRESSURE] in waited.verdict
+    served = explain(request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, attributes=left))
+    assert served.cause is None
+    assert "until then nothing held it back" in served.verdict
+
+
 def test_a_small_delay_is_listed_but_not_blamed() -> None:
     explanation = explain(
         request_trace(

@@ -52,6 +52,11 @@ def _requests(key: str, slow: Any, fast: Any, count: int = 400) -> list[StoredSp
     return spans
 
 
+def test_short_answers_are_told_apart() -> None:
+    found = diagnose.diagnose(_requests(names.OUTPUT_TOKENS, 120, 8))
+    assert (found.slices[0].dimension, found.slices[0].value) == ("output length", "<=128")
+
+
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 def test_the_planted_slice_explains_the_tail(dimension: str) -> None:
     key, slow, fast, value = PLANTED[dimension]
