@@ -30,7 +30,9 @@ START_LIMIT_S = 180.0
 # Longest time that anything which must happen may take; it does not slow a test that passes.
 LIMIT_S = 60.0
 
+# Each in one minute used by one test: what one counts would be refused to another.
 LIMITED_KEY = "mr-limited"
+LIMITED_GRPC_KEY = "mr-limited-grpc"
 CONCURRENT_KEY = "mr-concurrent"
 RESTRICTED_KEY = "mr-restricted"
 
@@ -56,6 +58,8 @@ allowed_tiers = ["interactive", "batch"]
 
 [tenants.limited]
 requests_per_minute = 2
+[tenants.limited-grpc]
+requests_per_minute = 2
 [tenants.concurrent]
 max_concurrent_streams = 1
 [tenants.restricted]
@@ -65,6 +69,10 @@ allowed_models = ["another-model"]
 id = "limited-1"
 tenant = "limited"
 hash = "{_hash(LIMITED_KEY)}"
+[[keys.entries]]
+id = "limited-grpc-1"
+tenant = "limited-grpc"
+hash = "{_hash(LIMITED_GRPC_KEY)}"
 [[keys.entries]]
 id = "concurrent-1"
 tenant = "concurrent"

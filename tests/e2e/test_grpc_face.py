@@ -13,7 +13,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from services.errors import ERROR_DOMAIN, Reason
 from services.status import from_rpc_error
-from tests.e2e.stack import CONCURRENT_KEY, LIMIT_S, LIMITED_KEY, Stack
+from tests.e2e.stack import CONCURRENT_KEY, LIMIT_S, LIMITED_GRPC_KEY, Stack
 
 Stub = inference_pb2_grpc.InferenceServiceStub
 
@@ -159,7 +159,7 @@ def details_of(error: grpc.RpcError) -> dict[str, object]:
 def test_limits_say_when_to_come_back(stack: Stack, stub: Stub) -> None:
     # Envoy refuses for requests a minute, the gateway for streams: both in the same form.
     for _ in range(3):
-        call = stub.Chat(chat_request(stack), metadata=stack.metadata(LIMITED_KEY), timeout=LIMIT_S)
+        call = stub.Chat(chat_request(stack), metadata=stack.metadata(LIMITED_GRPC_KEY), timeout=LIMIT_S)
         try:
             list(call)
         except grpc.RpcError as error:
