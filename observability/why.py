@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to explain."""
     parser = argparse.ArgumentParser(prog="python -m observability.why", description=__doc__)
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
-    parser.add_argument("what", nargs="?", default="last", help="request id (ours or the client's), trace id or 'last'")
+    parser.add_argument(
+        "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
+    )
     parsed = parser.parse_args(arguments)
     try:
         show(parsed.store, parsed.what)

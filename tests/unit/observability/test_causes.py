@@ -43,7 +43,7 @@ def test_a_trace_without_the_gateways_part_is_not_judged() -> None:
 
 
 def test_a_client_that_left_is_no_failure_and_what_it_waited_for_is_named() -> None:
-    left = {names.OUTCOME: "CANCELLED"}
+    left = {str(names.OUTCOME): "CANCELLED"}
     waited = explain(request_trace(delays_ms={Cause.KV_PRESSURE: 300.0}, attributes=left))
     assert waited.cause is Cause.KV_PRESSURE
     assert waited.verdict.startswith("its client left after")
@@ -119,7 +119,7 @@ def test_a_refusal_by_limits_is_the_cause() -> None:
 def _chunk(spans: list[StoredSpan], engine: str, tokens: int) -> list[StoredSpan]:
     changed = []
     for span in spans:
-        more = {}
+        more: dict[str, object] = {}
         if span.name == names.ENGINE_REQUEST:
             more = {str(names.ENGINE_ID): engine, str(names.TENANT): "loud"}
         if span.name == names.ENGINE_PREFILL:

@@ -71,7 +71,10 @@ def test_a_tail_like_everything_else_blames_nobody() -> None:
     chance = random.Random(3)
     spans = []
     for number in range(400):
-        attributes = {names.TTFT_MS: chance.expovariate(0.01), names.TENANT: chance.choice("abcd")}
+        attributes: dict[str, Any] = {
+            names.TTFT_MS: chance.expovariate(0.01),
+            names.TENANT: chance.choice("abcd"),
+        }
         trace = request_trace(number=number + 1, attributes=attributes)
         spans.append(next(span for span in trace if span.name == names.GATEWAY_REQUEST))
     assert diagnose.diagnose(spans).slices == []

@@ -47,9 +47,9 @@ def test_a_trace_that_only_the_edge_saw_is_found_by_its_own_attribute(path: Path
 
 def test_a_clients_own_id_finds_its_request_and_never_hides_that_of_another(path: Path) -> None:
     store = _store(path)
-    asked = request_trace("r-1", number=1, attributes={names.CLIENT_REQUEST_ID: "order-17"})
+    asked = request_trace("r-1", number=1, attributes={str(names.CLIENT_REQUEST_ID): "order-17"})
     later = asked[0].start_ns + 10**9
-    copied = request_trace("r-2", number=2, attributes={names.CLIENT_REQUEST_ID: "r-1"}, start_ns=later)
+    copied = request_trace("r-2", number=2, attributes={str(names.CLIENT_REQUEST_ID): "r-1"}, start_ns=later)
     write(store, [*asked, *copied])
     reader = SpanReader(path)
     assert {span.trace_id for span in reader.find("order-17")} == {asked[0].trace_id}
