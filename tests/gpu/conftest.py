@@ -1,5 +1,5 @@
-"""Tests on a CUDA device. Without one they are skipped, or rehearsed: GPU_REHEARSAL=1 runs the same code on
-the CPU, kernels under Triton's interpreter, so that nothing but the device is new where there is one.
+"""Tests on a CUDA device. Without one they are not collected, or rehearsed: GPU_REHEARSAL=1 runs the same
+code on the CPU, kernels under Triton's interpreter, so that nothing but the device is new where there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ if REHEARSES:
     round_as_hardware_does()
 
 HERE = Path(__file__).resolve().parent
+WANTED = REHEARSES or torch.cuda.is_available()
+# Kernels are defined by being imported, for the interpreter or for a device. Where neither is wanted, tests of
+# other folders, which want the interpreter, come to the definitions first.
+collect_ignore_glob = [] if WANTED else ["*test_*.py", "runner"]
+
+
+def pytest_report_header() -> str:
+    """Says why nothing may be collected."""
+    return "" if WANTED else "tests/gpu: no CUDA device, so nothing is collected; GPU_REHEARSAL=1 rehearses"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,8 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not REHEARSES and not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -116,8 +116,7 @@ def test_database_that_is_away_is_tried_again(url: str, monkeypatch: pytest.Monk
     # The writer has taken the entry, failed and put it back.
     while not ledger._waiting:
         threading.Event().wait(0.002)
-    with open_ledger(url).begin() as connection:
-        connection.execute(text("DROP TABLE requests"))
+    with database.begin() as connection:
         connection.execute(text("ALTER TABLE away RENAME TO requests"))
     ledger.close()
     assert [row["request_id"] for row in rows(open_ledger(url))] == ["r1"]
