@@ -164,6 +164,22 @@ def _overwrite(header: dict[str, str]) -> dict[str, Any]:
     return {"append": {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
 
 
+# A gateway that is gone is found out by the next request, before health checks tell Envoy. A request that
+# never left may go to another gateway; whatever may have arrived is not sent twice.
+_RETRY: dict[str, Any] = {
+    "retry_on": "connect-failure,refused-stream",
+    "num_retries": 2,
+    "retry_host_predicate": [
+        {
+            "name": "envoy.retry_host_predicates.previous_hosts",
+            "typed_config": typed("envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"),
+        }
+    ],
+    "host_selection_retry_max_attempts": 3,
+    "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.05s"},
+}
+
+
 def _routes(max_body_bytes: int) -> dict[str, Any]:
     is_grpc: dict[str, Any] = {"grpc": {}}
     # The bodies are those of the local replies.
@@ -220,7 +236,7 @@ def _route(match: dict[str, Any], cluster: str, **fields: Any) -> dict[str, Any]
         "match": match,
         # No limit on the length of an answer; the idle time-out bounds silence. A gRPC caller's own deadline
         # is kept by the gateway, which says so in the status; Envoy would just reset the stream.
-        "route": {"cluster": cluster, "timeout": "0s"},
+        "route": {"cluster": cluster, "timeout": "0s", "retry_policy": _RETRY},
         "decorator": {"operation": str(names.ENVOY_INGRESS), "propagate": False},
         **fields,
     }

@@ -163,7 +163,8 @@ def test_one_gateway_killed_ends_its_streams_alone_and_its_slots_come_back(pair:
     assert set(ended) <= {"length", "cut off"}
     # Envoy spreads requests evenly, so that each of the two had some of them.
     assert 0 < ended["length"] < 8
-    # What meets the dead gateway before Envoy knows is refused; the other one serves on.
+    # The other one serves on. Envoy takes a request that a dead gateway could not be given to another one;
+    # only what was under way to it is refused.
     assert during["ok"] >= 1
     assert eventually(lambda: "gateway-1 is ready again" in pair.output.read_text()), pair.transcript()
 

@@ -110,7 +110,7 @@ class Edge:
         self.faces = Faces()
         self.spans = InMemorySpanExporter()
         self._tables = {name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in {*TABLES, *tables}}
-        self.address = ""
+        self.address = self.admin = ""
         self.grpc = GrpcServer("127.0.0.1:0")
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
@@ -118,6 +118,8 @@ class Edge:
         self._face: Endpoint | None = None
         # Nothing here may refuse a large body before Envoy does.
         self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
+        # A second gateway's, where a test asks for one.
+        self.other_http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
 
     def _answer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
         assert self._authorizer is not None
@@ -129,7 +131,7 @@ class Edge:
         authorize(self._authorizer, exchange)
         return None
 
-    async def start(self, otlp_endpoint: str = "") -> None:
+    async def start(self, otlp_endpoint: str = "", *, with_other: bool = False) -> None:
         """Starts the gateway's servers and then Envoy; returns when a request gets through."""
         settings = load_settings(self._tables)
         provider = TracerProvider()
@@ -160,6 +162,9 @@ class Edge:
         tables = json.loads(json.dumps(self._tables))
         tables["envoy"]["gateway_grpc"] = [f"127.0.0.1:{self.grpc.port}"]
         tables["envoy"]["gateway_http"] = [f"127.0.0.1:{self.http.port}"]
+        if with_other:
+            await self.other_http.start()
+            tables["envoy"]["gateway_http"].append(f"127.0.0.1:{self.other_http.port}")
         await self._start_envoy(build(load_settings(tables), otlp_endpoint))
 
     async def _start_envoy(self, bootstrap: dict[str, Any]) -> None:
@@ -175,7 +180,7 @@ class Edge:
             while not (admin_file.exists() and admin_file.read_text()):
                 assert self._process.returncode is None, "Envoy ended; its message is above"
                 await asyncio.sleep(0.02)
-            admin = f"http://{admin_file.read_text()}"
+            self.admin = admin = f"http://{admin_file.read_text()}"
             while (await client.get(f"{admin}/ready")).status_code != 200:
                 await asyncio.sleep(0.02)
             listeners = (await client.get(f"{admin}/listeners?format=json")).json()
@@ -190,6 +195,7 @@ class Edge:
             self._process.terminate()
             await self._process.wait()
         await self.http.stop()
+        await self.other_http.stop()
         await self.grpc.stop(0)
 
 
