@@ -20,14 +20,14 @@ if REHEARSES:
 
 HERE = Path(__file__).resolve().parent
 WANTED = REHEARSES or torch.cuda.is_available()
-# Kernels are defined by being imported, for the interpreter or for a device. Where neither is wanted, tests of
-# other folders, which want the interpreter, come to the definitions first.
+# Kernels are defined by being imported, for the interpreter or for a device. Where neither is wanted, tests
+# of other folders, which want the interpreter, come to the definitions first.
 collect_ignore_glob = [] if WANTED else ["*test_*.py", "runner"]
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
     """Says why nothing may be collected."""
-    return "" if WANTED else "tests/gpu: no CUDA device, so nothing is collected; GPU_REHEARSAL=1 rehearses"
+    return [] if WANTED else ["tests/gpu: no CUDA device, nothing is collected; GPU_REHEARSAL=1 rehearses"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
