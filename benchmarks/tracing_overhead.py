@@ -3,6 +3,8 @@
 `python -m benchmarks.tracing_overhead [--pairs N] [--load NAME ...] [--output FILE]`
 
 Whether a request is traced is what its client's traceparent says, so both kinds run on the same processes.
+"Off" therefore means not sampled: exporters and the span store run and have nothing to do, and requests carry
+their trace's identity. What a stack without any exporter would save beyond that is not part of the figures.
 The load never pauses; its kind changes (A BB AA BB … A), and each change is followed by a time that does not
 count, until the spans of the other kind have been exported and written. So what is measured is the steady
 state, exports and the span store included. Every pair of neighbouring windows gives two numbers: how much

@@ -18,6 +18,7 @@ import msgspec
 from gateway.auth.convert import Authenticated, context_of
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
+from gateway.pipeline.caller import MAX_CLIENT_REQUEST_ID
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
@@ -94,10 +95,14 @@ class Authorizer:
         traceparent = _text(headers, b"traceparent")
         tracestate = _text(headers, b"tracestate")
         request_id = _text(headers, b"x-request-id")
+        attributes: dict[str, str] = {names.REQUEST_ID: request_id}
+        # A request that is refused here has no other span that could say it.
+        if client_request_id := _text(headers, b"x-client-request-id"):
+            attributes[names.CLIENT_REQUEST_ID] = client_request_id[:MAX_CLIENT_REQUEST_ID]
         span = self._telemetry.start(
             names.GATEWAY_AUTHORIZE,
             parent=context_from_traceparent(traceparent, tracestate),
-            attributes={names.REQUEST_ID: request_id},
+            attributes=attributes,
             start_s=started_s,
         )
         try:

@@ -30,6 +30,8 @@ class RequestCounter:
                 return await self._limiter.admit(tenant, key_id)
             except MillraceError as error:
                 span.set_attribute(names.OUTCOME, error.reason.value)
+                if error.retry_after_s is not None:
+                    span.set_attribute(names.RETRY_AFTER_S, error.retry_after_s)
                 self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
                 raise
 

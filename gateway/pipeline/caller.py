@@ -17,7 +17,7 @@ from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 from services.errors import MillraceError, Reason
 
-_MAX_CLIENT_REQUEST_ID = 128
+MAX_CLIENT_REQUEST_ID = 128
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class CallerVerifier:
         was_signed: bool,
     ) -> Caller:
         identity = identity_from_context(context)
-        client_request_id = client_request_id[:_MAX_CLIENT_REQUEST_ID]
+        client_request_id = client_request_id[:MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
         deadline_s = None if timeout_s is None else now_s + timeout_s
         if identity.deadline_unix_ms is not None:

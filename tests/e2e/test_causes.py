@@ -6,6 +6,7 @@ The engine is simulated, so that steps take the time that the plan says and the 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ PACE = {
     # Every prompt is computed: a cached one would delay nobody.
     "MILLRACE_ENGINE__CACHE__PREFIX_CACHING": "false",
 }
+
+CLIENT_REQUEST_ID = "order-17"
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,12 @@ def _rate_limit(stack: Stack) -> str:
     with stack.openai(LIMITED_KEY) as client:
         for _ in range(3):
             try:
-                client.completions.create(model=stack.model, prompt=_tokens(4), max_tokens=1)
+                client.completions.create(
+                    model=stack.model,
+                    prompt=_tokens(4),
+                    max_tokens=1,
+                    extra_headers={"x-request-id": CLIENT_REQUEST_ID},
+                )
             except openai.RateLimitError as error:
                 return str(error.response.headers["x-request-id"])
     raise AssertionError("the limit did not apply")
@@ -176,6 +184,11 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
     stack.trace(request_id, last)
     explanation, _ = explain_stored(Path(stack.state.trace_store), request_id)
     assert explanation.cause is cause, explanation
+    if cause is Cause.RATE_LIMIT:
+        assert re.search(r"a retry after \d+\.\d s may succeed", explanation.verdict)
+        spans = stack.trace(request_id, last)
+        assert names.GATEWAY_AUTHORIZE in {span.name for span in spans}
+        assert {span.attributes.get(names.CLIENT_REQUEST_ID) for span in spans} == {CLIENT_REQUEST_ID}
     if cause in {Cause.LONG_PREFILL, Cause.KV_PRESSURE, Cause.PREEMPTION}:
         _check_links(stack, stack.trace(request_id, last))
     shown = subprocess.run(
