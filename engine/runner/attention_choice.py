@@ -8,10 +8,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.attention import (
-    BACKENDS,
     AttentionBackend,
     AttentionFacts,
     UnsuitableBackendError,
+    available_backends,
     choose_backend,
 )
 from engine.model.spec import ModelSpec
@@ -28,6 +28,7 @@ def attention_of(
     Raises ConfigError when the name is unknown, or flash-attn is asked for and cannot serve.
     """
     asked = config.attention_backend
+    available = available_backends()
     facts = AttentionFacts(
         dtype=dtype,
         head_dim=spec.query_key_dim,
@@ -40,14 +41,16 @@ def attention_of(
     except UnsuitableBackendError as error:
         raise ConfigError(
             f"engine.attention_backend = {asked!r}: {error}; set it to auto, or one of "
-            f"{', '.join(sorted(BACKENDS))}"
+            f"{', '.join(sorted(available))}"
         ) from error
-    if choice.name not in BACKENDS:
+    if choice.name not in available:
         raise ConfigError(
-            f"engine.attention_backend = {asked!r}: must be auto or one of {', '.join(sorted(BACKENDS))}"
+            f"engine.attention_backend = {asked!r}: must be auto or one of {', '.join(sorted(available))}"
         )
     if device.type == "cuda":
         # On CPUs the native kernels may come before it.
         _log.info("attention: %s (%s)", choice.name, choice.why)
-    backend: AttentionBackend = BACKENDS[choice.name](num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
+    backend: AttentionBackend = available[choice.name](
+        num_heads=spec.num_heads, num_kv_heads=spec.cache_heads
+    )
     return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,19 +56,25 @@ BACKENDS: dict[str, type[Any]] = {
     "torch": TiledAttention,
     "native": NativeAttention,
 }
-"""Name in `engine.attention_backend` to back end. What "auto" is, `choice` decides; on CPUs that can run them
-the native kernels come first.
-"""
+"""Back ends that run anywhere, by name."""
 
-if find_spec("triton") and (torch.cuda.is_available() or triton_interprets()):
-    # Importing Triton takes time, and it runs on GPUs alone, but for its interpreter.
-    from engine.kernels.attention.triton_attention import TritonAttention
 
-    BACKENDS["triton"] = TritonAttention
-    if find_spec("flash_attn") or find_spec("flash_attn_interface"):
-        from engine.kernels.attention.flash import FlashAttention
+def available_backends() -> Mapping[str, type[Any]]:
+    """Name in `engine.attention_backend` to back end, of those that can run here. Which of them "auto" is,
+    `choice` decides; on CPUs that can run them the native kernels come first.
+    """
+    found = dict(BACKENDS)
+    if find_spec("triton") and (torch.cuda.is_available() or triton_interprets()):
+        # Importing Triton takes time, and it runs on GPUs alone, but for its interpreter.
+        from engine.kernels.attention.triton_attention import TritonAttention
 
-        BACKENDS["flash"] = FlashAttention
+        found["triton"] = TritonAttention
+        if find_spec("flash_attn") or find_spec("flash_attn_interface"):
+            from engine.kernels.attention.flash import FlashAttention
+
+            found["flash"] = FlashAttention
+    return found
+
 
 __all__ = [
     "BACKENDS",
@@ -82,5 +89,6 @@ __all__ = [
     "ReferenceAttention",
     "TiledAttention",
     "UnsuitableBackendError",
+    "available_backends",
     "choose_backend",
 ]
