@@ -24,9 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.transfer import on_device
 from engine.runner.host_memory import HostArena
 from engine.runner.lanes import Lanes
 
@@ -214,7 +216,7 @@ class _Pieces:
     def _launch(self, blocks: list[int], rows: Tensor, *, out: bool) -> None:
         from engine.kernels.paged_cache.triton_blocks import move_blocks
 
-        index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)
+        index = on_device(np.array(blocks, np.int64), self._device)
         bases, offsets, sizes = self._table.unbind()
         move_blocks(bases, offsets, sizes, index, rows, largest=self._largest, out=out)
 

@@ -1,8 +1,8 @@
 """Host memory: how the process holds it, and the part that the offload tier keeps blocks in.
 
 Freed memory is kept in the process, as a step frees and takes the same megabytes again and again: glibc
-large freed pieces to the kernel, which then zeroes fresh pages for the next step; on a CPU that costs more
-than the arithmetic (bundled model, 32 decoding sequences: 78 ms per step so, 33 ms with this).
+returns large freed pieces to the kernel, which then zeroes fresh pages for the next step; on a CPU that costs
+more than the arithmetic (bundled model, 32 decoding sequences: 78 ms per step so, 33 ms with this).
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.kernels.paged_cache import LayerCache, allocate_layer
+from engine.kernels.transfer import on_device
 from engine.model.spec import ModelSpec
 from engine.runner.block_transfers import BlockTransfers
 from engine.runner.lanes import lanes_of
@@ -72,9 +74,7 @@ class KvStorage:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.step_id, plan.offloads, plan.restores)
         if plan.block_copies:
-            index = torch.tensor(plan.block_copies).T.contiguous()
-            if self._tensors[0].device.type == "cuda":
-                index = index.pin_memory().to(self._tensors[0].device, non_blocking=True)
+            index = on_device(np.array(plan.block_copies, np.int64).T.copy(), self._tensors[0].device)
             for tensor in self._tensors:
                 tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.kernels.attention.flash_library import FlashLibrary, Span, find_library
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
+from engine.kernels.transfer import on_device
 
 FEW_ROWS = 16
 # Positions of one call whose history is gathered; sequences with longer ones stay with the other back end.
@@ -197,7 +198,7 @@ def _call(plan: FlashPlan, group: NDArray[np.int64], window: int | None, in_plac
         where = np.stack((blocks, positions % batch.block_size))
 
     def whole(array: NDArray[Any]) -> Tensor:
-        return _to_device(array.astype(np.int32), device)
+        return on_device(array.astype(np.int32), device)
 
     return _Call(
         rows=_rows_of(batch, group, device),
@@ -208,7 +209,7 @@ def _call(plan: FlashPlan, group: NDArray[np.int64], window: int | None, in_plac
             max_query_len=int(query_lens.max()),
             max_context_len=int(lens.max()),
         ),
-        where=_to_device(np.ascontiguousarray(where), device),
+        where=on_device(np.ascontiguousarray(where), device),
     )
 
 
@@ -228,9 +229,4 @@ def _rows_of(batch: RaggedBatch, sequences: NDArray[np.int64], device: torch.dev
     if last - first + 1 == sequences.size:
         return slice(int(batch.query_starts[first]), int(batch.query_starts[last + 1]))
     rows = [np.arange(*batch.query_starts[index : index + 2]) for index in sequences.tolist()]
-    return _to_device(np.concatenate(rows).astype(np.int64), device)
-
-
-def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return on_device(np.concatenate(rows).astype(np.int64), device)

@@ -12,6 +12,7 @@ a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, Ragge
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART, Items, make_plan, most_parts
 from engine.kernels.attention.tuning import arch_of, key_of, tuned_shape
 from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
+from engine.kernels.transfer import on_device
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Largest tile, step, warps, stages: for keys of up to 128 numbers, and for larger ones.
@@ -637,11 +639,7 @@ class TritonAttention:
             window=window,
         )
 
-        def there(array: object) -> Tensor:
-            tensor = torch.from_numpy(array)
-            if self._device.type == "cuda":
-                return tensor.pin_memory().to(self._device, non_blocking=True)
-            return tensor
+        there = partial(on_device, device=self._device)
 
         def items(some: Items) -> tuple[Tensor, Tensor] | None:
             return (there(some.rows), there(some.fields)) if some.rows.size else None

@@ -274,7 +274,7 @@ class DeviceRunner(TorchRunner):
         best = torch.topk(normalized, most, dim=-1)
         found = []
         for each in (chosen, best.indices, best.values):
-            host = torch.empty(each.shape, dtype=each.dtype, pin_memory=self.device.type == "cuda")
+            host = pinned(*each.shape, dtype=each.dtype, device=self.device)
             found.append(host.copy_(each, non_blocking=True))
         return LogprobsOnTheWay(rows=picked, chosen=found[0], ids=found[1], values=found[2])
 
