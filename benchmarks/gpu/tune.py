@@ -22,7 +22,8 @@ from benchmarks.gpu.device import Gpu, Work
 from benchmarks.gpu.kernels import BLOCK_SIZE, DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, RaggedBatch
-from engine.kernels.attention.triton_attention import TritonAttention, launch_shape
+from engine.kernels.attention.launch_shape import launch_shape
+from engine.kernels.attention.triton_attention import TritonAttention
 from engine.kernels.attention.tuning import Shape, arch_of, forced, key_of
 from engine.kernels.paged_cache import LayerCache
 

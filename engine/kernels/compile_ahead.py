@@ -24,12 +24,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from engine.kernels.activation.triton_activation import gate_kernel
-from engine.kernels.attention.triton_attention import (
-    attention_kernel,
-    launch_shape,
-    list_parts_kernel,
-    merge_kernel,
-)
+from engine.kernels.attention.launch_shape import launch_shape
+from engine.kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART
 from engine.kernels.linear.triton_linear import (
     grouped_kernel,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.model import idle_share
-from engine.kernels.attention.triton_attention import launch_shape
+from engine.kernels.attention.launch_shape import launch_shape
 from engine.kernels.attention.tuning import TABLE, forced, key_of, read_table
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,54 @@
+"""Launch shapes of the attention kernel: measured ones, else such that nothing spills.
+
+`tuning` holds what was measured, compile_ahead checks the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from engine.kernels.attention.tuning import key_of, tuned_shape
+
+# Largest tile, step, warps, stages: for keys of up to 128 numbers, and for larger ones.
+WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
+# Converting a quantized cache takes registers.
+QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
+# Hopper's matrix units take wide steps, and its accumulators leave room for them.
+HOPPER_WHOLE_SHAPE = (128, 64, 8, 3)
+SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
+# For latent attention, whose keys have 576.
+LATENT_SHAPE = (32, 32, 8, 2)
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launch decides besides the model's own sizes."""
+
+    heads: int  # query heads of a tile, which share their keys; a group may need several tiles
+    tile: int  # rows: tokens times heads
+    step: int  # positions of one pass through the inner loop
+    num_warps: int
+    num_stages: int
+
+
+def launch_shape(*, group: int, key_dim: int, final: bool, kv: str, arch: str = "") -> LaunchShape:
+    """The shape that was measured for an architecture, or one chosen such that no register spills on sm_80
+    and sm_90 (engine/kernels/compile_ahead). `kv` says how the cache is stored: "plain", "int8" or "fp8".
+    """
+    largest, step, num_warps, num_stages = (
+        WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]
+    )
+    if final and kv != "plain" and key_dim <= 128:
+        largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
+    elif final and arch == "sm_90" and key_dim <= 128:
+        largest, step, num_warps, num_stages = HOPPER_WHOLE_SHAPE
+    if key_dim > 256:
+        largest, step, num_warps, num_stages = LATENT_SHAPE
+    measured = tuned_shape(arch, key_of(final=final, key_dim=key_dim, group=group, kv=kv))
+    if measured is not None:
+        largest, step, num_warps, num_stages = measured
+    heads = next(heads for heads in range(min(group, largest), 0, -1) if group % heads == 0)
+    tile = largest if final else max(16, triton.next_power_of_2(heads))
+    return LaunchShape(heads=heads, tile=tile, step=step, num_warps=num_warps, num_stages=num_stages)

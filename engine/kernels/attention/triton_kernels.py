@@ -1,0 +1,334 @@
+"""The attention kernels, in Triton: see triton_attention for what they compute, and who launches them.
+
+Shape letters: E value dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _vectors(
+    base, at, there, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Elements [FIRST, FIRST + SIZE) of the vectors that begin at base + at [rows], as [rows, BLOCK]; zeros
+    beyond SIZE, and where MASKED also in rows that are not `there`.
+    """
+    place = tl.arange(0, BLOCK)
+    entries = base + at[:, None] + (FIRST + place)[None, :]
+    if SIZE == BLOCK:
+        if MASKED:
+            loaded = tl.load(entries, mask=there[:, None], other=0.0)
+        else:
+            loaded = tl.load(entries)
+    elif MASKED:
+        loaded = tl.load(entries, mask=there[:, None] & (place < SIZE)[None, :], other=0.0)
+    else:
+        loaded = tl.load(entries, mask=(place < SIZE)[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def _advance(
+    start,
+    end,
+    largest,
+    weight,
+    total,
+    q_main,
+    q_tail,
+    position,
+    table,
+    keys,
+    values,
+    scales,
+    kv_head,
+    num_kv_heads,
+    scale,
+    soft_cap,
+    window,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes positions [start, start + STEP) in. Unless MASKED, every row sees all of them; the arithmetic is
+    the same, so that no bit depends on which it was.
+    """
+    DTYPE: tl.constexpr = q_main.dtype
+    KEY_DIM: tl.constexpr = MAIN + TAIL
+    place = start + tl.arange(0, STEP)
+    there = place < end
+    if MASKED:
+        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+    else:
+        block = tl.load(table + place // BLOCK_SIZE)
+    slot = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+    key = _vectors(keys, slot * KEY_DIM, there, 0, MAIN, MAIN_BLOCK, MASKED).to(DTYPE)
+    score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
+    if TAIL > 0:
+        tail = _vectors(keys, slot * KEY_DIM, there, MAIN, TAIL, TAIL_BLOCK, MASKED).to(DTYPE)
+        score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
+    if SCALED:
+        score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
+    # Scores are exp2's argument once multiplied by `factor`, in one rounding with the maximum's subtraction.
+    factor = scale * LOG2_E
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
+        factor = LOG2_E
+    if MASKED:
+        visible = there[None, :] & (place[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (place[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=1) * factor)
+    # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    share = tl.exp2(tl.fma(score, factor, -anchor[:, None]))
+    shrink = tl.exp2(largest - anchor)
+    weight = weight * shrink + tl.sum(share, axis=1)
+    if SHARED_VALUE:
+        value = key
+    else:
+        value = _vectors(values, slot * VALUE_DIM, there, 0, VALUE_DIM, VALUE_BLOCK, MASKED).to(DTYPE)
+    if SCALED:
+        column: tl.constexpr = 0 if SHARED_VALUE else 1
+        share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
+    total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
+    return higher, weight, total
+
+
+# Numbers that change from step to step must not decide what is compiled.
+@triton.jit(do_not_specialize=["num_items", "table_stride"])
+def attention_kernel(
+    q,
+    out,
+    sums,
+    stats,
+    keys,
+    values,
+    scales,
+    sinks,
+    tables,
+    positions,
+    part_base,
+    rows,
+    fields,
+    num_items,
+    num_listed,
+    table_stride,
+    num_heads,
+    num_kv_heads,
+    scale,
+    soft_cap,
+    window,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FINAL: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
+    writes results, else sums and stats (maximum in powers of two, weight) of a part.
+
+    LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
+    """
+    turns = 1
+    if LISTED:
+        turns = tl.cdiv(tl.load(num_listed) - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        item = tl.program_id(0) + turn * tl.num_programs(0)
+        kv_head = tl.program_id(1) // CHUNKS
+        first = tl.load(fields + item)
+        count = tl.load(fields + num_items + item)
+        sequence = tl.load(fields + 2 * num_items + item)
+        begin = tl.load(fields + 3 * num_items + item)
+        end = tl.load(fields + 4 * num_items + item)
+        part = tl.load(fields + 5 * num_items + item)
+
+        tile = tl.arange(0, TILE)
+        present = tile // GROUP < count
+        head = tl.program_id(1) * GROUP + tile % GROUP
+        token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
+        position = tl.load(positions + token, mask=present, other=0)
+        row = (token.to(tl.int64) * num_heads + head) * (MAIN + TAIL)
+        q_main = _vectors(q, row, present, 0, MAIN, MAIN_BLOCK, True)
+        q_tail = q_main
+        if TAIL > 0:
+            q_tail = _vectors(q, row, present, MAIN, TAIL, TAIL_BLOCK, True)
+
+        largest = tl.full([TILE], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
+        table = tables + sequence * table_stride
+        middle = begin
+        if FINAL and not WINDOW:
+            # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
+            lowest = tl.min(tl.where(present, position, 2147483647), axis=0)
+            middle = begin + tl.maximum(tl.minimum(lowest + 1, end) - begin, 0) // STEP * STEP
+        for MASKED in tl.static_range(0 if FINAL and not WINDOW else 1, 2):
+            for start in range(middle if MASKED else begin, end if MASKED else middle, STEP):
+                largest, weight, total = _advance(
+                    start,
+                    end,
+                    largest,
+                    weight,
+                    total,
+                    q_main,
+                    q_tail,
+                    position,
+                    table,
+                    keys,
+                    values,
+                    scales,
+                    kv_head,
+                    num_kv_heads,
+                    scale,
+                    soft_cap,
+                    window,
+                    MAIN,
+                    TAIL,
+                    VALUE_DIM,
+                    MAIN_BLOCK,
+                    TAIL_BLOCK,
+                    VALUE_BLOCK,
+                    BLOCK_SIZE,
+                    STEP,
+                    SHARED_VALUE,
+                    SCALED,
+                    SOFT_CAP,
+                    WINDOW,
+                    MASKED,
+                )
+
+        place_out = tl.arange(0, VALUE_BLOCK)
+        wanted = present[:, None] & (place_out < VALUE_DIM)[None, :]
+        if FINAL:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
+                higher = tl.maximum(largest, sink)
+                shrink = tl.exp2(largest - higher)
+                weight = weight * shrink + tl.exp2(sink - higher)
+                total = total * shrink[:, None]
+            result = total / weight[:, None]
+            row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
+            tl.store(out + row[:, None] + place_out[None, :], result.to(out.dtype.element_ty), mask=wanted)
+        else:
+            index = (tl.load(part_base + token, mask=present, other=0) + part).to(tl.int64) * num_heads + head
+            tl.store(sums + index[:, None] * VALUE_DIM + place_out[None, :], total, mask=wanted)
+            tl.store(stats + index * 2, largest, mask=present)
+            tl.store(stats + index * 2 + 1, weight, mask=present)
+
+
+@triton.jit
+def list_parts_kernel(
+    context_lens,
+    positions,
+    part_count,
+    fields,
+    num_listed,
+    num_rows,
+    capacity,
+    most,
+    window,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One program: the parts of all rows of one token each, as triton_plan cuts them, without gaps."""
+    row = tl.arange(0, ROWS)
+    there = row < num_rows
+    length = tl.load(context_lens + row, mask=there, other=0)
+    size = tl.full([ROWS], PART, tl.int32)
+    for _ in range(16):
+        size = tl.where(size * MOST_PARTS < length, size * 2, size)
+    count = (length + size - 1) // size
+    ends = tl.cumsum(count, axis=0)
+    tl.store(positions + row, length - 1, mask=there)
+    tl.store(part_count + row, count, mask=there)
+    tl.store(num_listed, tl.sum(count, axis=0))
+    reach = tl.zeros([ROWS], tl.int32)
+    if WINDOW:
+        reach = tl.maximum(length - window, 0)
+    for part in range(most):
+        listed = there & (part < count)
+        first = part * size
+        last = tl.minimum(first + size, length)
+        at = fields + ends - count + part
+        tl.store(at, row, mask=listed)
+        tl.store(at + capacity, tl.full([ROWS], 1, tl.int32), mask=listed)
+        tl.store(at + 2 * capacity, row, mask=listed)
+        tl.store(at + 3 * capacity, tl.minimum(tl.maximum(first, reach), last), mask=listed)
+        tl.store(at + 4 * capacity, last, mask=listed)
+        tl.store(at + 5 * capacity, tl.zeros([ROWS], tl.int32) + part, mask=listed)
+
+
+@triton.jit
+def merge_kernel(
+    sums,
+    stats,
+    out,
+    sinks,
+    part_base,
+    part_count,
+    num_heads,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """One program per token and head: its parts, first to last."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    count = tl.load(part_count + token)
+    if count == 0:
+        return
+    base = tl.load(part_base + token).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < VALUE_DIM
+    largest = float("-inf")
+    weight = 0.0
+    if SINKS:
+        largest = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        weight = 1.0
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(count):
+        index = (base + part) * num_heads + head
+        here = tl.load(stats + index * 2)
+        higher = tl.maximum(largest, here)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(largest - anchor)
+        grow = tl.exp2(here - anchor)
+        some = tl.load(sums + index * VALUE_DIM + place, mask=inside, other=0.0)
+        total = total * shrink + some * grow
+        weight = weight * shrink + tl.load(stats + index * 2 + 1) * grow
+        largest = higher
+    row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
+    tl.store(out + row + place, (total / weight).to(out.dtype.element_ty), mask=inside)
