@@ -35,6 +35,10 @@ class DeviceDrawn:
     allowed: Tensor  # [R] bool, at least one token was allowed
     processed: Tensor  # [R, V] logits after penalties, biases and masks
 
+    def packed(self) -> Tensor:
+        """Tokens, finite and allowed as one tensor [3, R] int64: one copy to the host takes them all."""
+        return torch.stack((self.tokens, self.finite.long(), self.allowed.long()))
+
 
 def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> DeviceDrawn:
     """Draws one token per row of logits [R, V] (float32, left as it is). Nothing waits for the device."""

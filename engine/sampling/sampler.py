@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.native import native_sample, sampling_library
 from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.on_device import sample_on_device
+from engine.sampling.on_device import DeviceDrawn, sample_on_device
 from engine.sampling.table import NO_ROW, SamplingTable
 
 
@@ -53,13 +53,7 @@ class Drawn:
 def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
     """Draws one token per row of logits [R, V] (float32, left as it is)."""
     if table.backend == "triton":
-        there = sample_on_device(logits, table, rows)
-        return Drawn(
-            tokens=there.tokens.cpu().numpy(),
-            finite=there.finite.cpu().numpy(),
-            allowed=there.allowed.cpu().numpy(),
-            processed=there.processed,
-        )
+        return _fetched(sample_on_device(logits, table, rows))
     library = sampling_library() if table.native and logits.device.type == "cpu" else None
     if library is None:
         return sample_by_torch(logits, table, rows)
@@ -88,12 +82,13 @@ def sample_by_torch(logits: Tensor, table: SamplingTable, rows: SamplingRows) ->
         index = torch.from_numpy(random).to(device)
         drawn = _draw(masked if everything else masked[index], chosen, rows.positions[random])
         tokens = drawn if everything else tokens.index_copy(0, index, drawn)
-    return Drawn(
-        tokens=tokens.cpu().numpy(),
-        finite=finite.cpu().numpy(),
-        allowed=allowed.cpu().numpy(),
-        processed=masked,
-    )
+    return _fetched(DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=masked))
+
+
+def _fetched(there: DeviceDrawn) -> Drawn:
+    """What was drawn, on the host after one wait."""
+    tokens, finite, allowed = there.packed().cpu().numpy()
+    return Drawn(tokens=tokens, finite=finite != 0, allowed=allowed != 0, processed=there.processed)
 
 
 def _draw(logits: Tensor, options: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:

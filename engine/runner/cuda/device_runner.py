@@ -221,10 +221,9 @@ class DeviceRunner(TorchRunner):
             ),
         )
         table.set_last_tokens(slots_there, drawn.tokens)
-        there = torch.stack((drawn.tokens, drawn.finite.long(), drawn.allowed.long()))
         self._turn = (self._turn + 1) % NUM_BUFFERS
         step.drawn = self._drawn[self._turn].view(-1)[: 3 * count].view(3, count)
-        step.drawn.copy_(there, non_blocking=True)
+        step.drawn.copy_(drawn.packed(), non_blocking=True)
         step.logprobs = self._logprobs(logits, drawn.tokens, step)
         # Last, since nothing may be counted twice when memory runs out on the way.
         table.sampling.append_there(step.slots, drawn.tokens)

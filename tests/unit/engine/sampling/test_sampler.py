@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.sampler import Drawn, SamplingRows, sample
+from engine.sampling.sampler import Drawn, SamplingRows, sample, sample_by_torch
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
 
@@ -294,3 +294,29 @@ def test_one_bad_row_leaves_the_others_alone() -> None:
         drawn = sample(spoiled, table, rows)
         assert drawn.finite.tolist() == [True, False, True]
         assert drawn.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
+
+
+def test_one_copy_brings_the_outcome_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SamplingTable(V, CPU)
+    table.grow(1)
+    table.put(0, SamplingParams(temperature=0.0), 0, np.array([0]), np.array([], np.int64))
+    rows = SamplingRows(
+        slots=np.zeros(2, np.int64),
+        positions=np.arange(2),
+        draft_rows=np.array([], np.int64),
+        draft_tokens=np.array([], np.int64),
+        grammar_rows=np.array([], np.int64),
+        grammar_masks=None,
+    )
+    copies: list[torch.Size] = []
+    plain = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or plain(tensor))
+    logits = torch.zeros(2, V)
+    logits[0, 5] = 1.0
+    logits[1, 7] = float("nan")
+    drawn = sample_by_torch(logits, table, rows)
+    assert copies == [(3, 2)]
+    assert drawn.tokens[0] == 5
+    assert drawn.finite.tolist() == [True, False]
+    assert drawn.allowed.tolist() == [True, True]
+    assert drawn.finite.dtype == drawn.allowed.dtype == np.bool_
