@@ -54,8 +54,9 @@ class Variant:
     # Parameter to type: "*bf16", "i32", "fp32"; the rest are constants.
     types: Mapping[str, str]
     constants: Mapping[str, object]
+    # What a launch has that says nothing.
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     float8: bool = False
     # Numbers that are multiples of 16 in real models, as launches find out, too.
     multiples: tuple[str, ...] = ()
@@ -172,7 +173,7 @@ def _attention_variants(arch: int) -> list[Variant]:
 def _row_variants() -> list[Variant]:
     norm_types = {
         **dict.fromkeys(("x", "residual", "residual_out"), "*bf16"),
-        **dict.fromkeys(("weight", "scale_out"), "*fp32"),
+        **dict.fromkeys(("weight", "factors", "scale_out"), "*fp32"),
         **dict.fromkeys(("row_stride", "inner", "inner_stride"), "i32"),
         "width": "i32",
         "eps": "fp32",
@@ -190,7 +191,13 @@ def _row_variants() -> list[Variant]:
             name=f"norm 4096{name}",
             kernel=rms_norm_kernel,
             types={**norm_types, "out": out},
-            constants={"BLOCK": 4096, "HAS_RESIDUAL": True, "LIMIT": limit, "ROUND": out == "*i8"},
+            constants={
+                "BLOCK": 4096,
+                "HAS_RESIDUAL": True,
+                "FACTORS": out == "*i8",
+                "LIMIT": limit,
+                "ROUND": out == "*i8",
+            },
             num_warps=8,
             float8="fp8" in out,
         )

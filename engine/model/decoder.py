@@ -66,17 +66,17 @@ class DecoderLayer:
         """The stream x [T, E] and what is to be added to it, before the layer -> the same after it. Adding is
         left to the norm that follows, which has the numbers at hand.
         """
-        x, inner = self._enter(0, x, change)
+        x, inner = self._enter(0, x, change, self.attention.entry)
         change = self._leave(0, self.attention(inner, cache, step))
-        x, inner = self._enter(1, x, change)
+        x, inner = self._enter(1, x, change, self.feed_forward.entry)
         return x, self._leave(1, self.feed_forward(inner))
 
-    def _enter(self, half: int, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _enter(self, half: int, x: Tensor, change: Tensor | None, entry: Linear | None) -> tuple[Tensor, Any]:
         before = self.before[half]
         if before is None:
             x = x if change is None else x + change
             return x, x
-        return (x, before(x)) if change is None else before.added(x, change)
+        return before.entering(x, change, entry)
 
     def _leave(self, half: int, change: Tensor) -> Tensor:
         after = self.after[half]

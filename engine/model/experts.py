@@ -146,6 +146,9 @@ class SparseFeedForward:
             name = f"{layer_prefix}.{block}.shared_experts"
             self.shared = FeedForward(weights, name, spec, experts.shared_intermediate_size)
 
+    # Its input goes to the router, too.
+    entry = None
+
     def routed_linears(self) -> Iterator[Linear]:
         """The router's product and the experts' own."""
         yield self.router.product

@@ -61,6 +61,9 @@ class LatentAttention:
         self.rope = spec.rope_of_layer[layer]
         self.interleaved = spec.ropes[self.rope].interleaved
 
+    # Its input goes to two products.
+    entry = None
+
     def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
         """x [T, E] -> [T, E]; writes this step's latents."""
         latent, num_tokens = self.latent, x.shape[0]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionBackend, AttentionOptions
-from engine.kernels.linear import LinearBackend, Product, WeightFormat
+from engine.kernels.linear import LinearBackend, Product, QuantizedRows, QuantizingProduct, WeightFormat
+from engine.kernels.norm import QuantizingNorm
 from engine.kernels.paged_cache import LayerCache
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
@@ -77,9 +78,12 @@ class Linear:
     def product(self, product: Product) -> None:
         self._product = product
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, sum of outputs]."""
-        return self.product(x, self.bias)
+    def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
+        """x [T, inputs], rounded already or not -> [T, sum of outputs]."""
+        product = self.product
+        if isinstance(x, QuantizedRows):
+            return cast("QuantizingProduct", product).of_rows(x, self.bias)
+        return product(x, self.bias)
 
 
 class Norm:
@@ -87,6 +91,7 @@ class Norm:
 
     def __init__(self, weights: WeightReader, name: str, size: int, spec: ModelSpec) -> None:
         self._backend = weights.kernels.norm
+        self._rounds = isinstance(self._backend, QuantizingNorm)
         weight = weights.take(f"{name}.weight", (size,), dtype=torch.float32)
         self.weight = weight + 1.0 if spec.norm_offset else weight
         self.eps = spec.norm_eps
@@ -98,6 +103,17 @@ class Norm:
     def added(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """x and change [T, size] -> their sum, and the sum normed."""
         return self._backend.added(x, change, self.weight, self.eps)
+
+    def entering(
+        self, x: Tensor, change: Tensor | None, entry: Linear | None
+    ) -> tuple[Tensor, Tensor | QuantizedRows]:
+        """x [T, size] plus change, if there is one, and the sum normed for `entry`: rounded in the same pass
+        where its product wants that.
+        """
+        if entry is not None and self._rounds and getattr(entry.product, "quantizes", "none") != "none":
+            backend, product = cast("QuantizingNorm", self._backend), cast("QuantizingProduct", entry.product)
+            return backend.quantized(x, change, self.weight, self.eps, product.quantizes, product.factors)
+        return (x, self(x)) if change is None else self.added(x, change)
 
 
 class Attention:
@@ -128,7 +144,12 @@ class Attention:
         if spec.attention_sinks:
             self.sinks = weights.take(f"{prefix}.sinks", (spec.num_heads,), dtype=torch.float32)
 
-    def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.qkv
+
+    def __call__(self, x: Tensor | QuantizedRows, cache: LayerCache, step: StepContext) -> Tensor:
         """x [T, E] -> [T, E]; writes this step's keys and values."""
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=-1)
         if self.qk_norm == "full":
@@ -158,6 +179,11 @@ class FeedForward:
         self.down = Linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias)
         self.activation = spec.activation
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.gate_up
+
+    def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, E] -> [T, E]."""
         return self.down(self._gate(self.activation, self.gate_up(x)))

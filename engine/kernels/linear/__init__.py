@@ -17,6 +17,19 @@ from engine.kernels.linear.reference import (
     pack_linear,
 )
 from engine.kernels.linear.rows import ROW_MULTIPLE
+from engine.kernels.rows import Quantized, QuantizedRows
+
+
+class QuantizingProduct(Product, Protocol):
+    """A product whose inputs are rounded row by row, and may come rounded already."""
+
+    # "none" where they must be rounded here.
+    quantizes: Quantized
+    # What inputs are multiplied by before, [K] float32.
+    factors: Tensor | None
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:
+        """rows [M, K], bias [N] -> [M, N] in the type that the rows had."""
 
 
 class GroupedProduct(Protocol):
@@ -64,6 +77,8 @@ __all__ = [
     "PackedProduct",
     "PlainProduct",
     "Product",
+    "QuantizedRows",
+    "QuantizingProduct",
     "TiledProduct",
     "WeightFormat",
     "batched_product",

@@ -32,6 +32,7 @@ from engine.kernels.linear.triton_linear import (
     scaled_product,
     weight_only_product,
 )
+from engine.kernels.rows import Quantized, QuantizedRows
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
 SCALED_MM_ARCH = (9, 0)
@@ -66,17 +67,23 @@ class IntegerProduct:
     def __init__(self, weight: Int8Weight) -> None:
         self.weight = weight
         self.scale = weight.scale[:, 0].contiguous()
+        self.factors = weight.smoothing
+        # Rows that are stored in another order are rounded here.
+        self.quantizes: Quantized = "int8" if weight.order is None else "none"
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N] in x's type."""
         if self.weight.order is not None:
-            # Smoothing is given in the inputs' own order, and rows are stored in another.
-            factors = self.weight.smoothing
-            x = x if factors is None else (x.float() * factors).to(x.dtype)
-            levels, scale = quantize_rows(x.index_select(1, self.weight.order), "int8")
+            # Smoothing is given in the inputs' own order.
+            arranged = x if self.factors is None else (x.float() * self.factors).to(x.dtype)
+            levels, scale = quantize_rows(arranged.index_select(1, self.weight.order), "int8")
         else:
-            levels, scale = quantize_rows(x, "int8", factors=self.weight.smoothing)
-        return scaled_product(levels, scale, self.weight.values, self.scale, bias, dtype=x.dtype)
+            levels, scale = quantize_rows(x, "int8", factors=self.factors)
+        return self.of_rows(QuantizedRows(levels=levels, scale=scale, dtype=x.dtype), bias)
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:
+        """See QuantizingProduct."""
+        return scaled_product(rows.levels, rows.scale, self.weight.values, self.scale, bias, dtype=rows.dtype)
 
 
 class Fp8Product:
@@ -84,30 +91,41 @@ class Fp8Product:
 
     def __init__(self, weight: Fp8Weight) -> None:
         self.weight = weight
+        self.factors: Tensor | None = None
+        # A scale per row is found by whoever has the row at hand; scales of blocks are found here.
+        self.quantizes: Quantized = "none" if weight.blocked else "fp8"
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N] in x's type."""
+        levels, scale = quantize_rows(x, "fp8", block=FP8_BLOCK if self.weight.blocked else 0)
+        return self.of_rows(QuantizedRows(levels=levels, scale=scale, dtype=x.dtype), bias)
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:
+        """See QuantizingProduct."""
         weight = self.weight
-        levels, scale = quantize_rows(x, "fp8", block=FP8_BLOCK if weight.blocked else 0)
-        return scaled_product(levels, scale, weight.values, weight.scale, bias, dtype=x.dtype)
+        return scaled_product(rows.levels, rows.scale, weight.values, weight.scale, bias, dtype=rows.dtype)
 
 
-class ScaledMmProduct:
-    """fp8 with fp8 by torch._scaled_mm, a scale per row and per output."""
+class ScaledMmProduct(Fp8Product):
+    """fp8 with fp8 by torch._scaled_mm, a scale per row and per output. It computes bfloat16 alone; for other
+    types Triton does.
+    """
 
     def __init__(self, weight: Fp8Weight) -> None:
+        super().__init__(weight)
         self.columns = weight.values.t()  # [K, N], inputs side by side
-        self.scale = weight.scale[None].contiguous()  # [1, N]
+        self.row_of_scales = weight.scale[None].contiguous()  # [1, N]
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] bfloat16 -> [M, N]."""
-        levels, scale = quantize_rows(x, "fp8")
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None = None) -> Tensor:
+        """See QuantizingProduct."""
+        if rows.dtype != torch.bfloat16:
+            return super().of_rows(rows, bias)
         out: Tensor = torch._scaled_mm(
-            levels,
+            rows.levels,
             self.columns,
-            scale_a=scale[:, None],
-            scale_b=self.scale,
-            out_dtype=x.dtype,
+            scale_a=rows.scale[:, None],
+            scale_b=self.row_of_scales,
+            out_dtype=rows.dtype,
             use_fast_accum=True,
         )
         # Not inside the product: what types of bias it takes differs from release to release.

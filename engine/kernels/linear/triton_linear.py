@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
-from engine.kernels.norm.triton_norm import LIMITS, Quantized, scaled_row
+from engine.kernels.norm.triton_norm import LIMITS, scaled_row
+from engine.kernels.rows import Quantized
 
 TILE_M, TILE_N, TILE_K = 64, 64, 64
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from engine.kernels.norm.reference import rms_norm
+from engine.kernels.rows import Quantized, QuantizedRows
 
 
 class NormBackend(Protocol):
@@ -21,9 +22,27 @@ class NormBackend(Protocol):
         """x and change [T, E] -> their sum in x's type, and the sum normed."""
 
 
+@runtime_checkable
+class QuantizingNorm(NormBackend, Protocol):
+    """A back end that rounds what it norms in the same pass."""
+
+    def quantized(
+        self,
+        x: Tensor,
+        change: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: Quantized,
+        factors: Tensor | None,
+    ) -> tuple[Tensor, QuantizedRows]:
+        """x [T, E], plus change [T, E] where given -> the sum in x's type, and the sum normed, multiplied by
+        factors [E] and rounded to `kind`: bit for bit what `plain` or `added` and rounding afterwards give.
+        """
+
+
 BACKENDS = {
     "torch": "engine.kernels.norm.reference:TorchNorm",
     "triton": "engine.kernels.norm.triton_norm:TritonNorm",
 }
 
-__all__ = ["BACKENDS", "NormBackend", "rms_norm"]
+__all__ = ["BACKENDS", "NormBackend", "QuantizingNorm", "rms_norm"]

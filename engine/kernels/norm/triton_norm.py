@@ -5,14 +5,15 @@ Shape letters: T tokens, E elements of a row.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Quantized = Literal["none", "int8", "fp8"]
+from engine.kernels.rows import Quantized, QuantizedRows
+
 # Largest magnitude of each quantized type; 448 is the end of float8_e4m3.
 LIMITS: dict[str, float] = {"none": 0.0, "int8": 127.0, "fp8": 448.0}
 
@@ -49,6 +50,7 @@ def rms_norm_kernel(
     weight,
     out,
     residual_out,
+    factors,
     scale_out,
     row_stride,
     inner,
@@ -57,11 +59,12 @@ def rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    FACTORS: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One program per row, `inner` of which lie inner_stride apart. LIMIT > 0 quantizes the row to out's
-    type; ROUND rounds to whole numbers first.
+    """One program per row, `inner` of which lie inner_stride apart. LIMIT > 0 quantizes the row,
+    times factors where there are some, to out's type; ROUND rounds to whole numbers first.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -75,18 +78,28 @@ def rms_norm_kernel(
         tl.store(residual_out + row * width + place, kept, mask=inside)
         values = kept.to(tl.float32)
     mean = tl.sum(values * values, axis=0) / width
-    factors = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    normed = values * (1.0 / tl.sqrt(mean + eps)) * factors
+    learned = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    normed = values * (1.0 / tl.sqrt(mean + eps)) * learned
     if LIMIT > 0:
+        # What is quantized is rounded to the model's type first, as without a fused kernel.
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+        if FACTORS:
+            normed *= tl.load(factors + place, mask=inside, other=0.0)
         normed, scale = scaled_row(normed, LIMIT, ROUND)
         tl.store(scale_out + row, scale)
     tl.store(out + row * width + place, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, quantized: Quantized = "none"
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    quantized: Quantized = "none",
+    factors: Tensor | None = None,
 ) -> Normed:
-    """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; quantized per row if asked.
+    """x [T, E] (rows may be apart) plus residual [T, E], normed by weight [E]; if asked, multiplied by
+    factors [E] float32 and quantized per row.
 
     Without residual, x may be [T, H, E], too, whose rows are normed one by one; the result is as wide.
     """
@@ -106,6 +119,7 @@ def rms_norm(
             weight,
             out,
             stream if stream is not None else out,
+            factors if factors is not None else weight,
             scale if scale is not None else weight,
             x.stride(0),
             inner,
@@ -114,6 +128,7 @@ def rms_norm(
             eps,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
+            FACTORS=factors is not None,
             LIMIT=LIMITS[quantized],
             ROUND=quantized == "int8",
             num_warps=max(1, min(16, block // 512)),
@@ -135,3 +150,19 @@ class TritonNorm:
         normed = rms_norm(change, weight, eps, residual=x)
         assert normed.residual is not None, "asked for"
         return normed.residual, normed.out
+
+    def quantized(
+        self,
+        x: Tensor,
+        change: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: Quantized,
+        factors: Tensor | None,
+    ) -> tuple[Tensor, QuantizedRows]:
+        """See QuantizingNorm."""
+        source, residual = (x, None) if change is None else (change, x)
+        normed = rms_norm(source, weight, eps, residual, kind, factors)
+        assert normed.scale is not None, "asked for"
+        rows = QuantizedRows(levels=normed.out, scale=normed.scale, dtype=x.dtype)
+        return x if normed.residual is None else normed.residual, rows

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import KernelsConfig
 from engine.kernels.linear import DenseWeight, Fp8Weight
+from engine.kernels.norm.triton_norm import TritonNorm
 from engine.model.decoder import Decoder
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -76,6 +77,28 @@ def test_quantized_products(tmp_path: Path, quantize: str) -> None:
     options = {"quantize": quantize, "attention_backend": "torch"}
     linear = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="triton", sampling="torch")
     assert tokens(tmp_path, linear, **options) == tokens(tmp_path, TORCH, **options)
+
+
+@pytest.mark.parametrize("quantize", ["w8a8", "fp8"])
+def test_norms_round_for_the_products_that_follow(
+    tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    options = {"quantize": quantize, "attention_backend": "torch"}
+    calls: list[str] = []
+    plain = TritonNorm.quantized
+
+    def counted(self: TritonNorm, *arguments: Any) -> Any:
+        calls.append(arguments[4])
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(TritonNorm, "quantized", counted)
+    fused = tokens(tmp_path, TRITON, **options)
+    assert set(calls) == {"int8" if quantize == "w8a8" else "fp8"}
+    # Two norms in each of two layers, in every step.
+    assert len(calls) % 4 == 0
+    monkeypatch.delattr(TritonNorm, "quantized")
+    assert tokens(tmp_path, TRITON, **options) == fused
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import torch
 from engine.kernels.activation import GATES
 from engine.kernels.activation import gate as reference_gate
 from engine.kernels.activation.triton_activation import gate
+from engine.kernels.linear.triton_linear import quantize_rows
 from engine.kernels.norm import rms_norm as reference_norm
-from engine.kernels.norm.triton_norm import LIMITS, rms_norm
+from engine.kernels.norm.triton_norm import LIMITS, TritonNorm, rms_norm
 from engine.kernels.paged_cache import allocate_layer
 from engine.kernels.rope import rotate
 from engine.kernels.rope.triton_rope import rope_and_store
@@ -49,6 +50,30 @@ def test_quantized_norm_stays_within_half_a_level(quantized: str) -> None:
     # A level of float8_e4m3 near its end is 32 wide.
     level = largest / LIMITS[quantized] * (1.0 if quantized == "int8" else 32.0)
     assert bool(((back - wanted).abs() <= 0.51 * level + 1e-6).all())
+
+
+@pytest.mark.parametrize("quantized", ["int8", "fp8"])
+@pytest.mark.parametrize("width", [7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rounding_in_the_norm_gives_the_bits_of_rounding_after_it(
+    quantized: str, width: int, dtype: torch.dtype
+) -> None:
+    x, change, weight = drawn(5, width).to(dtype), drawn(5, width, seed=2).to(dtype), drawn(width, seed=1)
+    x[2] = 0.0
+    change[2] = 0.0
+    factors = drawn(width, seed=3).abs() if quantized == "int8" else None
+    norm = TritonNorm()
+    for given in (None, change):
+        stream, rows = norm.quantized(x, given, weight, 1e-5, quantized, factors)
+        normed = norm.plain(x, weight, 1e-5)
+        expected = x
+        if given is not None:
+            expected, normed = norm.added(x, given, weight, 1e-5)
+        levels, scale = quantize_rows(normed, quantized, factors=factors)
+        assert torch.equal(stream, expected)
+        assert torch.equal(rows.levels.view(torch.uint8), levels.view(torch.uint8))
+        assert torch.equal(rows.scale, scale)
+        assert rows.dtype == dtype
 
 
 def test_norm_of_a_poisoned_row_is_poisoned_and_others_are_not() -> None:
