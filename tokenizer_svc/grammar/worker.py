@@ -22,6 +22,7 @@ import msgspec
 
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.courtesy import Courtesy
 from tokenizer_svc.grammar.request import (
     PromptRequest,
     Refused,
@@ -75,6 +76,8 @@ def main() -> None:
     setup = WorkerSetup.decoded(first)
     backend = Backend(setup.checkpoint.tokenizer_json, setup.checkpoint.eos_token_ids)
     prompts = Prompts(setup.checkpoint, setup.limits, turn_cache_tokens=_TURN_CACHE_TOKENS)
+    # Copies as well: whoever asks is not interrupted by the worker that it has just woken.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     # Copies share what is not touched.
     gc.collect()
     gc.freeze()
@@ -99,17 +102,19 @@ def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend, prom
     )
     decoder = msgspec.msgpack.Decoder(WorkRequest)
     encoder = msgspec.msgpack.Encoder()
+    courtesy = Courtesy()
     _limit_memory(setup.memory_limit_bytes)
     while (frame := read_frame(source)) is not None:
         began_s = time.process_time()
         try:
-            request = decoder.decode(frame)
-            if isinstance(request, ValidationRequest):
-                reply = validate(request, max_depth=setup.limits.max_schema_depth)
-            elif isinstance(request, PromptRequest):
-                reply = prepare(request, prompts, max_tool_bytes=setup.limits.max_grammar_bytes)
-            else:
-                reply = build(request, backend, limits)
+            with courtesy:
+                request = decoder.decode(frame)
+                if isinstance(request, ValidationRequest):
+                    reply = validate(request, max_depth=setup.limits.max_schema_depth)
+                elif isinstance(request, PromptRequest):
+                    reply = prepare(request, prompts, max_tool_bytes=setup.limits.max_grammar_bytes)
+                else:
+                    reply = build(request, backend, limits)
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
         except Exception:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -248,3 +250,29 @@ async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
         assert not pool._fresh
     finally:
         await pool.close()
+
+
+async def test_waking_a_worker_interrupts_nobody(pool: WorkerPool) -> None:
+    assert (await pool.run(QUICK, tenant="a")).built is not None
+    assert {os.sched_getscheduler(each._pid) for each in pool._idle} == {os.SCHED_BATCH}
+
+
+# Computes far longer than it takes until the first signal, without coming back to the interpreter meanwhile.
+COURTEOUS = """
+import ctypes, hashlib, signal
+from tokenizer_svc.grammar.courtesy import Courtesy
+with Courtesy():
+    assert signal.getitimer(signal.ITIMER_REAL)[1] > 0
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
+assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+libc = ctypes.CDLL(None)
+libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+handler = libc.signal(signal.SIGALRM, None)
+assert handler == ctypes.cast(libc.sched_yield, ctypes.c_void_p).value, handler
+print("done")
+"""
+
+
+def test_long_work_offers_its_core_again_and_again() -> None:
+    done = subprocess.run([sys.executable, "-c", COURTEOUS], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
