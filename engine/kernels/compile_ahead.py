@@ -8,6 +8,7 @@ memory than a block can have. The variants are those of real models.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -27,12 +28,12 @@ from engine.kernels.activation.triton_activation import gate_kernel
 from engine.kernels.attention.launch_shape import launch_shape
 from engine.kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART
-from engine.kernels.linear.triton_linear import (
+from engine.kernels.linear.triton_grouped import (
     grouped_kernel,
-    quantize_rows_kernel,
-    scaled_kernel,
-    weight_only_kernel,
+    grouped_scaled_kernel,
+    grouped_weight_only_kernel,
 )
+from engine.kernels.linear.triton_linear import quantize_rows_kernel, scaled_kernel, weight_only_kernel
 from engine.kernels.norm.triton_norm import rms_norm_kernel
 from engine.kernels.paged_cache.triton_blocks import BLOCK, move_blocks_kernel
 from engine.kernels.rope.triton_rope import rope_and_store_kernel
@@ -304,27 +305,31 @@ def _linear_variants() -> list[Variant]:
         "rows_per_input": "i32",
     }
     multiples = ("inputs", "outputs", "x_stride")
+    chosen = {
+        **dict.fromkeys(("order", "weight_of_tile"), "*i32"),
+        "rows_per_input": "i32",
+    }
     made = [
         Variant(
             multiples=multiples,
-            name=f"W{bits}A16",
-            kernel=weight_only_kernel,
-            types={**weight_only, "weight": kind},
+            name=f"W{bits}A16{name}",
+            kernel=kernel,
+            types={**weight_only, **chosen, "weight": kind},
             constants={**tile, "BITS": bits, "MIDDLE": middle, "MINIMUM": bits == 4, "BIAS": False},
         )
         for bits, kind, middle in ((4, "*u8", 8), (8, "*i8", 0))
+        for name, kernel in (("", weight_only_kernel), (" experts", grouped_weight_only_kernel))
     ]
-    for name, kind, blocked in (
-        ("W8A8", "*i8", False),
-        ("fp8", "*fp8e4nv", False),
-        ("fp8 128x128", "*fp8e4nv", True),
+    formats = (("W8A8", "*i8", False), ("fp8", "*fp8e4nv", False), ("fp8 128x128", "*fp8e4nv", True))
+    for (name, kind, blocked), (suffix, kernel) in itertools.product(
+        formats, (("", scaled_kernel), (" experts", grouped_scaled_kernel))
     ):
         made.append(
             Variant(
                 multiples=multiples,
-                name=name,
-                kernel=scaled_kernel,
-                types={**scaled, "x": kind, "weight": kind},
+                name=name + suffix,
+                kernel=kernel,
+                types={**scaled, **chosen, "x": kind, "weight": kind},
                 constants={
                     **tile,
                     "INTEGER": kind == "*i8",
@@ -368,15 +373,15 @@ def compile_variant(variant: Variant, arch: int) -> Usage:
     """Compiles one variant for one architecture; raises what Triton raises for code that it cannot."""
     names = variant.kernel.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
+    # Kernels that are alike share a description, and each takes of it what it has.
+    constants = {name: value for name, value in variant.constants.items() if name in names}
     # As launches find it: tensors begin at multiples of 16 bytes.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
         if signature[name].startswith("*") or name in variant.multiples
     }
-    source = ASTSource(
-        fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned
-    )
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {
         "num_warps": variant.num_warps,
         "num_stages": variant.num_stages,

@@ -114,11 +114,11 @@ class ExpertsTogether:
     def __call__(self, x: Tensor, ids: Tensor, activation: str) -> Tensor:
         """x [T, E], ids [T, A] -> [T * A, E], each token's experts side by side."""
         flat = ids.flatten()
-        choice = flat.int()
-        inner = self._gate_up(x, choice, rows_per_input=ids.shape[1])
+        groups = self._gate_up.group(flat.int())
+        inner = self._gate_up(x, groups, rows_per_input=ids.shape[1])
         if self._biases is not None:
             inner = inner + self._biases[0].index_select(0, flat)
-        out = self._down(self._gate(activation, inner), choice, rows_per_input=1)
+        out = self._down(self._gate(activation, inner), groups, rows_per_input=1)
         return out if self._biases is None else out + self._biases[1].index_select(0, flat)
 
 

@@ -9,13 +9,8 @@ import torch
 from engine.kernels.activation.reference import gate as reference_gate
 from engine.kernels.activation.triton_activation import gate
 from engine.kernels.linear.formats import Int4Weight, Int8Weight, pack_levels
-from engine.kernels.linear.triton_linear import (
-    GroupedRows,
-    add_adapters,
-    grouped_product,
-    scaled_product,
-    weight_only_product,
-)
+from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
+from engine.kernels.linear.triton_linear import scaled_product, weight_only_product
 from engine.kernels.norm.reference import rms_norm as reference_norm
 from engine.kernels.norm.triton_norm import rms_norm
 from engine.kernels.paged_cache import allocate_layer
@@ -159,7 +154,7 @@ def test_experts_and_adapters(device: torch.device) -> None:
     x, weights = drawn(tokens, hidden), drawn(experts, size, hidden, seed=1)
     choice = whole(0, experts, tokens * active, seed=2).int()
     groups = GroupedRows.of(choice.to(device), experts)
-    found = grouped_product(x.to(device), weights.to(device), groups, tokens * active, rows_per_input=active)
+    found = grouped_product(x.to(device), weights.to(device), groups, rows_per_input=active)
     expected = torch.stack([weights[int(w)] @ x[row // active] for row, w in enumerate(choice)])
     torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
     down, up = drawn(3, 8, hidden, seed=3), drawn(3, 33, 8, seed=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,9 +35,14 @@ class QuantizingProduct(Product, Protocol):
 class GroupedProduct(Protocol):
     """Products of rows with the weights that each of them chose."""
 
-    def __call__(self, x: Tensor, choice: Tensor, *, rows_per_input: int) -> Tensor:
-        """x [M, K], choice [R] int32 (the weight of each row) -> [R, N], row r being
-        x[r // rows_per_input] times its weight. No synchronization with the host.
+    def group(self, choice: Tensor) -> Any:
+        """choice [R] int32, the weight of each row: sorted, for any product with as many weights. No
+        synchronization with the host.
+        """
+
+    def __call__(self, x: Tensor, groups: Any, *, rows_per_input: int) -> Tensor:
+        """x [M, K], groups of R rows -> [R, N], row r being x[r // rows_per_input] times its weight. No
+        synchronization with the host.
         """
 
 

@@ -23,15 +23,16 @@ from engine.kernels.linear.formats import (
     Int4Weight,
     Int8Weight,
     WeightFormat,
+    stack,
 )
 from engine.kernels.linear.reference import Product
-from engine.kernels.linear.triton_linear import (
+from engine.kernels.linear.triton_grouped import (
     GroupedRows,
     grouped_product,
-    quantize_rows,
-    scaled_product,
-    weight_only_product,
+    grouped_scaled_product,
+    grouped_weight_only_product,
 )
+from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
 from engine.kernels.rows import Quantized, QuantizedRows
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
@@ -132,17 +133,64 @@ class ScaledMmProduct(Fp8Product):
         return out if bias is None else out.add_(bias)
 
 
-class GroupedDense:
-    """Dense weights of experts, side by side in one tensor."""
+class Grouped:
+    """Weights of experts side by side; what they share is how rows find them."""
+
+    def __init__(self, num_weights: int) -> None:
+        self.num_weights = num_weights
+
+    def group(self, choice: Tensor) -> GroupedRows:
+        """See GroupedProduct."""
+        return GroupedRows.of(choice, self.num_weights)
+
+
+class GroupedDense(Grouped):
+    """Dense weights of experts."""
 
     def __init__(self, weights: Sequence[DenseWeight]) -> None:
+        super().__init__(len(weights))
         self.weights = torch.stack([weight.values for weight in weights])  # [X, N, K]
 
-    def __call__(self, x: Tensor, choice: Tensor, *, rows_per_input: int) -> Tensor:
+    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
         """See GroupedProduct."""
-        groups = GroupedRows.of(choice, self.weights.shape[0])
-        return grouped_product(
-            x.contiguous(), self.weights, groups, choice.shape[0], rows_per_input=rows_per_input
+        return grouped_product(x.contiguous(), self.weights, groups, rows_per_input=rows_per_input)
+
+
+class GroupedWeightOnly(Grouped):
+    """Experts of 4 or 8 bits, inputs in floating point."""
+
+    def __init__(self, weights: Sequence[WeightFormat]) -> None:
+        super().__init__(len(weights))
+        stacked = stack(weights, torch.float32)
+        assert isinstance(stacked, Int4Weight | Int8Weight), "of one kind"
+        self.weight = stacked  # [X * N, K]
+
+    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
+        """See GroupedProduct."""
+        return grouped_weight_only_product(
+            x.contiguous(), self.weight, self.num_weights, groups, rows_per_input=rows_per_input
+        )
+
+
+class GroupedScaled(Grouped):
+    """Experts of int8 or fp8 whose inputs are rounded, too, row by row or by blocks of 128."""
+
+    def __init__(self, weights: Sequence[Int8Weight] | Sequence[Fp8Weight]) -> None:
+        super().__init__(len(weights))
+        # Bytes, as fp8 cannot be stacked everywhere.
+        values = torch.stack([weight.values.view(torch.uint8) for weight in weights])
+        self.values = values.view(weights[0].values.dtype)  # [X, N, K]
+        scales = [
+            weight.scale[:, 0] if isinstance(weight, Int8Weight) else weight.scale for weight in weights
+        ]
+        self.scale = torch.stack(scales)  # [X, N], or [X, N/128, K/128]
+
+    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
+        """See GroupedProduct."""
+        kind: Quantized = "int8" if self.values.dtype == torch.int8 else "fp8"
+        levels, scale = quantize_rows(x.contiguous(), kind, block=FP8_BLOCK if self.scale.dim() == 3 else 0)
+        return grouped_scaled_product(
+            levels, scale, self.values, self.scale, groups, dtype=x.dtype, rows_per_input=rows_per_input
         )
 
 
@@ -166,10 +214,28 @@ class TritonLinear:
         """See LinearBackend."""
         return torch.bmm(left, right)
 
-    def grouped(self, weights: Sequence[WeightFormat]) -> GroupedDense | None:
-        """See LinearBackend. Quantized experts are sorted on the host, one after another."""
+    def grouped(
+        self, weights: Sequence[WeightFormat]
+    ) -> GroupedDense | GroupedWeightOnly | GroupedScaled | None:
+        """See LinearBackend. Experts with an order or smoothing of their own, or of unlike formats, are
+        sorted on the host, one after another.
+        """
         dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
-        return GroupedDense(dense) if len(dense) == len(weights) else None
+        if len(dense) == len(weights):
+            return GroupedDense(dense)
+        fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        if len(fp8) == len(weights) and len({weight.blocked for weight in fp8}) == 1:
+            return GroupedScaled(fp8)
+        int8 = [weight for weight in weights if isinstance(weight, Int8Weight)]
+        plain = all(weight.order is None and weight.smoothing is None for weight in int8)
+        if len(int8) == len(weights) and plain:
+            activations = {(weight.activations, weight.scale.shape[1]) for weight in int8}
+            if activations == {("int8", 1)}:
+                return GroupedScaled(int8)
+            return GroupedWeightOnly(int8) if len(activations) == 1 else None
+        int4 = [weight for weight in weights if isinstance(weight, Int4Weight) and weight.order is None]
+        alike = len({weight.scale.shape[1] for weight in int4}) == 1
+        return GroupedWeightOnly(int4) if len(int4) == len(weights) and alike else None
 
 
 def _scaled_mm_takes(weight: Fp8Weight) -> bool:

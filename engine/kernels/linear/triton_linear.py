@@ -1,14 +1,12 @@
-"""Matrix products with quantized weights, and products of grouped rows, in Triton.
+"""Matrix products with quantized weights, in Triton.
 
 The order of additions along K does not depend on the number of rows, and every launch of a weight has the
 same tile, so a row's result does not depend on the batch.
 
-Shape letters: M rows, K inputs, N outputs, G groups of inputs, X experts (or adapters).
+Shape letters: M rows, K inputs, N outputs, G groups of inputs.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,6 +18,44 @@ from engine.kernels.norm.triton_norm import LIMITS, scaled_row
 from engine.kernels.rows import Quantized
 
 TILE_M, TILE_N, TILE_K = 64, 64, 64
+
+
+@triton.jit
+def weight_tile(
+    weight,
+    scale,
+    minimum,
+    column,
+    in_columns,
+    start,
+    inputs,
+    groups,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """What stands in rows `column` (int64) of a weight of 4 or 8 bits, inputs [start, start + TILE_K), which
+    lie in one group: [columns, TILE_K] float32, anything finite outside.
+    """
+    if BITS == 4:
+        half = tl.arange(0, TILE_K // 2)
+        at = weight + column[:, None] * (inputs // 2) + (start // 2 + half)[None, :]
+        inside = in_columns[:, None] & (start + 2 * half < inputs)[None, :]
+        packed = tl.load(at, mask=inside, other=0)
+        levels = tl.interleave(packed & 15, packed >> 4).to(tl.float32)
+    else:
+        place = start + tl.arange(0, TILE_K)
+        at = weight + column[:, None] * inputs + place[None, :]
+        levels = tl.load(at, mask=in_columns[:, None] & (place < inputs)[None, :], other=0).to(tl.float32)
+    at_group = column * groups + start // (inputs // groups)
+    factor = tl.load(scale + at_group, mask=in_columns, other=0.0)
+    if MINIMUM:
+        lowest = tl.load(minimum + at_group, mask=in_columns, other=0.0)
+        values = levels * factor[:, None] + lowest[:, None]
+    else:
+        values = (levels - MIDDLE) * factor[:, None]
+    return values
 
 
 # The number of rows changes from step to step; it must not decide what is compiled.
@@ -50,28 +86,14 @@ def weight_only_kernel(
     place = tl.arange(0, TILE_K)
     in_rows, in_columns = row < rows, column < outputs
     row, column = row.to(tl.int64), column.to(tl.int64)
-    group_size = inputs // groups
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     for start in range(0, inputs, TILE_K):
         there = start + place < inputs
         mask = in_rows[:, None] & there[None, :]
         some = tl.load(x + row[:, None] * x_stride + (start + place)[None, :], mask=mask, other=0.0)
-        if BITS == 4:
-            half = tl.arange(0, TILE_K // 2)
-            at = weight + column[:, None] * (inputs // 2) + (start // 2 + half)[None, :]
-            inside = in_columns[:, None] & (start + 2 * half < inputs)[None, :]
-            packed = tl.load(at, mask=inside, other=0)
-            levels = tl.interleave(packed & 15, packed >> 4).to(tl.float32)
-        else:
-            at = weight + column[:, None] * inputs + (start + place)[None, :]
-            levels = tl.load(at, mask=in_columns[:, None] & there[None, :], other=0).to(tl.float32)
-        at_group = column * groups + start // group_size
-        factor = tl.load(scale + at_group, mask=in_columns, other=0.0)
-        if MINIMUM:
-            lowest = tl.load(minimum + at_group, mask=in_columns, other=0.0)
-            values = levels * factor[:, None] + lowest[:, None]
-        else:
-            values = (levels - MIDDLE) * factor[:, None]
+        values = weight_tile(
+            weight, scale, minimum, column, in_columns, start, inputs, groups, BITS, MIDDLE, MINIMUM, TILE_K
+        )
         total = tl.dot(some, tl.trans(values.to(some.dtype)), total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
@@ -93,7 +115,7 @@ def weight_only_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     is_int4 = isinstance(weight, Int4Weight)
     minimum = weight.minimum if isinstance(weight, Int4Weight) else None
-    tile_k = min(TILE_K, weight.group_size & -weight.group_size) if weight.scale.shape[1] > 1 else TILE_K
+    tile_k = step_of(weight)
     if rows:
         weight_only_kernel[(triton.cdiv(rows, TILE_M), triton.cdiv(outputs, TILE_N))](
             x,
@@ -116,6 +138,11 @@ def weight_only_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor
             TILE_K=tile_k,
         )
     return out
+
+
+def step_of(weight: Int4Weight | Int8Weight) -> int:
+    """Inputs of one step: they have one scale."""
+    return min(TILE_K, weight.group_size & -weight.group_size) if weight.scale.shape[1] > 1 else TILE_K
 
 
 @triton.jit
@@ -275,129 +302,3 @@ def scaled_product(
             SCALE_BLOCK=FP8_BLOCK,
         )
     return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedRows:
-    """Rows sorted by the weight that they meet, cut into tiles of TILE_M that have one weight each."""
-
-    order: Tensor  # [tiles * TILE_M] int32, row in the input; -1 fills up
-    weight_of_tile: Tensor  # [tiles] int32; -1 is no weight (and no product)
-
-    @classmethod
-    def of(cls, choice: Tensor, num_weights: int) -> GroupedRows:
-        """choice [R] int32: which weight row r meets; -1 is none. No synchronization with the host: the
-        number of tiles is the most that there can be.
-        """
-        device, num_rows = choice.device, choice.shape[0]
-        tiles = num_rows // TILE_M + min(num_weights + 1, num_rows)
-        counts = torch.zeros(num_weights + 1, dtype=torch.int64, device=device)
-        counts.scatter_add_(0, (choice + 1).long(), torch.ones_like(choice, dtype=torch.int64))
-        padded = (counts + TILE_M - 1) // TILE_M * TILE_M
-        ends = padded.cumsum(0)
-        by_weight = torch.argsort(choice, stable=True)
-        within = torch.arange(num_rows, device=device) - (counts.cumsum(0) - counts)[choice[by_weight] + 1]
-        place = (ends - padded)[choice[by_weight] + 1] + within
-        order = torch.full((tiles * TILE_M,), -1, dtype=torch.int32, device=device)
-        order.scatter_(0, place, by_weight.int())
-        firsts = torch.arange(tiles, device=device) * TILE_M
-        weight_of_tile = torch.searchsorted(ends, firsts, right=True).int() - 1
-        weight_of_tile = torch.where(firsts < ends[-1], weight_of_tile, -1)
-        return cls(order=order, weight_of_tile=weight_of_tile)
-
-
-@triton.jit
-def grouped_kernel(
-    x,
-    weights,
-    out,
-    order,
-    weight_of_tile,
-    scale,
-    inputs,
-    outputs,
-    rows_per_input,
-    ADD: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    """Tile t of rows times weights[weight_of_tile[t]]. Row r of the order reads x[r // rows_per_input]."""
-    chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
-    if chosen < 0:
-        return
-    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    present = row >= 0
-    row = tl.where(present, row, 0)
-    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    in_columns = column < outputs
-    place = tl.arange(0, TILE_K)
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        at = x + (row // rows_per_input)[:, None] * inputs + (start + place)[None, :]
-        some = tl.load(at, mask=present[:, None] & there[None, :], other=0.0)
-        at = weights + (chosen * outputs + column)[:, None] * inputs + (start + place)[None, :]
-        other = tl.load(at, mask=in_columns[:, None] & there[None, :], other=0.0)
-        total = tl.dot(some, tl.trans(other).to(some.dtype), total, input_precision="ieee")
-    at = out + row[:, None] * outputs + column[None, :]
-    mask = present[:, None] & in_columns[None, :]
-    if ADD:
-        total = total * scale + tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
-
-
-def grouped_product(
-    x: Tensor, weights: Tensor, groups: GroupedRows, num_rows: int, *, rows_per_input: int = 1
-) -> Tensor:
-    """x [M, K], weights [X, N, K] -> [num_rows, N], row r being x[r // rows_per_input] times its weight:
-    experts with rows_per_input = active experts per token on the way in, and 1 on the way out. Rows without a
-    weight are zero.
-    """
-    out = torch.zeros(num_rows, weights.shape[1], dtype=x.dtype, device=x.device)
-    _grouped(x, weights, out, groups, rows_per_input, 1.0, add=False)
-    return out
-
-
-def add_adapters(
-    out: Tensor, x: Tensor, down: Tensor, up: Tensor, groups: GroupedRows, *, scale: float = 1.0
-) -> None:
-    """LoRA for mixed adapters: out [M, N] += scale * x [M, K] down[a]^T up[a]^T, a being the adapter of each
-    row.
-
-    down [X, rank, K], up [X, N, rank]. Rows without an adapter stay as they are.
-    """
-    shrunk = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float32, device=x.device)
-    _grouped(x, down, shrunk, groups, 1, 1.0, add=False)
-    _grouped(shrunk.to(x.dtype), up, out, groups, 1, scale, add=True)
-
-
-def _grouped(
-    x: Tensor,
-    weights: Tensor,
-    out: Tensor,
-    groups: GroupedRows,
-    rows_per_input: int,
-    scale: float,
-    *,
-    add: bool,
-) -> None:
-    outputs, inputs = weights.shape[1:]
-    tiles = groups.weight_of_tile.shape[0]
-    if not tiles:
-        return
-    grouped_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
-        x,
-        weights,
-        out,
-        groups.order,
-        groups.weight_of_tile,
-        scale,
-        inputs,
-        outputs,
-        rows_per_input,
-        ADD=add,
-        TILE_M=TILE_M,
-        TILE_N=TILE_N,
-        TILE_K=TILE_K,
-    )

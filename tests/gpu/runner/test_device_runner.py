@@ -42,15 +42,23 @@ def outputs(runner: DeviceRunner, jobs: list[Job]) -> list[list[int]]:
         runner.close()
 
 
+# Experts of every format, latent attention included.
+QUANTIZED = [("mixtral", "int4"), ("mixtral", "fp8"), ("deepseek-v2", "int8"), ("deepseek-v2", "w8a8")]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FAMILIES[:1] if REHEARSES else FAMILIES)
-def test_captured_steps_draw_the_tokens_of_eager_ones(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [("llama", "off")] if REHEARSES else [*((name, "off") for name in FAMILIES), *QUANTIZED],
+)
+def test_captured_steps_draw_the_tokens_of_eager_ones(name: str, quantize: str, tmp_path: Path) -> None:
     model_type, changes = CASES[name]
     make_checkpoint(tmp_path, model_type, **changes)
-    runner = opened(tmp_path)
+    quantized = {} if quantize == "off" else {"quantize": quantize}
+    runner = opened(tmp_path, **quantized)
     assert isinstance(runner.graphs, DecodeGraphs)
     captured = outputs(runner, [job_of(number) for number in range(30)])
-    eager = opened(tmp_path, graphs=GraphsConfig(decode="off"))
+    eager = opened(tmp_path, graphs=GraphsConfig(decode="off"), **quantized)
     assert eager.graphs is None
     assert captured == outputs(eager, [job_of(number) for number in range(30)])
 

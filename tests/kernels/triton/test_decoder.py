@@ -11,6 +11,7 @@ import torch
 
 from engine.config import KernelsConfig
 from engine.kernels.linear import DenseWeight, Fp8Weight
+from engine.kernels.linear.triton_backend import TritonLinear
 from engine.kernels.norm.triton_norm import TritonNorm
 from engine.model.decoder import Decoder
 from engine.types import SamplingParams
@@ -77,6 +78,23 @@ def test_quantized_products(tmp_path: Path, quantize: str) -> None:
     options = {"quantize": quantize, "attention_backend": "torch"}
     linear = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="triton", sampling="torch")
     assert tokens(tmp_path, linear, **options) == tokens(tmp_path, TORCH, **options)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "w8a8", "int4", "fp8"])
+def test_quantized_experts_are_captured_and_draw_the_same(
+    tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, changes = CASES["mixtral"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    make_checkpoint(tmp_path, model_type, **changes | sizes)
+    options = {"quantize": quantize, "attention_backend": "torch"}
+    runner = open_runner(tmp_path, kernels=TRITON, native="off", kv_cache_bytes=4 << 20, **options)
+    assert isinstance(runner.model, Decoder)
+    assert runner.model.captures
+    runner.close()
+    together = tokens(tmp_path, TRITON, **options)
+    monkeypatch.setattr(TritonLinear, "grouped", lambda self, weights: None)
+    assert tokens(tmp_path, TRITON, **options) == together
 
 
 @pytest.mark.parametrize("quantize", ["w8a8", "fp8"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from engine.kernels.linear.formats import Int4Weight, Int8Weight, pack_levels
-from engine.kernels.linear.triton_linear import (
-    TILE_M,
-    GroupedRows,
-    add_adapters,
-    grouped_product,
-    scaled_product,
-    weight_only_product,
-)
+from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
+from engine.kernels.linear.triton_backend import TritonLinear
+from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
+from engine.kernels.linear.triton_linear import TILE_M, scaled_product, weight_only_product
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -98,9 +95,58 @@ def test_experts() -> None:
     x, weights = drawn(tokens, hidden), drawn(experts, size, hidden, seed=1)
     choice = whole(0, experts, tokens * active, seed=2).int()
     groups = GroupedRows.of(choice, experts)
-    found = grouped_product(x, weights, groups, tokens * active, rows_per_input=active)
+    found = grouped_product(x, weights, groups, rows_per_input=active)
     expected = torch.stack([weights[int(w)] @ x[row // active] for row, w in enumerate(choice)])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def expert(kind: str, outputs: int, inputs: int, seed: int) -> WeightFormat:
+    """A random weight of one format."""
+    if kind.startswith("int4"):
+        minimum = drawn(outputs, inputs // 32, seed=seed + 1) if kind == "int4 minimum" else None
+        return Int4Weight(
+            packed=pack_levels(whole(0, 16, outputs, inputs, seed=seed)),
+            scale=drawn(outputs, inputs // 32, seed=seed).abs(),
+            minimum=minimum,
+        )
+    if kind.startswith("fp8"):
+        shape = (-(-outputs // 128), inputs // 128) if kind == "fp8 blocks" else (outputs,)
+        values = drawn(outputs, inputs, seed=seed).to(torch.float8_e4m3fn)
+        return Fp8Weight(values=values, scale=drawn(*shape, seed=seed + 1).abs())
+    return Int8Weight(
+        values=whole(-127, 128, outputs, inputs, seed=seed).to(torch.int8),
+        scale=drawn(outputs, 1, seed=seed).abs(),
+        activations="int8" if kind == "w8a8" else "float",
+    )
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 minimum", "int8", "w8a8", "fp8", "fp8 blocks"])
+def test_quantized_experts_equal_their_own_products(kind: str) -> None:
+    tokens, active, inputs, outputs = 11, 2, 128, 130
+    weights = [expert(kind, outputs, inputs, seed=10 * index) for index in range(4)]
+    linear = TritonLinear()
+    grouped = linear.grouped(weights)
+    assert grouped is not None
+    x = drawn(tokens, inputs)
+    # The third expert is nobody's.
+    choice = whole(0, 3, tokens * active, seed=2).int()
+    choice[choice == 2] = 3
+    found = grouped(x, grouped.group(choice), rows_per_input=active)
+    alone = [linear.pack(weight)(x) for weight in weights]
+    expected = torch.stack([alone[int(w)][row // active] for row, w in enumerate(choice)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    # On the way out rows are as many as inputs.
+    out = grouped(x, grouped.group(choice[:tokens]), rows_per_input=1)
+    expected = torch.stack([alone[int(w)][row] for row, w in enumerate(choice[:tokens])])
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_experts_of_unlike_formats_are_not_grouped() -> None:
+    int8, int4, w8a8 = (expert(kind, 64, 64, 0) for kind in ("int8", "int4", "w8a8"))
+    assert TritonLinear().grouped([int8, int4]) is None
+    assert TritonLinear().grouped([int8, w8a8]) is None
+    ordered = replace(int4, order=torch.arange(64))
+    assert TritonLinear().grouped([ordered, ordered]) is None
 
 
 def test_adapters_of_one_batch_are_mixed() -> None:
