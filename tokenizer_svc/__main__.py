@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import uvloop
-from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
 from observability import logging as json_logging
 from observability import names, tracing
@@ -24,7 +23,8 @@ from tokenizer_svc.grammar.cache import GrammarCompiler
 from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.prepare import Preparer
-from tokenizer_svc.servicer import SERVICE_NAME, TokenizerServicer
+from tokenizer_svc.servicer import TokenizerServicer
+from tokenizer_svc.wire import SERVICE_NAME, add_to_server
 
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -70,8 +70,8 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
     # What is loaded now stays: the garbage collector need not look at a vocabulary's tables again and again.
     gc.collect()
     gc.freeze()
-    server = GrpcServer(settings.listen)
-    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer, SERVICE_NAME)
+    server = GrpcServer(settings.listen, streams=True)
+    server.add(add_to_server, servicer, SERVICE_NAME)
     await server.start()
     metrics_server = _serve_metrics(settings, metrics)
     try:

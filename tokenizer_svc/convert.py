@@ -192,10 +192,18 @@ def verdict(each: Verdict) -> grammar_pb2.OutputVerdict:
     )
 
 
-def prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse:
-    """The answer to Prepare."""
+def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | bytes:
+    """The answer to Prepare; serialized where its ids are."""
+    response = _prepare_response(prepared, fingerprint)
+    if isinstance(prepared.token_ids, bytes):
+        return prepared.token_ids + response.SerializeToString()
+    response.token_ids.extend(prepared.token_ids)
+    return response
+
+
+def _prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse:
+    """All but the ids."""
     response = tokenizer_pb2.PrepareResponse(
-        token_ids=prepared.token_ids,
         vocabulary_fingerprint=fingerprint,
         grammar_cached=prepared.grammar_cached,
         assistant_prefix=prepared.assistant_prefix,

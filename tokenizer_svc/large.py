@@ -1,83 +1,136 @@
-"""Prompts that are too large for the service's own process, which everybody shares.
+"""Requests that are too large for the service's own process, which everybody shares.
 
-Parsing tools, options and documents and writing them with a template are Python's work: while it lasts, no
-other request goes on. Runs in a worker process. Long texts alone are cheaper, but not for nothing.
+Parsing tools, options, documents and schemas and writing them with a template are Python's work: while it
+lasts, no other request goes on. Runs in a worker process. Long texts alone are cheaper, but not for nothing.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 
+from google.protobuf.message import DecodeError
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from services.errors import MillraceError
+from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
-from tokenizer_svc.grammar.request import Prompted, PromptRequest, Refused, WorkerReply
+from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, Refused, WorkerReply
+from tokenizer_svc.limits import no_input
 from tokenizer_svc.prompt import Prompts
+from tokenizer_svc.types import ResponseFormat, Truncation
+from tokenizer_svc.wire import MAX_PARSED_BYTES, packed_ids
 
-# Tools, documents, options and calls beyond this many bytes are a worker's.
+# Tools, documents, options, calls and response formats beyond this many bytes are a worker's.
 _MAX_STRUCTURED_BYTES = 32 * 1024
-# So is everything beyond this many.
-_MAX_BYTES = 256 * 1024
-# Tags, lengths and numbers around a request's fields.
-_FRAMING_BYTES = 64
 
 
-def is_large(conversation: chat_pb2.Conversation) -> bool:
-    """Whether a worker prepares it. Takes microseconds, whatever the size."""
+def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
+    """Whether a worker prepares it. Takes microseconds, except for large requests."""
+    if request.response_format.ByteSize() > _MAX_STRUCTURED_BYTES:
+        return True
+    match request.WhichOneof("input"):
+        case "conversation":
+            return is_large_conversation(request.conversation)
+        case "text":
+            return is_large_text(request.text)
+        case _:
+            # Ids are costly only where they are many.
+            return request.encoded.ByteSize() > MAX_PARSED_BYTES
+
+
+def is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
+    """The same for a conversation."""
     size = conversation.ByteSize()
     if size <= _MAX_STRUCTURED_BYTES:
         return False
-    if size > _MAX_BYTES:
+    if size > MAX_PARSED_BYTES:
         return True
     texts = sum(each.ByteSize() for each in conversation.messages if not each.tool_calls)
     return size - texts > _MAX_STRUCTURED_BYTES
 
 
-def text_bytes(request: tokenizer_pb2.PrepareRequest) -> int:
-    """About how many bytes the request's text has, never more than there are; the text is not looked at."""
-    beside = request.context.ByteSize() + request.response_format.ByteSize() + len(request.model.encode())
-    return max(0, request.ByteSize() - beside - _FRAMING_BYTES)
-
-
-def is_large_text(num_bytes: int) -> bool:
+def is_large_text(text: str) -> bool:
     """The same for a text."""
-    return num_bytes > _MAX_BYTES
+    return len(text) > MAX_PARSED_BYTES // 4 and len(text.encode()) > MAX_PARSED_BYTES
 
 
 def prepare(request: PromptRequest, prompts: Prompts, *, max_tool_bytes: int) -> WorkerReply:
     """Rendered and encoded, or why not."""
-    if request.text is not None:
-        start = time.perf_counter()
-        text = tokenizer_pb2.PrepareRequest.FromString(request.text).text
-        ids = prompts.encoder.encode_text(text, add_special_tokens=request.add_special_tokens)
-        encode_s = time.perf_counter() - start
-        return WorkerReply(prompted=Prompted(token_ids=array("I", ids).tobytes(), encode_s=encode_s))
     try:
-        conversation = convert.conversation(
-            chat_pb2.Conversation.FromString(request.conversation), max_tool_bytes=max_tool_bytes
+        message = tokenizer_pb2.PrepareRequest.FromString(request.wire)
+        form = convert.response_format(message.response_format)
+        prompts.limits.format(form)
+        if message.WhichOneof("input") == "conversation":
+            return _conversation(message.conversation, form, request, prompts, max_tool_bytes)
+        return _text(message, form, request, prompts)
+    except DecodeError:
+        problem = (
+            "the bytes of the request are no message that Prepare takes; generate the client from proto/"
         )
-        prompts.limits.conversation(conversation, request.length)
-        start = time.perf_counter()
-        rendered = prompts.templates.render(conversation)
-        rendered_at = time.perf_counter()
-        ids = prompts.encoder.encode_rendered(rendered, tenant=request.tenant).token_ids
-        prompts.limits.length(len(ids), request.length, "messages")
-        encode_s = time.perf_counter() - rendered_at
-        prefix = prompts.assistant_prefix(conversation, rendered)
-        grammar = prompts.grammar_request(conversation, request.response_format, prefix)
+        return WorkerReply(refused=Refused(message=problem, field="", reason=Reason.MALFORMED_BODY))
     except MillraceError as error:
         refused = Refused(
             message=error.message, field=error.field, reason=error.reason, metadata=error.metadata
         )
         return WorkerReply(refused=refused)
+
+
+def _conversation(
+    message: chat_pb2.Conversation,
+    form: ResponseFormat | None,
+    request: PromptRequest,
+    prompts: Prompts,
+    max_tool_bytes: int,
+) -> WorkerReply:
+    prompts.limits.whole(message.ByteSize(), num_messages=len(message.messages), num_tools=len(message.tools))
+    conversation = convert.conversation(message, max_tool_bytes=max_tool_bytes)
+    prompts.limits.conversation(conversation, request.length)
+    start = time.perf_counter()
+    rendered = prompts.templates.render(conversation)
+    rendered_at = time.perf_counter()
+    ids = prompts.encoder.encode_rendered(rendered, tenant=request.tenant).token_ids
+    prompts.limits.length(len(ids), request.length, "messages")
+    encode_s = time.perf_counter() - rendered_at
+    prefix = prompts.assistant_prefix(conversation, rendered)
+    grammar = prompts.grammar_request(conversation, form, prefix)
     prompted = Prompted(
-        token_ids=array("I", ids).tobytes(),
+        packed_ids=packed_ids(ids),
+        num_tokens=len(ids),
         assistant_prefix=prefix,
         grammar=grammar.encoded() if grammar is not None else None,
         render_s=rendered_at - start,
         encode_s=encode_s,
+    )
+    return WorkerReply(prompted=prompted)
+
+
+def _text(
+    message: tokenizer_pb2.PrepareRequest,
+    form: ResponseFormat | None,
+    request: PromptRequest,
+    prompts: Prompts,
+) -> WorkerReply:
+    limits, length = prompts.limits, request.length
+    start = time.perf_counter()
+    match message.WhichOneof("input"):
+        case "text":
+            limits.text(message.text, length, "prompt")
+            ids = prompts.encoder.encode_text(message.text, add_special_tokens=request.add_special_tokens)
+        case "encoded":
+            limits.num_ids(len(message.encoded.ids), length, "prompt")
+            ids = list(message.encoded.ids)
+            limits.ids(ids, "prompt")
+        case _:
+            raise no_input()
+    kept = ids
+    if length.truncation is not Truncation.REFUSE:
+        kept = prompts.encoder.truncated(ids, limits.max_tokens(length), length.truncation)
+    limits.length(len(kept), length, "prompt")
+    prompted = Prompted(
+        packed_ids=packed_ids(kept),
+        num_tokens=len(kept),
+        num_truncated=len(ids) - len(kept),
+        encode_s=time.perf_counter() - start,
+        grammar=GrammarRequest(response_format=form).encoded() if form is not None else None,
     )
     return WorkerReply(prompted=prompted)

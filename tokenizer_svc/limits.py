@@ -24,6 +24,8 @@ from tokenizer_svc.types import (
 
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
 _COMPOSITION = 3
+# Of UTF-8, and of what stands around an option on the wire.
+_MAX_CHARACTER_BYTES = 4
 
 
 class RequestLimits:
@@ -80,6 +82,20 @@ class RequestLimits:
                 self.grammar_size(sum(map(len, options)) + 5 * len(options), "response_format.choice")
             case _:
                 pass
+
+    def large(self, kind: str, num_input_bytes: int, num_format_bytes: int, length: LengthLimit) -> str:
+        """What the sizes of a request's fields on the wire tell; the name of the one that holds the prompt.
+
+        Raises like `conversation`, `text` and `format`, which look closer.
+        """
+        if num_format_bytes > _MAX_CHARACTER_BYTES * self._config.max_grammar_bytes:
+            self.grammar_size(num_format_bytes, "response_format")
+        if kind == "conversation":
+            self.whole(num_input_bytes, 0, 0)
+            return "messages"
+        if kind == "text":
+            self.text_size(num_input_bytes, length, "prompt")
+        return "prompt"
 
     def grammar_size(self, size: int, field: str) -> None:
         """Raises GRAMMAR_REFUSED."""
@@ -216,6 +232,11 @@ def _num_bytes(text: str) -> int:
 def invalid(message: str, field: str) -> MillraceError:
     """INVALID_ARGUMENT."""
     return MillraceError(Reason.INVALID_ARGUMENT, message, field=field)
+
+
+def no_input() -> MillraceError:
+    """INVALID_ARGUMENT for a request without a prompt."""
+    return invalid("there is no input; set messages, a text or token ids", "input")
 
 
 def too_large(what: str, limit: int, field: str) -> MillraceError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 
 from opentelemetry.trace import Span
 
@@ -28,6 +27,7 @@ from tokenizer_svc.types import (
     Truncation,
     Verdict,
 )
+from tokenizer_svc.wire import LargeRequest
 
 ANY_LENGTH = LengthLimit()
 
@@ -81,6 +81,7 @@ class Preparer:
         compiled, cached = await self._compile(request.encoded() if request else None, tenant)
         return Prepared(
             token_ids=token_ids,
+            num_tokens=len(token_ids),
             compiled=compiled,
             grammar_cached=cached,
             assistant_prefix=prefix,
@@ -102,28 +103,32 @@ class Preparer:
         self._limits.text(text, ANY_LENGTH, "prompt")
 
     async def prepare_large(
-        self,
-        conversation: bytes,
-        form: ResponseFormat | None,
-        *,
-        tenant: str,
-        length: LengthLimit = ANY_LENGTH,
+        self, request: LargeRequest, *, tenant: str, length: LengthLimit = ANY_LENGTH
     ) -> Prepared:
-        """The same for a serialized conversation that is large (see `large`), in a worker."""
-        self._limits.format(form)
-        request = PromptRequest(conversation=conversation, response_format=form, length=length, tenant=tenant)
-        prompted = await self._in_worker(request, tenant)
+        """The same for a request that is large (see `large`), in a worker."""
+        field = self._limits.large(request.input, request.num_input_bytes, request.num_format_bytes, length)
+        prompt = PromptRequest(wire=request.wire, field=field, length=length, tenant=tenant)
+        prompted = await self._in_worker(prompt, tenant)
         start = time.perf_counter()
         compiled, cached = await self._compile(prompted.grammar, tenant)
         return Prepared(
-            token_ids=_ids(prompted),
+            token_ids=prompted.packed_ids,
+            num_tokens=prompted.num_tokens,
             compiled=compiled,
             grammar_cached=cached,
             assistant_prefix=prompted.assistant_prefix,
+            num_truncated=prompted.num_truncated,
             render_s=prompted.render_s,
             encode_s=prompted.encode_s,
             compile_s=time.perf_counter() - start if prompted.grammar is not None else 0.0,
         )
+
+    async def encode_large(self, wire: bytes, *, add_special_tokens: bool = True, tenant: str) -> bytes:
+        """Packed ids of the prompt in a serialized PrepareRequest, from a worker."""
+        prompt = PromptRequest(
+            wire=wire, field="messages", add_special_tokens=add_special_tokens, tenant=tenant
+        )
+        return (await self._in_worker(prompt, tenant)).packed_ids
 
     async def prepare_text(
         self, text: str, form: ResponseFormat | None, *, tenant: str, length: LengthLimit = ANY_LENGTH
@@ -135,28 +140,6 @@ class Preparer:
         token_ids = await self.encode_text(text, add_special_tokens=True, tenant=tenant)
         encode_s = time.perf_counter() - start
         return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
-
-    async def prepare_large_text(
-        self,
-        request: bytes,
-        num_bytes: int,
-        form: ResponseFormat | None,
-        *,
-        tenant: str,
-        length: LengthLimit = ANY_LENGTH,
-    ) -> Prepared:
-        """The same for a serialized PrepareRequest with a text of at least so many bytes, in a worker."""
-        self._limits.format(form)
-        self._limits.text_size(num_bytes, length, "prompt")
-        start = time.perf_counter()
-        token_ids = await self.encode_large_text(request, add_special_tokens=True, tenant=tenant)
-        encode_s = time.perf_counter() - start
-        return await self._with_grammar(token_ids, form, tenant, length, encode_s=encode_s)
-
-    async def encode_large_text(self, request: bytes, *, add_special_tokens: bool, tenant: str) -> list[int]:
-        """Token ids of the text in a serialized PrepareRequest."""
-        prompt = PromptRequest(text=request, add_special_tokens=add_special_tokens, tenant=tenant)
-        return _ids(await self._in_worker(prompt, tenant))
 
     async def prepare_ids(
         self,
@@ -175,10 +158,6 @@ class Preparer:
         """Token ids of a rendered conversation."""
         self._limits.conversation(conversation, ANY_LENGTH)
         return await self._encode_rendered(await self._render(conversation, tenant), tenant)
-
-    async def encode_large(self, conversation: bytes, *, tenant: str) -> list[int]:
-        """The same for a serialized conversation that is large, in a worker."""
-        return _ids(await self._in_worker(PromptRequest(conversation=conversation, tenant=tenant), tenant))
 
     async def encode_text(self, text: str, *, add_special_tokens: bool, tenant: str = "") -> list[int]:
         """Token ids of a plain prompt."""
@@ -243,6 +222,7 @@ class Preparer:
         compiled, cached = await self._compile(request, tenant)
         return Prepared(
             token_ids=token_ids,
+            num_tokens=len(token_ids),
             compiled=compiled,
             grammar_cached=cached,
             assistant_prefix="",
@@ -272,7 +252,7 @@ class Preparer:
         if reply.prompted is None:
             assert reply.refused is not None
             raise refusal(reply.refused)
-        if request.text is None:
+        if reply.prompted.render_s:
             self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.render_s, stage="render")
         self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, reply.prompted.encode_s, stage="encode")
         return reply.prompted
@@ -300,10 +280,6 @@ class Preparer:
 
     def _stage(self, span: SpanName, stage: str) -> _Stage:
         return _Stage(self._telemetry, self._metrics, span, stage)
-
-
-def _ids(prompted: Prompted) -> list[int]:
-    return array("I", prompted.token_ids).tolist()
 
 
 class _Stage:

@@ -18,12 +18,13 @@ from services.config import ModelConfig
 from services.context import verify
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
-from tokenizer_svc.large import is_large, is_large_text, text_bytes
+from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
+from tokenizer_svc.limits import no_input
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.stream import CallStream
-from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, Prepared
+from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
+from tokenizer_svc.wire import LargeRequest, large
 
-SERVICE_NAME = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
 
@@ -54,10 +55,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
         )
 
-    async def Prepare(
-        self, request: tokenizer_pb2.PrepareRequest, context: Any
-    ) -> tokenizer_pb2.PrepareResponse:
-        """See the proto."""
+    async def Prepare(  # type: ignore[override]
+        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, context: Any
+    ) -> tokenizer_pb2.PrepareResponse | bytes:
+        """See the proto; large requests come in parts, and their answers are bytes (see `wire`)."""
         return await self._answer(request, None, context.time_remaining())
 
     async def PrepareStream(
@@ -65,9 +66,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> AsyncIterator[tokenizer_pb2.PrepareStreamResponse]:
         """See the proto."""
 
-        def answer(call: tokenizer_pb2.PrepareCall) -> Awaitable[tokenizer_pb2.PrepareResponse]:
+        async def answer(call: tokenizer_pb2.PrepareCall) -> tokenizer_pb2.PrepareResponse:
             trace = context_from_traceparent(call.traceparent, call.tracestate)
-            return self._answer(call.request, trace, call.timeout_s or None)
+            found = await self._answer(call.request, trace, call.timeout_s or None)
+            return tokenizer_pb2.PrepareResponse.FromString(found) if isinstance(found, bytes) else found
 
         async with aclosing(CallStream(answer).serve(requests)) as answers:
             async for message in answers:
@@ -75,17 +77,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def _answer(
         self,
-        request: tokenizer_pb2.PrepareRequest,
+        request: tokenizer_pb2.PrepareRequest | LargeRequest,
         trace: otel_context.Context | None,
         timeout_s: float | None,
-    ) -> tokenizer_pb2.PrepareResponse:
-        who = self._verify(request)
-        self._check_model(request.model, who)
+    ) -> tokenizer_pb2.PrepareResponse | bytes:
+        head = request.head if isinstance(request, LargeRequest) else request
+        who = self._verify(head)
+        self._check_model(head.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=with_identity(identity, trace)):
             prepared = await self._within_limit(self._prepare(request, who), timeout_s)
-            self._preparer.observe_length(len(prepared.token_ids))
-        return convert.prepare_response(prepared, self._vocabulary.fingerprint)
+            self._preparer.observe_length(prepared.num_tokens)
+        return convert.prepare_answer(prepared, self._vocabulary.fingerprint)
 
     async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
         # Somewhat before the caller gives up, so that it is told why.
@@ -103,6 +106,17 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             ) from error
 
     async def _prepare(
+        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, who: context_pb2.RequestContext
+    ) -> Prepared:
+        tenant = who.tenant
+        if not isinstance(request, LargeRequest):
+            if not is_large(request):
+                return await self._prepare_small(request, who)
+            request = large(request.SerializeToString())
+        length = convert.length_limit(request.head, who)
+        return await self._preparer.prepare_large(request, tenant=tenant, length=length)
+
+    async def _prepare_small(
         self, request: tokenizer_pb2.PrepareRequest, who: context_pb2.RequestContext
     ) -> Prepared:
         form = convert.response_format(request.response_format)
@@ -110,20 +124,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         tenant = who.tenant
         match request.WhichOneof("input"):
             case "conversation":
-                if self._is_large(request.conversation):
-                    return await self._preparer.prepare_large(
-                        request.conversation.SerializeToString(), form, tenant=tenant, length=length
-                    )
-                conversation = convert.conversation(
-                    request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
-                )
                 return await self._preparer.prepare_conversation(
-                    conversation, form, tenant=tenant, length=length
-                )
-            case "text" if is_large_text(num_bytes := text_bytes(request)):
-                wire = request.SerializeToString()
-                return await self._preparer.prepare_large_text(
-                    wire, num_bytes, form, tenant=tenant, length=length
+                    self._conversation(request.conversation), form, tenant=tenant, length=length
                 )
             case "text":
                 return await self._preparer.prepare_text(request.text, form, tenant=tenant, length=length)
@@ -131,7 +133,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 self._preparer.check_num_ids(len(request.encoded.ids), "prompt", length)
                 ids = list(request.encoded.ids)
                 return await self._preparer.prepare_ids(ids, form, tenant=tenant, length=length)
-        raise _no_input()
+        raise no_input()
 
     async def GetVocabulary(
         self, request: tokenizer_pb2.GetVocabularyRequest, context: Any
@@ -140,30 +142,35 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._check_model(request.model)
         return self._vocabulary
 
-    async def Tokenize(
+    async def Tokenize(  # type: ignore[override]
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
-    ) -> tokenizer_pb2.TokenizeResponse:
+    ) -> tokenizer_pb2.TokenizeResponse | bytes:
         """See the proto."""
         self._check_model(request.model)
+        ids: list[int] | bytes
         match request.WhichOneof("input"):
-            case "conversation" if self._is_large(request.conversation):
-                ids = await self._preparer.encode_large(request.conversation.SerializeToString(), tenant="")
             case "conversation":
-                conversation = convert.conversation(
-                    request.conversation, max_tool_bytes=self._preparer.max_grammar_bytes
-                )
-                ids = await self._preparer.encode_conversation(conversation, tenant="")
+                self._check_whole(request.conversation)
+                if is_large_conversation(request.conversation):
+                    wire = tokenizer_pb2.PrepareRequest(conversation=request.conversation)
+                    ids = await self._preparer.encode_large(wire.SerializeToString(), tenant="")
+                else:
+                    conversation = self._conversation(request.conversation)
+                    ids = await self._preparer.encode_conversation(conversation, tenant="")
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                if is_large_text(request.ByteSize()):
-                    self._preparer.check_text(request.text)
-                    wire = tokenizer_pb2.PrepareRequest(text=request.text).SerializeToString()
-                    ids = await self._preparer.encode_large_text(wire, add_special_tokens=special, tenant="")
+                self._preparer.check_text(request.text)
+                if is_large_text(request.text):
+                    wire = tokenizer_pb2.PrepareRequest(text=request.text)
+                    ids = await self._preparer.encode_large(
+                        wire.SerializeToString(), add_special_tokens=special, tenant=""
+                    )
                 else:
                     ids = await self._preparer.encode_text(request.text, add_special_tokens=special)
             case _:
-                raise _no_input()
-        return tokenizer_pb2.TokenizeResponse(token_ids=ids)
+                raise no_input()
+        # Packed ids are the whole answer.
+        return ids if isinstance(ids, bytes) else tokenizer_pb2.TokenizeResponse(token_ids=ids)
 
     async def EncodeBatch(
         self, request: tokenizer_pb2.EncodeBatchRequest, context: Any
@@ -252,13 +259,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             field="context",
         )
 
-    def _is_large(self, conversation: chat_pb2.Conversation) -> bool:
+    def _conversation(self, message: chat_pb2.Conversation) -> Conversation:
+        self._check_whole(message)
+        return convert.conversation(message, max_tool_bytes=self._preparer.max_grammar_bytes)
+
+    def _check_whole(self, message: chat_pb2.Conversation) -> None:
         self._preparer.check_whole(
-            conversation.ByteSize(),
-            num_messages=len(conversation.messages),
-            num_tools=len(conversation.tools),
+            message.ByteSize(), num_messages=len(message.messages), num_tools=len(message.tools)
         )
-        return is_large(conversation)
 
     def _check_model(self, name: str, who: context_pb2.RequestContext | None = None) -> None:
         if name not in self._names:
@@ -274,9 +282,3 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 f"this key may not use {name!r}; it may use {', '.join(allowed)}",
                 field="model",
             )
-
-
-def _no_input() -> MillraceError:
-    return MillraceError(
-        Reason.INVALID_ARGUMENT, "there is no input; set messages, a text or token ids", field="input"
-    )

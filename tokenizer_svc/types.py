@@ -172,7 +172,9 @@ class LengthLimit(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine and the output parsers need of a request; times in seconds."""
 
-    token_ids: list[int]
+    # Those of a large prompt as they are sent (see `wire`), all others as numbers.
+    token_ids: list[int] | bytes
+    num_tokens: int
     compiled: Compiled | None
     grammar_cached: bool
     assistant_prefix: str

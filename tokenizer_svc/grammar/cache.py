@@ -44,7 +44,7 @@ class GrammarCompiler:
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
-        key = request.key()
+        key = request.key
         found = self._built.get(key)
         if found is not None:
             self._built.move_to_end(key)

@@ -2,7 +2,7 @@
 
 The lowest priority alone does not make a process wait. Where the kernel has to choose between it and one that
 has just used up its share, it may choose the former, and looks again at its next tick, up to 4 ms later
-(EEVDF, where who is ahead of its share is not eligible). A timer makes the worker ask the kernel to choose again.
+(EEVDF, where who is ahead of its share is not eligible). A timer makes the worker ask it to choose again.
 """
 
 from __future__ import annotations

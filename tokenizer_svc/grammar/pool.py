@@ -146,7 +146,7 @@ class WorkerPool:
                 tenant=tenant,
                 payload=msgspec.msgpack.encode(request),
                 limit_s=self._prompt_limit_s,
-                field="messages" if request.text is None else "prompt",
+                field=request.field,
                 what="rendering and encoding",
                 advice="send less text, or fewer tools",
                 reason=Reason.REQUEST_TOO_LARGE,

@@ -45,7 +45,8 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
 
     def encoded(self) -> EncodedGrammar:
         """As it crosses to a worker."""
-        return EncodedGrammar(payload=msgspec.msgpack.encode(self), kind=_kind(self))
+        payload = msgspec.msgpack.encode(self)
+        return EncodedGrammar(payload=payload, kind=_kind(self), key=hashlib.sha256(payload).digest())
 
 
 class EncodedGrammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +55,8 @@ class EncodedGrammar(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
     # What is compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for a grammar.
     kind: str
-
-    def key(self) -> bytes:
-        """Content address of the request."""
-        return hashlib.sha256(self.payload).digest()
+    # Content address of the request.
+    key: bytes
 
 
 def _kind(request: GrammarRequest) -> str:
@@ -75,14 +74,13 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
-    """A prompt so large that it is rendered and encoded in a worker."""
+    """A request so large that it is looked at in a worker."""
 
-    # millrace.common.v1.Conversation as it came, unlooked at; or millrace.tokenizer.v1.PrepareRequest with a
-    # text.
-    conversation: bytes = b""
-    text: bytes | None = None
+    # millrace.tokenizer.v1.PrepareRequest as it came.
+    wire: bytes
+    # Request field that holds the prompt.
+    field: str
     add_special_tokens: bool = True
-    response_format: ResponseFormat | None = None
     length: LengthLimit = LengthLimit()
     tenant: str = ""
 
@@ -100,10 +98,12 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that is rendered and encoded; times in seconds. Of a text, only the ids are filled in."""
+    """A prompt that is rendered and encoded; times in seconds."""
 
-    # 32-bit ids, as `array("I")` has them.
-    token_ids: bytes
+    # As they are sent (see `wire`).
+    packed_ids: bytes
+    num_tokens: int
+    num_truncated: int = 0
     encode_s: float
     render_s: float = 0.0
     assistant_prefix: str = ""

@@ -26,7 +26,7 @@ from services.status import from_detail, from_rpc_error
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc import check
-from tokenizer_svc.large import is_large
+from tokenizer_svc.large import is_large_conversation
 
 SECRET = "a secret of the tests"
 
@@ -160,7 +160,7 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         request.tools.add(
             name=tool["function"]["name"], parameters_json=json.dumps(tool["function"]["parameters"])
         )
-    assert is_large(request)
+    assert is_large_conversation(request)
     running = Service(path)
     try:
         answer = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=request))
