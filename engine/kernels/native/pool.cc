@@ -89,9 +89,7 @@ class Pool {
   }
 
   // Lets sleepers spin for a while.
-  void wake() {
-    if (sleeps_.exchange(false, std::memory_order_seq_cst)) wake_sleepers();
-  }
+  void wake() { ring(); }
 
   int64_t take() { return counter_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -158,7 +156,14 @@ class Pool {
 
   void publish(uint64_t ticket) {
     ticket_.store(ticket, std::memory_order_seq_cst);
-    if (sleeps_.load(std::memory_order_seq_cst) && sleeps_.exchange(false)) wake_sleepers();
+    ring();
+  }
+
+  // Wakes whoever sleeps or is about to: the bell has changed, so a sleep that was decided on before does not begin.
+  void ring() {
+    if (!sleeps_.load(std::memory_order_seq_cst) || !sleeps_.exchange(false)) return;
+    bell_.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, &bell_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
   void wait_beyond(uint64_t ticket, uint64_t spin_cycles) {
@@ -167,15 +172,12 @@ class Pool {
       if (ticket_.load(std::memory_order_acquire) != ticket) return;
       _mm_pause();
     } while (__rdtsc() - start < spin_cycles);
+    // In this order: whoever publishes or wakes after the ticket was looked at finds `sleeps_`, and changes the bell.
+    const uint32_t heard = bell_.load(std::memory_order_seq_cst);
     sleeps_.store(true, std::memory_order_seq_cst);
     if (ticket_.load(std::memory_order_seq_cst) == ticket)
-      syscall(SYS_futex, word(), FUTEX_WAIT_PRIVATE, static_cast<uint32_t>(ticket), nullptr, nullptr, 0);
+      syscall(SYS_futex, &bell_, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
   }
-
-  void wake_sleepers() { syscall(SYS_futex, word(), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
-
-  // The lower half of the ticket: op and part, which change with every publication.
-  uint32_t* word() { return reinterpret_cast<uint32_t*>(&ticket_); }
 
   const int num_threads_;
   const Op* ops_ = nullptr;
@@ -187,7 +189,9 @@ class Pool {
   alignas(64) std::atomic<uint64_t> ticket_{ticket_of(0, 0, kOver)};
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int64_t> counter_{0};
+  // Somebody sleeps, or will as soon as it has seen that nothing was published. Only `ring` takes it back.
   alignas(64) std::atomic<bool> sleeps_{false};
+  std::atomic<uint32_t> bell_{0};
   std::vector<std::thread> threads_;
 };
 

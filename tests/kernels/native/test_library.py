@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,38 @@ def test_an_op_runs_on_all_threads(native: NativeLibrary, dtype: torch.dtype, nu
         )
         native.run([Op(native, "embedding", args)] * 5, num_threads=num_threads)
         assert torch.equal(out, table[ids].float() * 2)
+
+
+def test_no_wake_up_is_lost(native: NativeLibrary) -> None:
+    """A thread that is woken while it lies down gets up again: else it would sleep for good, and the others
+    would do its work from then on.
+    """
+    before = set(os.listdir("/proc/self/task"))
+    create = native.function("millrace_pool_create", c_void_p, (c_int64, c_int64))
+    destroy = native.function("millrace_pool_destroy", None, (c_void_p,))
+    pool = create(2, 0)
+    (worker,) = set(os.listdir("/proc/self/task")) - before
+    # It lies down about 0.2 ms after it has got up; the moment that counts is shorter than a microsecond.
+    for _ in range(8000):
+        until = time.perf_counter() + random.uniform(0.1e-3, 0.3e-3)
+        while time.perf_counter() < until:
+            pass
+        native.wake(pool)
+    lain_down = _times_lain_down(worker)
+    deadline = time.monotonic() + 5
+    while _times_lain_down(worker) == lain_down:
+        # The pool stays then: it would wait for the thread.
+        assert time.monotonic() < deadline, "the thread sleeps, and nothing wakes it"
+        time.sleep(0.001)
+        native.wake(pool)
+    destroy(pool)
+
+
+def _times_lain_down(thread: str) -> int:
+    for line in Path(f"/proc/self/task/{thread}/status").read_text().splitlines():
+        if line.startswith("voluntary_ctxt_switches"):
+            return int(line.split()[1])
+    raise AssertionError("no count of switches")
 
 
 def test_args_of_another_size_are_refused(native: NativeLibrary) -> None:
