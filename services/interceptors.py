@@ -42,12 +42,13 @@ class CallInterceptor(ServerInterceptor):
     ) -> _Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is not None:
-            handler = _wrapped(handler, handler_call_details.method)
+            handler = wrapped(handler, handler_call_details.method)
         answer: _Handler = handler
         return answer
 
 
-def _wrapped(handler: Any, method: str) -> Any:
+def wrapped(handler: Any, method: str) -> Any:
+    """The handler with what CallInterceptor promises."""
     if handler.response_streaming:
         call = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
         make = (

@@ -55,8 +55,12 @@ def from_rpc_error(error: grpc.RpcError, *, unavailable: Reason = Reason.INTERNA
     status = rpc_status.from_call(cast(grpc.Call, error))
     if status is not None:
         return from_status(status)
-    code = error.code()
-    details = error.details() or code.name
+    return from_code(error.code(), error.details() or "", unavailable=unavailable)
+
+
+def from_code(code: grpc.StatusCode, details: str, *, unavailable: Reason = Reason.INTERNAL) -> MillraceError:
+    """The domain error of a call that ended with a bare status."""
+    details = details or code.name
     if code == grpc.StatusCode.UNAVAILABLE:
         return MillraceError(unavailable, details, retry_after_s=1.0)
     return MillraceError(_REASON_OF_CODE.get(code.value[0], Reason.INTERNAL), details)

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import grpc
-from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
+from millrace.engine.v1 import engine_pb2
 
 from gateway.engines import convert
 from gateway.engines.mailbox import Mailbox
@@ -24,14 +23,13 @@ from gateway.engines.types import (
     KvEvent,
     Submission,
 )
-from services.channels import connect, trace_metadata
+from services.channels import trace_metadata
 from services.errors import MillraceError, Reason
-from services.status import from_rpc_error
+from services.streams.client import ClientStream, open_stream
 
 _log = logging.getLogger(__name__)
 
-# grpc's stubs do not know it.
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_METHOD = "/millrace.engine.v1.EngineService/Attach"
 
 # Submissions in one message: more would save little, and let the engine wait for the first.
 _MAX_TOGETHER = 8
@@ -130,7 +128,8 @@ class Attachment:
         # Taken back before anything of them came, and what the engine says to that.
         self._taken_back: dict[int, asyncio.Future[bool]] = {}
         self._outbox: deque[engine_pb2.AttachRequest] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._flush_is_due = False
+        self._stream: ClientStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._retiring = False
 
@@ -178,7 +177,9 @@ class Attachment:
 
     def _send(self, message: engine_pb2.AttachRequest) -> None:
         self._outbox.append(message)
-        self._outbox_filled.set()
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _close(self, leg: Leg) -> None:
         if self._legs.pop(leg.handle, None) is not None and not leg.started:
@@ -190,13 +191,10 @@ class Attachment:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                async with connect(self.target) as channel:
-                    await self._attach_once(channel)
+                await self._attach_once()
                 self.last_failure = "the engine closed the stream"
             except MillraceError as error:
                 self._note_failure(error)
-            except grpc.RpcError as error:
-                self._note_failure(from_rpc_error(error, unavailable=Reason.ENGINE_UNAVAILABLE))
             except Exception:
                 # Whatever it is, the engine must come back.
                 _log.exception("the stream of engine %s broke", self.target)
@@ -214,32 +212,38 @@ class Attachment:
             self._set_state(EngineState.INCOMPATIBLE)
         self.last_failure = error.message
 
-    async def _attach_once(self, channel: grpc.aio.Channel) -> None:
-        stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
-        call = stub.Attach(metadata=trace_metadata())
-        try:
-            await call.write(convert.hello(self._gateway, self._fingerprint))
-            welcome = await call.read()
-            if welcome is _EOF or not welcome.HasField("welcome"):
-                raise await self._refusal(call)
-            self._welcome(convert.info(welcome.welcome.info))
-            writer = asyncio.create_task(self._write_outbox(call), name=f"writer {self.target}")
-            try:
-                await self._read_outputs(call)
-            finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-        finally:
-            call.cancel()
+    async def _attach_once(self) -> None:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def _refusal(self, call: Any) -> MillraceError:
-        if await call.code() is not grpc.StatusCode.OK:
-            # Raises the status that the engine ended the stream with.
-            async for _ in call:
-                break
-        return MillraceError(
-            Reason.ENGINE_UNAVAILABLE, f"engine {self.target} ended the stream before its welcome"
+        def end(error: MillraceError | None) -> None:
+            if ended.done():
+                # The attachment was stopped.
+                return
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+
+        stream = await open_stream(
+            self.target,
+            _METHOD,
+            on_message=self._take,
+            on_end=end,
+            on_room=self._flush,
+            metadata=trace_metadata(),
+            unavailable=Reason.ENGINE_UNAVAILABLE,
         )
+        try:
+            stream.send(convert.hello(self._gateway, self._fingerprint).SerializeToString())
+            self._stream = stream
+            await ended
+        finally:
+            self._stream = None
+            stream.cancel()
+        if self.info is None:
+            raise MillraceError(
+                Reason.ENGINE_UNAVAILABLE, f"engine {self.target} ended the stream before its welcome"
+            )
 
     def _welcome(self, info: EngineInfo) -> None:
         if info.vocabulary_fingerprint != self._fingerprint:
@@ -260,30 +264,30 @@ class Attachment:
         self._outbox.clear()
         self._set_state(EngineState.READY)
 
-    async def _write_outbox(self, call: Any) -> None:
-        outbox = self._outbox
-        while True:
-            while outbox:
-                # What came while the last message was on its way goes together.
-                messages = [outbox.popleft() for _ in range(min(len(outbox), _MAX_TOGETHER))]
-                await call.write(messages[0] if len(messages) == 1 else convert.several(messages))
-            self._outbox_filled.clear()
-            if not outbox:
-                await self._outbox_filled.wait()
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        outbox, stream = self._outbox, self._stream
+        while outbox and self.info is not None and stream is not None and not stream.is_congested:
+            # What came in one turn of the event loop goes together.
+            messages = [outbox.popleft() for _ in range(min(len(outbox), _MAX_TOGETHER))]
+            message = messages[0] if len(messages) == 1 else convert.several(messages)
+            stream.send(message.SerializeToString())
 
-    async def _read_outputs(self, call: Any) -> None:
-        read = call.read
-        while True:
-            message = await read()
-            if message is _EOF:
-                # A status other than OK has been raised by then.
-                return
-            step = message.outputs
-            if step.HasField("load"):
-                self._set_load(convert.load(step.load))
-            self._dispatch(step.outputs)
-            if step.kv_events and self._on_kv_events is not None:
-                self._on_kv_events(self, [convert.kv_event(event) for event in step.kv_events])
+    def _take(self, data: bytes) -> None:
+        message = engine_pb2.AttachResponse.FromString(data)
+        if self.info is None:
+            if not message.HasField("welcome"):
+                raise MillraceError(
+                    Reason.ENGINE_UNAVAILABLE, f"engine {self.target} did not begin with its welcome"
+                )
+            self._welcome(convert.info(message.welcome.info))
+            return
+        step = message.outputs
+        if step.HasField("load"):
+            self._set_load(convert.load(step.load))
+        self._dispatch(step.outputs)
+        if step.kv_events and self._on_kv_events is not None:
+            self._on_kv_events(self, [convert.kv_event(event) for event in step.kv_events])
 
     def _dispatch(self, outputs: Any) -> None:
         legs = self._legs

@@ -37,7 +37,7 @@ class TokenizerClient:
         self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._prepare = PrepareStream(self._stub)
+        self._prepare = PrepareStream(target)
 
     async def close(self) -> None:
         """Closes the connection."""

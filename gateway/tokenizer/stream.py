@@ -10,16 +10,15 @@ import itertools
 import logging
 from typing import Any
 
-import grpc
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.errors import MillraceError, Reason
-from services.status import from_detail, from_rpc_error
+from services.status import from_detail
+from services.streams.client import ClientStream, open_stream
 
 _log = logging.getLogger(__name__)
 
-# grpc's stubs do not know it.
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"
 # The service ends a call at its own time limit; what it has not answered so long after that is given up.
 _GRACE_S = 2.0
 # Calls in one message: more would save little, and let the service wait for the first and us for the last.
@@ -27,7 +26,7 @@ _MAX_TOGETHER = 8
 
 
 class Unanswered(MillraceError):
-    """The stream ended before the call was answered; `was_sent` unless the service was never reached."""
+    """The stream ended before the call was answered; `was_sent` if the service may have begun it."""
 
     def __init__(self, failure: MillraceError, *, was_sent: bool) -> None:
         super().__init__(
@@ -43,19 +42,23 @@ class Unanswered(MillraceError):
 class PrepareStream:
     """The stream, opened with the first call and again after it broke; calls open on it then fail."""
 
-    def __init__(self, stub: Any) -> None:
-        self._stub = stub
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._outbox: list[tokenizer_pb2.PrepareCall] = []
-        self._filled = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._stream: ClientStream | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._flush_is_due = False
 
     async def close(self) -> None:
         """Ends the stream."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._stream is not None:
+            self._stream.cancel()
+        self._ended(None)
 
     async def call(
         self, request: tokenizer_pb2.PrepareRequest, traceparent: str, tracestate: str, timeout_s: float
@@ -74,9 +77,13 @@ class PrepareStream:
                 timeout_s=timeout_s,
             )
         )
-        self._filled.set()
-        if self._task is None:
-            self._task = loop.create_task(self._serve(), name="prepare stream")
+        if self._stream is None:
+            if self._opening is None:
+                self._opening = loop.create_task(self._begin(), name="prepare stream")
+        elif not self._flush_is_due:
+            # What comes in this turn of the event loop goes together.
+            self._flush_is_due = True
+            loop.call_soon(self._flush)
         limit = loop.call_later(timeout_s + _GRACE_S, _give_up, answer)
         try:
             result: tokenizer_pb2.PrepareResponse = await answer
@@ -85,57 +92,54 @@ class PrepareStream:
             limit.cancel()
             self._open.pop(number, None)
 
-    async def _serve(self) -> None:
-        failure = MillraceError(Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0)
-        call = self._stub.PrepareStream()
-        writer = asyncio.create_task(self._write(call), name="prepare writer")
-        connected = False
+    async def _begin(self) -> None:
         try:
-            await call.wait_for_connection()
-            connected = True
-            await self._read(call)
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)
+            self._stream = await open_stream(
+                self._target,
+                _METHOD,
+                on_message=self._take,
+                on_end=self._ended,
+                on_room=self._flush,
+                unavailable=Reason.TOKENIZER_UNAVAILABLE,
+            )
+        except MillraceError as error:
+            self._ended(error)
         except Exception:
             # Whatever it is, the next call must find a new stream.
-            _log.exception("the stream of the tokenizer service broke")
+            _log.exception("the stream of the tokenizer service cannot be opened")
+            self._ended(None)
+        else:
+            self._flush()
         finally:
-            # Before anything else runs: a call from now on opens a new stream.
-            self._task = None
-            lost, self._open = self._open, {}
-            self._outbox.clear()
-            for answer in lost.values():
-                _set_failure(answer, Unanswered(failure, was_sent=connected))
-            writer.cancel()
-            call.cancel()
+            self._opening = None
 
-    async def _write(self, call: Any) -> None:
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            while self._outbox:
-                calls, self._outbox = self._outbox[:_MAX_TOGETHER], self._outbox[_MAX_TOGETHER:]
-                try:
-                    await call.write(tokenizer_pb2.PrepareStreamRequest(calls=calls))
-                except (grpc.RpcError, asyncio.InvalidStateError):
-                    # The reader learns why.
-                    return
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        stream = self._stream
+        while self._outbox and stream is not None and not stream.is_congested:
+            calls, self._outbox = self._outbox[:_MAX_TOGETHER], self._outbox[_MAX_TOGETHER:]
+            stream.send(tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString())
 
-    async def _read(self, call: Any) -> None:
-        read = call.read
-        while True:
-            message = await read()
-            if message is _EOF:
-                return
-            for each in message.answers:
-                answer = self._open.get(each.id)
-                if answer is None or answer.done():
-                    # Nobody waits for it any more.
-                    continue
-                if each.HasField("error"):
-                    answer.set_exception(from_detail(each.error))
-                else:
-                    answer.set_result(each.response)
+    def _take(self, data: bytes) -> None:
+        for each in tokenizer_pb2.PrepareStreamResponse.FromString(data).answers:
+            answer = self._open.get(each.id)
+            if answer is None or answer.done():
+                # Nobody waits for it any more.
+                continue
+            if each.HasField("error"):
+                answer.set_exception(from_detail(each.error))
+            else:
+                answer.set_result(each.response)
+
+    def _ended(self, error: MillraceError | None) -> None:
+        failure = error or MillraceError(
+            Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0
+        )
+        self._stream = None
+        lost, self._open = self._open, {}
+        unsent, self._outbox = {call.id for call in self._outbox}, []
+        for number, answer in lost.items():
+            _set_failure(answer, Unanswered(failure, was_sent=number not in unsent))
 
 
 def _set_failure(answer: asyncio.Future[Any], failure: MillraceError) -> None:

@@ -49,10 +49,9 @@ async def streaming() -> AsyncIterator[tuple[Service, PrepareStream]]:
     server = GrpcServer("127.0.0.1:0")
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, service, "")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        stream = PrepareStream(tokenizer_pb2_grpc.TokenizerServiceStub(channel))
-        yield service, stream
-        await stream.close()
+    stream = PrepareStream(f"127.0.0.1:{server.port}")
+    yield service, stream
+    await stream.close()
     await server.stop(0)
 
 

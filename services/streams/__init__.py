@@ -1,0 +1,1 @@
+"""Long-lived gRPC streams between the services without gRPC's threads; see DESIGN.md."""

@@ -1,0 +1,148 @@
+"""gRPC inside a stream: messages with their length in front, and how a call ends. HTTP/2 is elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+from urllib.parse import quote, unquote
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from services.errors import MillraceError, Reason
+from services.status import from_code, from_status
+
+Headers: TypeAlias = "Sequence[tuple[str, str]]"
+
+PREFIX_BYTES = 5
+_PREFIX = struct.Struct(">BI")
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_DETAILS = "grpc-status-details-bin"
+# What fits into any peer's headers; gRPC's own refuses more than 8 KiB.
+_MAX_DETAILS_BYTES = 6 * 1024
+_MAX_MESSAGE_CHARACTERS = 1024
+# Printable ASCII without the percent sign goes as it is.
+_LITERAL = "".join(chr(number) for number in range(0x20, 0x7F) if number != ord("%"))
+# gRPC's table for answers that are not gRPC's.
+_CODE_OF_HTTP = {
+    400: grpc.StatusCode.INTERNAL,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.UNIMPLEMENTED,
+    429: grpc.StatusCode.UNAVAILABLE,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.UNAVAILABLE,
+}
+_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
+
+class StreamEnd(Exception):
+    """How a stream ended, as gRPC says it. `rich` is a serialized google.rpc.Status, or empty."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "", rich: bytes = b"") -> None:
+        super().__init__(f"{code.name}: {details}")
+        self.code = code
+        self.details = details
+        self.rich = rich
+
+    def error(self, unavailable: Reason) -> MillraceError:
+        """The domain error; `unavailable` names the peer that could not be reached."""
+        if self.rich:
+            try:
+                return from_status(status_pb2.Status.FromString(self.rich))
+            except DecodeError:
+                pass
+        return from_code(self.code, self.details, unavailable=unavailable)
+
+
+def prefix(size: int) -> bytes:
+    """What stands before a message of `size` bytes."""
+    return _PREFIX.pack(0, size)
+
+
+class MessageCutter:
+    """Cuts a stream's bytes into messages; one that is too large is refused before it is kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._rest = bytearray()
+        self._needed = PREFIX_BYTES
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no message has begun."""
+        return not self._rest
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that `data` completes. Raises StreamEnd for one that cannot be taken."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return []
+            data = bytes(self._rest)
+        messages = []
+        position, size, self._needed = 0, len(data), PREFIX_BYTES
+        while size - position >= PREFIX_BYTES:
+            flag, length = _PREFIX.unpack_from(data, position)
+            if flag:
+                raise StreamEnd(grpc.StatusCode.UNIMPLEMENTED, "compressed messages are not taken here")
+            if length > self._max:
+                raise StreamEnd(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"a message of {length} bytes is larger than the limit of {self._max}",
+                )
+            end = position + PREFIX_BYTES + length
+            if end > size:
+                self._needed = end - position
+                break
+            messages.append(data[position + PREFIX_BYTES : end])
+            position = end
+        self._rest = bytearray(data[position:])
+        return messages
+
+
+def to_trailers(end: StreamEnd) -> list[tuple[str, str]]:
+    """The trailers that say how a call ended. Details that no peer would take are left out."""
+    trailers = [("grpc-status", str(end.code.value[0]))]
+    if end.details:
+        trailers.append(("grpc-message", quote(end.details[:_MAX_MESSAGE_CHARACTERS], safe=_LITERAL)))
+    if end.rich and len(end.rich) <= _MAX_DETAILS_BYTES:
+        trailers.append((_DETAILS, base64.b64encode(end.rich).decode().rstrip("=")))
+    return trailers
+
+
+def from_trailers(trailers: Mapping[str, str]) -> StreamEnd:
+    """Inverse of to_trailers; UNKNOWN where there is no status."""
+    number = trailers.get("grpc-status", "")
+    code = _CODES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdecimal() else grpc.StatusCode.UNKNOWN
+    details = unquote(trailers.get("grpc-message", "")) or (
+        "" if number else "the stream ended without a status"
+    )
+    return StreamEnd(code, details, _binary(trailers.get(_DETAILS, "")))
+
+
+def _binary(text: str) -> bytes:
+    text = text.partition(",")[0]
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def from_http_status(status: str) -> StreamEnd:
+    """How a call ends that something other than a gRPC server has answered."""
+    code = _CODE_OF_HTTP.get(int(status) if status.isdecimal() else 0, grpc.StatusCode.UNKNOWN)
+    return StreamEnd(code, f"the peer answered with HTTP status {status[:16] or '(none)'}")
+
+
+def timeout_s(text: str) -> float | None:
+    """Seconds of a grpc-timeout header; None for none, or for what is no timeout."""
+    unit, number = _SECONDS.get(text[-1:]), text[:-1]
+    if unit is None or not number.isdecimal() or len(number) > 8:
+        return None
+    return int(number) * unit
