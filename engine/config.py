@@ -116,6 +116,7 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[engine.kernels]`: back end of each operation by name ("torch", "triton"). "auto" is Triton on a GPU
     that has it, torch elsewhere. (Attention has its own key; on CPUs engine.native replaces them all.)
+    linear = "invariant" gives every request the bits that it has alone, on a GPU, at the price of speed.
     """
 
     norm: str = "auto"

@@ -28,6 +28,7 @@ from engine.kernels.activation.triton_activation import gate_kernel
 from engine.kernels.attention.launch_shape import launch_shape
 from engine.kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART
+from engine.kernels.linear.triton_dense import dense_kernel
 from engine.kernels.linear.triton_grouped import (
     grouped_kernel,
     grouped_scaled_kernel,
@@ -281,6 +282,7 @@ def _sampling_variants() -> list[Variant]:
 
 
 def _linear_variants() -> list[Variant]:
+    strides = ("x_row", "weight_batch", "weight_output", "out_row")
     tile = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 64}
     sizes = dict.fromkeys(("rows", "inputs", "outputs"), "i32")
     weight_only = {
@@ -354,6 +356,27 @@ def _linear_variants() -> list[Variant]:
                 constants={"BLOCK": 16384, "FACTORS": True, "LIMIT": limit, "ROUND": kind == "*i8"},
                 num_warps=16,
                 float8="fp8" in kind,
+            )
+        )
+    for name, kind, columns, step in (("bf16", "*bf16", 128, 64), ("float32", "*fp32", 64, 32)):
+        made.append(
+            Variant(
+                name=f"invariant {name}",
+                multiples=("inputs", "outputs", *strides),
+                kernel=dense_kernel,
+                types={
+                    **dict.fromkeys(("x", "weight", "bias", "out"), kind),
+                    **dict.fromkeys(("rows", "inputs", "outputs", "x_batch", "out_batch", *strides), "i32"),
+                },
+                constants={
+                    "BIAS": False,
+                    "TILE_M": 64,
+                    "TILE_N": columns,
+                    "TILE_K": step,
+                    "TOGETHER": 8,
+                    "weight_input": 1,
+                },
+                num_warps=8,
             )
         )
     for name, add in (("experts", False), ("adapters", True)):

@@ -58,9 +58,9 @@ def choose_kernels(config: KernelsConfig, device: torch.device) -> Kernels:
             raise UnsuitableKernelsError(
                 f"engine.kernels.{operation} = {name!r}: must be auto or one of {known}"
             )
-        if name == "triton" and not _triton_runs(device):
+        if name in ("triton", "invariant") and not _triton_runs(device):
             raise UnsuitableKernelsError(
-                f"engine.kernels.{operation} = 'triton': it needs a CUDA device and the package triton; "
+                f"engine.kernels.{operation} = {name!r}: it needs a CUDA device and the package triton; "
                 "set it to auto or torch"
             )
     return Kernels(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig
+from engine.config import CacheConfig, EngineConfig, KernelsConfig
 from engine.runner.torch_runner import TorchRunner, build
 from engine.types import ScheduledSequence, SchedulerOutput
 from services.config import ModelConfig
@@ -51,18 +51,19 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_seeded_draws_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+def test_draws_and_scores_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Bit for bit, with products that leave nothing to libraries."""
     make_checkpoint(tmp_path, "llama")
-    runner = opened(tmp_path)
+    runner = opened(tmp_path, **({} if REHEARSES else {"kernels": KernelsConfig(linear="invariant")}))
     try:
-        sampling = GREEDY.__class__(temperature=0.9, top_p=0.9, seed=7)
+        sampling = GREEDY.__class__(temperature=0.9, top_p=0.9, seed=7, logprobs=2)
         jobs = [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling) for index in range(7)]
-        together = [job.output for job in Driver(runner).run(jobs)]
+        together = [(job.output, job.logprobs) for job in Driver(runner).run(jobs)]
         for index, output in enumerate(together):
             (alone,) = Driver(runner, seed=index).run(
-                [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling, chunk=11)]
+                [Job(prompt_of(5 + 9 * index, 199, seed=index), sampling=sampling)]
             )
-            assert alone.output == output
+            assert (alone.output, alone.logprobs) == output
     finally:
         runner.close()
 

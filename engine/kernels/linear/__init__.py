@@ -68,6 +68,7 @@ class LinearBackend(Protocol):
 BACKENDS = {
     "torch": "engine.kernels.linear.reference:TorchLinear",
     "triton": "engine.kernels.linear.triton_backend:TritonLinear",
+    "invariant": "engine.kernels.linear.triton_backend:InvariantLinear",
 }
 
 __all__ = [

@@ -2,8 +2,9 @@
 torch._scaled_mm where the device has it.
 
 Rows never see each other. But cuBLAS picks its kernel by the number of rows, so the last bits of a dense
-product depend on how many others are computed with it; the price of one kernel for all would be a third of
-its speed. What that means for equal outputs, engine/model/DESIGN.md says.
+product depend on how many others are computed with it. InvariantLinear has one kernel for all numbers of rows
+instead: slower, and every output is a function of its own request. What that means for equal outputs,
+engine/runner/cuda/DESIGN.md says.
 
 Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expert.
 """
@@ -26,6 +27,7 @@ from engine.kernels.linear.formats import (
     stack,
 )
 from engine.kernels.linear.reference import Product
+from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
 from engine.kernels.linear.triton_grouped import (
     GroupedRows,
     grouped_product,
@@ -236,6 +238,37 @@ class TritonLinear:
         int4 = [weight for weight in weights if isinstance(weight, Int4Weight) and weight.order is None]
         alike = len({weight.scale.shape[1] for weight in int4}) == 1
         return GroupedWeightOnly(int4) if len(int4) == len(weights) and alike else None
+
+
+class InvariantProduct:
+    """A dense weight by one kernel for any number of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return dense_product(x, self.weight, bias)
+
+
+class InvariantLinear(TritonLinear):
+    """Products of GPUs whose rows have the same bits in any batch: nothing is left to a library, which would
+    choose by the number of rows.
+    """
+
+    name = "invariant"
+
+    def pack(self, weight: Tensor | WeightFormat) -> Product:
+        """See LinearBackend."""
+        if isinstance(weight, Fp8Weight):
+            return Fp8Product(weight)
+        if isinstance(weight, Int8Weight | Int4Weight):
+            return super().pack(weight)
+        return InvariantProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+
+    def batched(self, left: Tensor, right: Tensor) -> Tensor:
+        """See LinearBackend."""
+        return dense_batched_product(left, right)
 
 
 def _scaled_mm_takes(weight: Fp8Weight) -> bool:

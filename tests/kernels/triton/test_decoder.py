@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -78,6 +79,28 @@ def test_quantized_products(tmp_path: Path, quantize: str) -> None:
     options = {"quantize": quantize, "attention_backend": "torch"}
     linear = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="triton", sampling="torch")
     assert tokens(tmp_path, linear, **options) == tokens(tmp_path, TORCH, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_an_invariant_model_gives_a_request_the_bits_that_it_has_alone(tmp_path: Path, name: str) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 2})
+    kernels = msgspec.structs.replace(TRITON, linear="invariant")
+    runner = open_runner(
+        tmp_path, kernels=kernels, native="off", attention_backend="triton", kv_cache_bytes=4 << 20
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=64, logprobs=2)
+
+    def job(length: int) -> Job:
+        return Job(prompt_of(length, VOCAB, seed=length), 3, sampling, chunk=24)
+
+    try:
+        together = Driver(runner).run([job(length) for length in (19, 3, 40)])
+        for length, found in zip((19, 3, 40), together, strict=True):
+            (alone,) = Driver(runner, seed=length).run([job(length)])
+            assert (alone.output, alone.logprobs) == (found.output, found.logprobs)
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "w8a8", "int4", "fp8"])

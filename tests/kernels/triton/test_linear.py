@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.config import KernelsConfig
 from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.triton_backend import TritonLinear
+from engine.kernels.linear.triton_backend import Fp8Product, InvariantLinear, TritonLinear
+from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
 from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
 from engine.kernels.linear.triton_linear import TILE_M, scaled_product, weight_only_product
+from engine.kernels.selection import choose_kernels
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -164,3 +167,43 @@ def test_adapters_of_one_batch_are_mixed() -> None:
             expected[row] += 0.5 * (up[adapter] @ (down[adapter] @ x[row]))
     add_adapters(out, x, down, up, GroupedRows.of(choice, adapters), scale=0.5)
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 5, 1), (70, 100, 130), (600, 40, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_invariant_products_equal_the_formula(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x, weight = drawn(rows, inputs).to(dtype), drawn(outputs, inputs, seed=1).to(dtype)
+    bias = drawn(outputs, seed=2).to(dtype)
+    expected = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(dense_product(x, weight, bias), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_invariant_batched_products_take_any_strides() -> None:
+    left = drawn(5, 3, 20).transpose(0, 1)
+    right = drawn(3, 20, 70, seed=1)
+    expected = torch.bmm(left, right)
+    torch.testing.assert_close(dense_batched_product(left, right), expected, atol=1e-4, rtol=1e-4)
+    turned = drawn(3, 70, 20, seed=1).transpose(1, 2)
+    expected = torch.bmm(left, turned)
+    torch.testing.assert_close(dense_batched_product(left, turned), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "w8a8", "int4"])
+def test_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
+    weight = drawn(70, 128, seed=1) if kind == "dense" else expert(kind, 70, 128, 1)
+    product = InvariantLinear().pack(weight)
+    x = drawn(150, 128)
+    whole_batch = product(x)
+    for first, last in ((0, 1), (0, 17), (60, 70), (149, 150), (3, 140)):
+        assert torch.equal(product(x[first:last]), whole_batch[first:last])
+
+
+def test_invariant_products_leave_nothing_to_libraries() -> None:
+    kernels = choose_kernels(KernelsConfig(linear="invariant"), torch.device("cpu"))
+    assert kernels.linear.name == "invariant"
+    weight = Fp8Weight(values=drawn(16, 16).to(torch.float8_e4m3fn), scale=drawn(16).abs())
+    # The library's fp8 product chooses by the number of rows.
+    assert type(kernels.linear.pack(weight)) is Fp8Product
