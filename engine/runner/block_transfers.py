@@ -92,6 +92,11 @@ class BlockTransfers:
             for _ in range(NUM_BUFFERS)
         ]
         self._announced: dict[int, _Announced] = {}
+        if device.type == "cuda":
+            # Compiled now, and not while requests wait; a block that is nobody's yet stays as it is.
+            row = self._buffers[0].rows[:1]
+            self._pieces.gather([0], row)
+            self._pieces.scatter(row, [0])
 
     def close(self) -> None:
         """Gives host memory back; nothing may be on its way."""

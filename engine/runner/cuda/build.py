@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # What the driver keeps of one captured graph, about; the rest of the plan's headroom is the allocator's.
 GRAPH_BYTES = 8 << 20
+# The matrix library's workspaces of the stream on which graphs are captured, which replays use, too.
+LIBRARY_BYTES = 64 << 20
 
 
 def sizes_of(config: EngineConfig, model: Decoder) -> tuple[int, ...]:
@@ -73,9 +75,11 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
     torch.cuda.reset_peak_memory_stats(device)
     before = int(torch.cuda.memory_allocated(device))
     rows = min(scheduler.max_num_seqs, tokens)
-    for longest in (rows, max(1, -(-tokens // given.max_model_len))):
+    # Decode rows beside prompts take other kernels than prompts alone, which a request should not wait for.
+    _dummy_step(model, attention, storage, rows, rows)
+    for number in (rows, max(1, -(-tokens // given.max_model_len))):
         # Many short sequences, then as few and long ones as there can be.
-        _dummy_step(model, attention, storage, tokens, longest)
+        _dummy_step(model, attention, storage, tokens, number)
     logits = model.logits_of(
         torch.zeros(rows, model.spec.hidden_size, dtype=TORCH_DTYPES[given.dtype], device=device),
         np.arange(rows),
@@ -121,7 +125,7 @@ def _graph_bytes(config: EngineConfig, model: Decoder, attention: AttentionBacke
     columns = -(-model.max_model_len // config.cache.block_size)
     tables = 4 * columns * (sizes[-1] + 2 * config.scheduler.max_num_seqs)
     work = attention.captured_workspace_bytes(sizes[-1], model.max_model_len, model.spec.value_dim)
-    return share + tables + work + GRAPH_BYTES * len(sizes)
+    return share + tables + work + GRAPH_BYTES * len(sizes) + LIBRARY_BYTES
 
 
 def make_device_runner(

@@ -37,6 +37,8 @@ from engine.sampling.sampler import SamplingRows, sample
 from engine.types import ScheduledSequence, SchedulerOutput, SequenceResult, StepResult, TokenLogprobs
 
 NO_ROWS = np.zeros(0, np.int64)
+# What torch's, Triton's and the libraries' errors say when the device is lost.
+LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "CUDA driver error")
 
 
 class DeviceRunner(TorchRunner):
@@ -390,7 +392,7 @@ def raise_if_broken(error: Exception) -> None:
     """Raises RunnerBroken for an error after which no later work on the device can succeed. (Out of memory is
     not one.)
     """
-    if isinstance(error, torch.OutOfMemoryError | RunnerBroken):
+    if isinstance(error, torch.OutOfMemoryError | RunnerBroken) or "out of memory" in str(error):
         return
-    if isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "CUBLAS_STATUS" in str(error)):
+    if isinstance(error, RuntimeError) and any(mark in str(error) for mark in LOST):
         raise RunnerBroken(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,266 @@
+"""The whole path of a GPU on a device that is not the CPU and computes nothing (torch's "meta"): no operation
+mixes devices, nothing asks the device for a number, and every kernel is launched with what its signature has.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.config import EngineConfig, KernelsConfig, SchedulerConfig
+from engine.kernels import selection
+from engine.kernels.attention import triton_attention
+from engine.kernels.attention.triton_attention import TritonAttention
+from engine.kernels.transfer import on_device
+from engine.model.decoder import load_decoder
+from engine.model.families import read_spec
+from engine.runner.base import RunnerBroken
+from engine.runner.cuda.build import _dummy_step
+from engine.runner.cuda.decode_graphs import DecodeGraphs
+from engine.runner.cuda.device_runner import DeviceRunner, raise_if_broken
+from engine.runner.kv_storage import KvStorage
+from engine.runner.speculation.proposer import Proposer
+from engine.sampling.grammar import GrammarEngine
+from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model.test_families import CASES
+
+ELSEWHERE = torch.device("meta")
+LAUNCHERS = (
+    "activation.triton_activation",
+    "attention.triton_attention",
+    "linear.triton_dense",
+    "linear.triton_grouped",
+    "linear.triton_linear",
+    "norm.triton_norm",
+    "rope.triton_rope",
+    "sampling.triton_sampling",
+)
+# Programs along the second and third axis of a grid.
+MOST_PROGRAMS = 65535
+SAMPLINGS = (
+    SamplingParams(temperature=0.0, max_tokens=9),
+    SamplingParams(
+        temperature=0.9,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.02,
+        seed=3,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        logit_bias={3: 2.0},
+        min_tokens=4,
+        stop_token_ids=(3, 11),
+        max_tokens=9,
+        logprobs=2,
+    ),
+    SamplingParams(temperature=1.0, allowed_token_ids=(5, 6), max_tokens=9),
+)
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where an operation takes tensors of two devices (numbers aside). What is copied to the host stays
+    what it was there.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.name() == "aten::copy_":
+            # Between devices by definition.
+            return args[0] if args[1].device.type == "meta" else func(*args, **kwargs)
+        tensors = _tensors((args, kwargs))
+        devices = {tensor.device.type for tensor in tensors if tensor.dim()}
+        assert len(devices) < 2, f"{func.name()} takes {[(t.device.type, t.shape) for t in tensors]}"
+        return func(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors(tuple(value.values()))
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+class Launches:
+    """Stands for a kernel: checks what it is launched with, and computes nothing."""
+
+    def __init__(self, kernel: Any, counts: Counter[str]) -> None:
+        self.name, self.parameters, self.counts = kernel.fn.__name__, set(kernel.arg_names), counts
+        self.order = list(kernel.arg_names)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, **named: Any) -> None:
+            assert all(0 < size <= MOST_PROGRAMS for size in grid[1:]), (self.name, grid)
+            devices = {each.device.type for each in given if isinstance(each, Tensor)}
+            assert devices == {"meta"}, (self.name, devices)
+            options = {"num_warps", "num_stages"}
+            known = [*self.order[: len(given)], *(set(named) - options)]
+            assert sorted(known) == sorted(self.parameters), (self.name, known)
+            self.counts[self.name] += 1
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Numbers of launches by kernel."""
+    counts: Counter[str] = Counter()
+    for name in LAUNCHERS:
+        module = importlib.import_module(f"engine.kernels.{name}")
+        for attribute, value in list(vars(module).items()):
+            if attribute.endswith("_kernel"):
+                monkeypatch.setattr(module, attribute, Launches(value, counts))
+    monkeypatch.setattr(selection, "_triton_runs", lambda device: True)
+    monkeypatch.setattr(triton_attention, "arch_of", lambda device: "sm_90")
+    return counts
+
+
+class Recorder:
+    """Work that is captured runs once."""
+
+    def record(self, work: Any) -> Any:
+        work()
+        return self
+
+    def replay(self) -> None:
+        """Would compute what `record` did."""
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "quantize", "linear"),
+    [
+        ("llama", "off", "triton"),
+        ("llama", "fp8", "triton"),
+        ("llama", "off", "invariant"),
+        ("gemma2", "off", "triton"),
+        ("gpt-oss", "off", "triton"),
+        ("mixtral", "int8", "triton"),
+        ("deepseek-v3", "fp8", "invariant"),
+    ],
+)
+def test_devices_are_never_mixed(
+    name: str, quantize: str, linear: str, kv_dtype: str, tmp_path: Path, launches: Counter[str]
+) -> None:
+    model_type, changes = CASES[name]
+    make_checkpoint(tmp_path, model_type, **changes)
+    spec = read_spec(tmp_path)
+    config = EngineConfig(quantize=quantize, scheduler=SchedulerConfig(max_num_seqs=8))
+    names = dict.fromkeys(selection.OPERATIONS, "triton") | {"linear": linear}
+    kernels = selection.choose_kernels(KernelsConfig(**names), torch.device("cpu"))
+    with OneDevice(), torch.inference_mode():
+        model = load_decoder(
+            tmp_path,
+            spec,
+            dtype=torch.bfloat16,
+            device=ELSEWHERE,
+            max_model_len=96,
+            progress=lambda phase, part: None,
+            config=config,
+            kernels=kernels,
+        )
+        attention = TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)
+        storage = KvStorage(spec, num_blocks=40, block_size=16, kv_dtype=kv_dtype, device=ELSEWHERE)
+        # Decode rows, prompts, and what is captured.
+        _dummy_step(model, attention, storage, 5, 5)
+        _dummy_step(model, attention, storage, 60, 2)
+        runner = DeviceRunner(
+            max_num_seqs=8,
+            graphs=lambda made: None,
+            model=model,
+            attention=attention,
+            storage=storage,
+            grammar=GrammarEngine(tmp_path, spec.vocab_size, spec.eos_token_ids),
+            proposer=Proposer(config.speculation, None),
+            num_threads=1,
+            native_sampling=False,
+        )
+        assert model.captures
+        graphs = DecodeGraphs(
+            model,
+            attention,
+            storage.layers,
+            runner.device_table,
+            sizes=(1, 2, 4, 8),
+            block_size=16,
+            spare_slot=storage.spare_slot,
+        )
+        graphs.capture(Recorder())
+        runner.graphs = graphs
+        for plan in _plans():
+            step = runner.launch(plan)
+            if step.error is not None:
+                raise step.error
+            # Nobody reads the tokens, of which there are none.
+            runner._outstanding = None
+    assert launches["draw_kernel"] == launches["process_logits_kernel"] == 3
+    assert launches["attention_kernel"] > launches["merge_kernel"] > 0
+    assert launches["list_parts_kernel"] >= 4
+    runner.grammar.close()
+
+
+def _plans() -> list[SchedulerOutput]:
+    """Prompts, a captured step, a chunk beside decode rows, a chunk alone that draws nothing."""
+
+    def decode(position: int) -> tuple[ScheduledSequence, ...]:
+        return tuple(ScheduledSequence(number, position + number, 1, (), True) for number in (1, 2, 3))
+
+    prompts = tuple(
+        NewSequence(
+            number,
+            tuple(range(1, 20 + number)),
+            19 + number,
+            SAMPLINGS[number - 1],
+            0,
+            None,
+            "",
+            (2 * number, 2 * number + 1),
+        )
+        for number in (1, 2, 3)
+    )
+    long = NewSequence(9, tuple(range(1, 60)), 59, SAMPLINGS[0], 0, None, "", (20, 21, 22, 23))
+    whole = tuple(ScheduledSequence(number, 0, 19 + number, (), True) for number in (1, 2, 3))
+    return [
+        SchedulerOutput(1, prompts, whole),
+        SchedulerOutput(2, (), decode(19)),
+        SchedulerOutput(3, (long,), (ScheduledSequence(9, 0, 30, (), False), *decode(20))),
+        SchedulerOutput(4, (), (ScheduledSequence(9, 30, 10, (), False),)),
+    ]
+
+
+def test_nothing_goes_to_the_device_as_nothing() -> None:
+    there = on_device(np.zeros((0, 3), np.int32), ELSEWHERE)
+    assert (there.shape, there.dtype, there.device) == ((0, 3), torch.int32, ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    ],
+)
+def test_a_lost_device_breaks_the_runner(message: str) -> None:
+    with pytest.raises(RunnerBroken):
+        raise_if_broken(RuntimeError(message))
+
+
+@pytest.mark.parametrize(
+    "message", ["Triton Error [CUDA]: out of memory", "CUDA error: out of memory", "shapes do not match"]
+)
+def test_an_error_after_which_the_device_goes_on_does_not(message: str) -> None:
+    raise_if_broken(RuntimeError(message))
