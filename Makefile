@@ -129,7 +129,7 @@ gpu-site:
 .PHONY: test-gpu
 test-gpu: gpu-site ## The tests that need a GPU, with $(PYTHON): make test-gpu PYTHON=/opt/torch/bin/python3
 	@# Most of the time goes into compiling kernels, which processes do side by side.
-	workers=$$($(GPU_RUN) -c 'import xdist; print("-n 6")' 2>/dev/null || true); \
+	workers=$$($(GPU_RUN) -c 'import xdist; print("-n 10")' 2>/dev/null || true); \
 	$(GPU_RUN) -m pytest -m gpu tests/gpu $$workers -p no:cacheprovider --durations=10 $(PYTEST_ARGS)
 
 .PHONY: bench-gpu

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.summary import summarize
+from benchmarks.gpu.summary import show, summarize
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ PARTS = {
     "serving_bf16": Part("serving", 70, "bf16"),
 }
 # Asked for by name alone.
-EXTRA = {"tune": Part("tune", 560)}
+EXTRA = {"smoke": Part("smoke", 60), "tune": Part("tune", 560)}
 RESULTS = Path("benchmarks/results")
 # Their figures mean nothing, so they are kept away from the others.
 REHEARSED = Path("build/gpu-rehearsal")
@@ -89,9 +89,7 @@ def main() -> int:
         print(f"{name}: {reason or 'done'} after {time.monotonic() - began:.0f} s", flush=True)
         if reason:
             failed.append(name)
-    summary = summarize(options.out)
-    for line in summary:
-        print(f"  {line['what']}: {line['measured']} (wanted {line['wanted']})")
+    show(summarize(options.out))
     print(f"figures in {options.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
@@ -101,7 +99,7 @@ def _in_own_process(name: str, options: argparse.Namespace, limit: float) -> str
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(options.out)]
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
         "BENCHMARK_LIMIT_S": str(limit),
         "BENCHMARK_OUT": str(options.out),
     }

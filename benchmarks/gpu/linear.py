@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
 from engine.kernels.linear.formats import Int4Weight, Int8Weight
+from engine.kernels.linear.triton_dense import dense_product
 from engine.kernels.linear.triton_linear import scaled_product, weight_only_product
 
 TITLE = "Matrix products"
@@ -107,15 +108,31 @@ def _formats(
 
         return make
 
-    def torch_scaled() -> list[Work]:
-        left, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
-        weights = [torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn) for _ in range(copies)]
-        return [
-            lambda weight=weight: torch._scaled_mm(
-                left, weight.T, scale_a=one, scale_b=one, out_dtype=gpu.dtype
-            )
-            for weight in weights
-        ]
+    def torch_scaled(*, by_row: bool) -> Callable[[], list[Work]]:
+        def make() -> list[Work]:
+            left, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
+            weights = [
+                torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn) for _ in range(copies)
+            ]
+            # The products that the engine takes, without the rounding of their inputs.
+            scale_a, scale_b = (scales(rows, 1), scales(1, outputs)) if by_row else (one, one)
+            return [
+                lambda weight=weight: torch._scaled_mm(
+                    left,
+                    weight.T,
+                    scale_a=scale_a,
+                    scale_b=scale_b,
+                    out_dtype=torch.bfloat16,
+                    use_fast_accum=True,
+                )
+                for weight in weights
+            ]
+
+        return make
+
+    def invariant() -> list[Work]:
+        weights = [torch.randn(outputs, inputs, device=device).to(gpu.dtype) for _ in range(copies)]
+        return [lambda weight=weight: dense_product(x, weight) for weight in weights]
 
     float8 = torch.float8_e4m3fn
     return {
@@ -124,5 +141,7 @@ def _formats(
         "W8A8": (scaled(torch.int8, blocked=False), float(size)),
         "fp8 by row": (scaled(float8, blocked=False), float(size)),
         "fp8 by 128x128": (scaled(float8, blocked=True), float(size)),
-        "fp8 by tensor, torch._scaled_mm": (torch_scaled, float(size)),
+        "fp8 by tensor, torch._scaled_mm": (torch_scaled(by_row=False), float(size)),
+        "fp8 by row, torch._scaled_mm": (torch_scaled(by_row=True), float(size)),
+        "bf16, invariant": (invariant, 2.0 * size),
     }

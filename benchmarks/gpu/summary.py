@@ -1,8 +1,14 @@
-"""What was wanted beside what was measured, from the parts' files."""
+"""What was wanted beside what was measured, from the parts' files.
+
+    python -m benchmarks.gpu.summary FOLDER
+
+does it for files that came from several runs.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +43,32 @@ def summarize(folder: Path) -> list[dict[str, Any]]:
                 _value(bf16, "gpu_waits", decode),
             ),
         ]
-    serving = rows.get("serving_fp8", [])
+    serving, peers = rows.get("serving_fp8", []), rows.get("peers", [])
+    theirs = {"what": "decode, dynamic cache, eager"}
+    lines += [
+        _line(
+            f"bf16 decode, batch {batch}, times transformers",
+            1.0,
+            _ratio(_value(peers, "ms", theirs | {"batch": batch}), _value(bf16, "ms", {"batch": batch})),
+        )
+        for batch in batches
+    ]
+    prefill = {"what": "prefill"}
     lines += [
         _line("bf16 prefill, of matrix rate", 0.60, _value(bf16, "of_matrix_rate", {"what": "prefill"})),
+        _line(
+            "bf16 prefill, times transformers",
+            1.0,
+            _ratio(_value(peers, "ms", prefill), _value(bf16, "ms", prefill)),
+        ),
+        _line(
+            "bf16 serving (1,000 out), times transformers' continuous batching (128 out)",
+            1.0,
+            _ratio(
+                _value(rows.get("serving_bf16", []), "output_tokens_per_s", {}),
+                _value(peers, "output_tokens_per_s", {}),
+            ),
+        ),
         _line("serving fp8, of TensorRT-LLM's published figure", 0.7, _value(serving, "of_published", {})),
         _line("prefill attention, times torch's fastest, least", 0.9, _least(kernels, "times_fastest_sdpa")),
         _line("decode attention, times torch, least", 1.0, _least(kernels, "times_sdpa")),
@@ -48,6 +77,12 @@ def summarize(folder: Path) -> list[dict[str, Any]]:
     content = {"title": "Summary", "machine": machine, "finished": True, "rows": lines}
     (folder / "gpu-summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return lines
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """Prints them."""
+    for line in lines:
+        print(f"  {line['what']}: {line['measured']} (wanted {line['wanted']})")
 
 
 def _line(what: str, wanted: float, measured: float | None) -> dict[str, Any]:
@@ -68,3 +103,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 def _least(rows: Rows, key: str) -> float | None:
     return min((float(row[key]) for row in rows if key in row), default=None)
+
+
+if __name__ == "__main__":
+    show(summarize(Path(sys.argv[1])))

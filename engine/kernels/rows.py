@@ -11,6 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+# Some products with a scale per row read scales of whole tiles.
+SCALES_TOGETHER = 256
+
 Quantized = Literal["none", "int8", "fp8"]
 
 
@@ -22,3 +25,10 @@ class QuantizedRows:
     scale: Tensor  # [T] float32
     # Type of the rows before, and of products with them.
     dtype: torch.dtype
+
+
+def empty_scales(rows: int, device: torch.device) -> Tensor:
+    """Room for the scales of so many rows [T] float32, and behind them for those of a tile's rest."""
+    return torch.empty(-(-rows // SCALES_TOGETHER) * SCALES_TOGETHER, dtype=torch.float32, device=device)[
+        :rows
+    ]

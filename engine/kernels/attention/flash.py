@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.kernels.attention.flash_library import FlashLibrary, Span, find_library
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.paged_cache import LayerCache, PlainCache, QuantizedCache
+from engine.kernels.paged_cache.store import as_bytes
 from engine.kernels.transfer import on_device
 
 FEW_ROWS = 16
@@ -153,8 +154,11 @@ class FlashAttention:
         if in_place:
             return self.library.attend_pages(q, keys, values, call.where, call.span, **how)
         blocks, places = call.where.unbind()
-        keys, values = keys[blocks, places], values[blocks, places]  # [U, K, D]
-        if isinstance(cache, QuantizedCache):
+        if not isinstance(cache, QuantizedCache):
+            keys, values = keys[blocks, places], values[blocks, places]  # [U, K, D]
+        else:
+            kind = keys.dtype
+            keys, values = (as_bytes(part)[blocks, places].view(kind) for part in (keys, values))
             scales = cache.scales.transpose(1, 2)[blocks, places]  # [U, K, 2]
             keys, values = keys.float() * scales[..., :1], values.float() * scales[..., 1:]
         return self.library.attend(q, keys.to(q.dtype), values.to(q.dtype), call.span, **how)

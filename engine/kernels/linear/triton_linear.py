@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
 from engine.kernels.norm.triton_norm import LIMITS, scaled_row
-from engine.kernels.rows import Quantized
+from engine.kernels.rows import Quantized, empty_scales
 
 TILE_M, TILE_N, TILE_K = 64, 64, 64
 
@@ -183,7 +183,9 @@ def quantize_rows(
     out = torch.empty(
         rows, inputs, dtype={"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind], device=x.device
     )
-    scales = torch.empty((rows, inner) if block else (rows,), dtype=torch.float32, device=x.device)
+    scales = empty_scales(rows, x.device)
+    if block:
+        scales = torch.empty(rows, inner, dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(width)
     if rows:
         quantize_rows_kernel[(rows * inner,)](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.rows import Quantized, QuantizedRows
+from engine.kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # Largest magnitude of each quantized type; 448 is the end of float8_e4m3.
 LIMITS: dict[str, float] = {"none": 0.0, "int8": 127.0, "fp8": 448.0}
@@ -110,7 +110,7 @@ def rms_norm(
     kinds = {"none": x.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
     out = torch.empty(x.shape, dtype=kinds[quantized], device=x.device)
     stream = torch.empty(rows, width, dtype=x.dtype, device=x.device) if residual is not None else None
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device) if quantized != "none" else None
+    scale = empty_scales(rows, x.device) if quantized != "none" else None
     block = triton.next_power_of_2(width)
     if rows:
         rms_norm_kernel[(rows,)](

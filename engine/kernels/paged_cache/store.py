@@ -78,10 +78,12 @@ class QuantizedCache:
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         block, place = slots // self.block_size, slots % self.block_size
-        self.keys[block, :, place], key_scale = _quantize(keys, self.keys.dtype)
+        levels, key_scale = _quantize(keys, self.keys.dtype)
+        as_bytes(self.keys)[block, :, place] = as_bytes(levels)
         value_scale = key_scale
         if self.values is not None and values is not None:
-            self.values[block, :, place], value_scale = _quantize(values, self.values.dtype)
+            levels, value_scale = _quantize(values, self.values.dtype)
+            as_bytes(self.values)[block, :, place] = as_bytes(levels)
         self.scales[block, :, place] = torch.stack((key_scale, value_scale), dim=-1)
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,9 +94,8 @@ class QuantizedCache:
         return keys, _gather(self.values, blocks).float() * scales[..., 1:]
 
     def tensors(self) -> list[Tensor]:
-        # As bytes: blocks of fp8 cannot be copied otherwise.
-        parts = [self.keys.view(torch.uint8), self.scales]
-        return parts if self.values is None else [*parts, self.values.view(torch.uint8)]
+        parts = [as_bytes(self.keys), self.scales]
+        return parts if self.values is None else [*parts, as_bytes(self.values)]
 
 
 def allocate_layer(
@@ -120,12 +121,21 @@ def allocate_layer(
     return PlainCache(keys, values, shared_value_dim)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory [..., D] as bytes: fp8 is not indexed on every device."""
+    return tensor.view(torch.uint8)
+
+
 def _gather(store: Tensor, blocks: Tensor) -> Tensor:
     """store [N, K, P, D], blocks [B, C] -> [B, K, C*P, D], one contiguous copy."""
     num_heads, block_size, dim = store.shape[1:]
     heads = torch.arange(num_heads, device=blocks.device)
     rows = (blocks[:, None, :] * num_heads + heads[None, :, None]).flatten()
-    gathered = store.flatten(0, 1).index_select(0, rows)
+    flat = store.flatten(0, 1)
+    if store.dtype.itemsize == 1:
+        gathered = as_bytes(flat).index_select(0, rows).view(store.dtype)
+    else:
+        gathered = flat.index_select(0, rows)
     return gathered.view(blocks.shape[0], num_heads, blocks.shape[1] * block_size, dim)
 
 

@@ -34,7 +34,7 @@ ABSENT = (
     "redis",
     "sqlalchemy",
 )
-PARTS = ["kernels", "linear", "model_bf16", "model_fp8", "serving_fp8", "tune"]
+PARTS = ["smoke", "kernels", "linear", "model_bf16", "model_fp8", "serving_fp8", "tune"]
 
 
 def run_without_them(module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
