@@ -17,6 +17,14 @@ bool converts_alone(const PackedWeight& weight, int64_t num_rows) {
   return num_rows * weight.padded_inputs <= kPrivateElements;
 }
 
+// Rows of one piece.
+int64_t row_piece_of(const PackedWeight& weight) {
+  constexpr int64_t kNearBytes = 768 << 10;
+  // With tiles of 32 rows, fewer would have to wait for weights.
+  constexpr int64_t kLeast = kTileRows == 32 ? 2 * kRowBlock : kRowBlock;
+  return std::max(kLeast, kNearBytes / workspace_stride(weight) / kRowBlock * kRowBlock);
+}
+
 Copy copy_of(const GemmArgs& args, int64_t num_rows, int64_t part) {
   const PackedWeight& weight = args.weight;
   const int64_t bytes = (padded_rows(num_rows) * row_bytes(weight) + 63) / 64 * 64;
@@ -29,7 +37,7 @@ void convert_rows(const GemmArgs& args, const Copy& copy, int64_t begin, int64_t
 
 Rows prepare_rows(const GemmArgs& args, int64_t num_rows, int part) {
   const PackedWeight& weight = args.weight;
-  if (!converts(weight)) return {args.x, args.x_stride, nullptr, nullptr};
+  if (!converts(weight, num_rows)) return {args.x, args.x_stride, nullptr, nullptr};
   const bool alone = converts_alone(weight, num_rows);
   const Copy copy = copy_of(args, num_rows, alone ? part : 0);
   if (alone) convert_rows(args, copy, 0, num_rows);
@@ -43,7 +51,7 @@ using namespace millrace;
 
 extern "C" void gemm_rows(const GemmArgs& args, int thread, int num_threads) {
   const int64_t num_rows = *args.num_rows;
-  if (!converts(args.weight) || converts_alone(args.weight, num_rows)) return;
+  if (!converts(args.weight, num_rows) || converts_alone(args.weight, num_rows)) return;
   const Range rows = share(num_rows, thread, num_threads);
   convert_rows(args, copy_of(args, num_rows, 0), rows.begin, rows.end);
 }
@@ -59,10 +67,10 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   const int64_t panel_bytes = packed_bytes(weight.format, kPanel, weight.padded_inputs);
   const int64_t most = std::max<int64_t>(1, panels / (4 * num_threads));
   const int64_t group = std::clamp<int64_t>(kPieceBytes / panel_bytes / std::max<int64_t>(1, num_rows / 16), 1, most);
-  int64_t row_piece = num_rows;
-  if (panels < 4 * num_threads && num_rows > kRowBlock) row_piece = kRowBlock;
+  // Many rows go by pieces that stay in the second cache while panel after panel passes.
+  const int64_t row_piece = std::min(num_rows, row_piece_of(weight));
   const int64_t row_pieces = (num_rows + row_piece - 1) / row_piece;
-  const int64_t pieces = (panels + group - 1) / group * row_pieces;
+  const int64_t panel_pieces = (panels + group - 1) / group, pieces = panel_pieces * row_pieces;
   int64_t piece = op_take();
   if (piece >= pieces) return;
   const Rows rows = prepare_rows(args, num_rows, thread);
@@ -71,10 +79,10 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   while (piece < pieces) {
     // The next piece is taken ahead, so that it can be fetched while this one is computed.
     const int64_t after = op_take();
-    const int64_t first = piece / row_pieces * group, begin = piece % row_pieces * row_piece;
+    const int64_t first = piece % panel_pieces * group, begin = piece / panel_pieces * row_piece;
     const int64_t last = std::min(first + group, panels);
     for (int64_t panel = first; panel < last; ++panel) {
-      const int64_t next = panel + 1 < last ? panel + 1 : after < pieces ? after / row_pieces * group : panel;
+      const int64_t next = panel + 1 < last ? panel + 1 : after < pieces ? after % panel_pieces * group : panel;
       panel_product(weight, results, rows, panel * kPanel, begin, std::min(begin + row_piece, num_rows), next * kPanel);
     }
     piece = after;
@@ -86,7 +94,7 @@ MILLRACE_OP(gemm, GemmArgs)
 // Bytes of workspace that products of up to max_rows rows and padded_inputs inputs need.
 extern "C" int64_t millrace_gemm_workspace(int64_t max_rows, int64_t padded_inputs, int64_t num_threads) {
   // A row of floats, with a scale and a sum for every four inputs, is the largest.
-  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2);
+  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2) + 128;
   const int64_t alone = padded_rows(std::max<int64_t>(1, kPrivateElements / padded_inputs)) * row + 64;
   return std::max(padded_rows(max_rows) * row, alone * num_threads) + 64;
 }

@@ -40,8 +40,8 @@ struct PackedWeight {
   int64_t padded_inputs;  // K rounded up with zeros (not for float32)
   int64_t group_size;     // inputs per scale (grouped formats), a multiple of 4 (int4: of 8)
   void* data;
-  float* scales;             // int8: [N]; grouped: [G][N]
-  float* minimums;           // grouped: [G][N], times the sum of the group's inputs, or null
+  float* scales;             // int8: [N]; grouped: [G][outputs of the panel] for each panel
+  float* minimums;           // grouped: likewise, times the sum of the group's inputs, or null
   float* bias;               // [N] or null
   const float* smoothing;    // [K], inputs are multiplied by it, or null
   const int64_t* order;      // [K], stored input i is input order[i] of the row, or null

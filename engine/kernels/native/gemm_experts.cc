@@ -91,6 +91,6 @@ MILLRACE_OP(expert_gemm, ExpertGemmArgs)
 // Bytes of workspace for products of up to max_places places.
 extern "C" int64_t millrace_expert_workspace(int64_t max_places, int64_t num_experts, int64_t padded_inputs) {
   // A row of floats, with a scale and a sum for every four inputs, is the largest.
-  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2);
+  const int64_t row = padded_inputs * (static_cast<int64_t>(sizeof(float)) + 2) + 128;
   return (max_places + num_experts * kTileRows) * row + (num_experts + 1) * 128;
 }

@@ -17,6 +17,8 @@ constexpr int kTileRows = 32;
 #else
 constexpr int kTileRows = 6;
 #endif
+// Rows of one tile, which read a weight as it is.
+constexpr int64_t kFewRows = 6;
 // How far ahead of its use a weight that is streamed once is asked for, in bytes.
 constexpr int64_t kAhead = 4096;
 
@@ -99,6 +101,9 @@ struct HalfKind {
 };
 #endif
 
+// The same, leaving the expanded weights where more rows find them.
+struct KeepingKind : HalfKind {};
+
 // 8-bit weights (stored without sign, as w + 128 or as the level of a 4-bit one) and int8 rows, by fours, exact.
 // Sums are those of the stored weights; what that adds is a multiple of the row's own sum.
 struct ByteKind {
@@ -163,11 +168,12 @@ inline Vec to_floats(ByteKind::Sum sums, int32_t less) {
 // --- one tile ---
 
 // MR rows and NV vectors of columns. `stride` is the panel's width in outputs. In each step kLines lines from
-// `next` on are asked for, further by `ahead` bytes with every group of inputs.
+// `next` on are asked for, further by `ahead` bytes with every group of inputs. Where Kind expands weights,
+// they are left at `kept` [inputs, stride].
 template <class Kind, int MR, int NV, int kLines>
 inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
                  int64_t stride, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
-                 int64_t ahead) {
+                 int64_t ahead, [[maybe_unused]] float* kept = nullptr) {
   // Unrolled before all else: only then do the sums become registers.
   typename Kind::Sum sums[MR][NV];
 #pragma GCC unroll 8
@@ -183,6 +189,14 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
     next += ahead;
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
+    if constexpr (std::is_same_v<Kind, KeepingKind>) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+        store(kept + v * kLanes, columns[v].even);
+        store(kept + stride + v * kLanes, columns[v].odd);
+      }
+      kept += 2 * stride;
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const typename Kind::Spread row = Kind::spread_row(rows + m * row_stride + g * Kind::kGroup);
@@ -207,15 +221,15 @@ constexpr int most_vectors() {
 template <class Kind, int MR, int kLines>
 inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
                       int64_t width, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
-                      int64_t ahead) {
+                      int64_t ahead, float* kept = nullptr) {
   constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kLanes;
   int64_t column = 0;
   for (; column + kMost * kLanes <= width; column += kMost * kLanes)
     tile<Kind, MR, kMost, kLines>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
-                                  first, next, ahead);
+                                  first, next, ahead, kept + column);
   for (; column < width; column += kLane)
     tile<Kind, MR, kLeast, 1>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
-                              first, next, ahead);
+                              first, next, ahead, kept + column);
 }
 
 // Calls body(row, std::integral_constant height) for tiles that cover num_rows rows. Seven to eleven rows go as two

@@ -69,16 +69,16 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
 
 void put_scales(const PackArgs& args, int64_t first, int64_t width) {
   const PackedWeight& weight = args.weight;
-  const int64_t padded = (weight.outputs + kLane - 1) / kLane * kLane;
   const int64_t groups = weight.group_size ? weight.inputs / weight.group_size : 1;
   for (int64_t output = first; output < std::min(first + width, weight.outputs); ++output) {
     if (weight.bias) weight.bias[output] = args.bias[output];
     for (int64_t g = 0; weight.scales && g < groups; ++g) {
       const float scale = args.source_scales[output * groups + g];
-      weight.scales[g * padded + output] = scale;
+      const int64_t place = first * groups + g * width + output - first;
+      weight.scales[place] = scale;
       if (weight.minimums) {
         const float shift = weight.format == kInt4Grouped ? kMiddle * scale : 0.0f;
-        weight.minimums[g * padded + output] = args.source_minimums[output * groups + g] + shift;
+        weight.minimums[place] = args.source_minimums[output * groups + g] + shift;
       }
     }
   }

@@ -22,20 +22,16 @@ constexpr int64_t kInputBlock = 4096;
 constexpr int64_t kNearInputs = 64;
 // How far ahead of its expansion a weight is asked for, in bytes.
 constexpr int64_t kFarAhead = 16384;
-// Rows of one tile, which read a weight as it is.
-constexpr int64_t kFewRows = 6;
 
 struct alignas(64) Scratch {
   float totals[kRowBlock * kPanel];
   float expanded[kNearInputs * kPanel];
-  int32_t sums[kTileRows * kPanel];
+  int32_t sums[kTileRows * kPanel];  // of a block
   uint8_t levels[kBlockInputs * kPanel];
 };
 
 // With internal linkage: an inline variable would be one for all levels that a process has loaded.
 static thread_local Scratch scratch;
-// A whole panel of floats, where so many rows use it that it is expanded once for all.
-static thread_local std::vector<float> whole_panel;
 
 inline int64_t padded_outputs(const PackedWeight& weight) { return (weight.outputs + kLane - 1) / kLane * kLane; }
 
@@ -68,14 +64,6 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
   }
 }
 
-// Exact sums with stored weights to those with the weights themselves, in place: less `middle` times the row's sum.
-inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t width) {
-  const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle);
-  float* floats = reinterpret_cast<float*>(totals);
-  for (int64_t column = 0; column < width; column += kLanes)
-    store(floats + column, to_floats(ByteKind::resume(totals + column), static_cast<int32_t>(less)));
-}
-
 // --- a panel against a block of rows ---
 
 template <class Kind>
@@ -95,32 +83,30 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
 }
 
 #if !defined(__AVX512BF16__)
-// bfloat16 weights [inputs / 2][width][2] as floats [inputs][width].
-inline void expand_halves(const uint16_t* panel, int64_t width, int64_t inputs, float* to) {
-  for (int64_t input = 0; input < inputs; input += 2)
-    for (int64_t column = 0; column < width; column += kLanes) {
-      const uint16_t* pairs = panel + input * width + 2 * column;
-      store(to + input * width + column, lower_half(pairs));
-      store(to + (input + 1) * width + column, upper_half(pairs));
-    }
-}
-
-// The same sums as plain_panel<HalfKind> bit for bit: rows are floats in both.
+// The same sums as plain_panel<HalfKind> bit for bit: rows are floats in both. By blocks of inputs, whose weights
+// the first tile expands for the others.
 inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, const uint16_t* panel,
                            int64_t width, int64_t inputs, float* totals, const Fetch& fetch) {
   const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t tiles = (num_rows + 5) / 6;
   for (int64_t begin = 0; begin < inputs; begin += kNearInputs) {
     const int64_t count = std::min(kNearInputs, inputs - begin);
-    const bool last = begin + count == inputs;
-    expand_halves(panel + begin * width, width, count, scratch.expanded);
-    // What lies so far ahead in the stream is asked for, whichever panel it is of.
-    const Fetch some{fetch.next ? reinterpret_cast<const char*>(panel + begin * width) + kFarAhead : nullptr,
-                     count * line,
-                     false,
-                     last ? fetch.out : nullptr,
-                     fetch.out_stride,
-                     fetch.out_count};
-    multiply<FloatKind>(rows + begin, stride, num_rows, scratch.expanded, width, count, totals, begin == 0, some);
+    // What lies so far ahead in the stream is asked for, whichever panel it is of; at an even pace.
+    const char* weights = reinterpret_cast<const char*>(panel + begin * width);
+    const int64_t step = fetch.next ? line / tiles : 0;
+    const char* next = fetch.next ? weights + kFarAhead : weights;
+    for_tiles(num_rows, [&](int64_t row, auto height) {
+      constexpr int MR = decltype(height)::value;
+      if (begin + count == inputs) fetch_results(fetch, row, MR);
+      const float* some = rows + begin + row * stride;
+      float* sums = totals + row * kPanel;
+      if (row == 0)
+        tile_rows<KeepingKind, MR, 2>(some, stride, panel + begin * width, width, count / 2, sums, begin == 0, next,
+                                      2 * step, scratch.expanded);
+      else
+        tile_rows<FloatKind, MR, 1>(some, stride, scratch.expanded, width, count, sums, begin == 0, next, step);
+      next += step * count;
+    });
   }
 }
 #endif
@@ -149,47 +135,36 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
                        int64_t column, int64_t width, float* totals, const Fetch& fetch) {
   const Blocks blocks = blocks_of(weight);
   const bool four = weight.format == kInt4Grouped;
-  const int32_t middle = four ? 8 : 128;
-  const int64_t padded = padded_outputs(weight), density = four ? 2 : 1;
+  const int64_t density = four ? 2 : 1, num_groups = weight.group_size ? weight.inputs / weight.group_size : 0;
   const auto* panel = static_cast<const uint8_t*>(weight.data) + column * weight.padded_inputs / density;
-  const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
-  const auto* data = static_cast<const WideRow*>(rows.data) + first_row * rows.stride;
+  WideRows some{static_cast<const WideRow*>(rows.data) + first_row * rows.stride, rows.stride, weight.padded_inputs,
+                rows.scales + first_row * blocks.count, rows.sums + first_row * blocks.count, blocks.count};
+  const float* scales = weight.group_size ? weight.scales + column * num_groups : nullptr;
+  const float* minimums = weight.minimums ? weight.minimums + column * num_groups : nullptr;
   for (int64_t block = 0; block < blocks.count; ++block) {
     const int64_t begin = blocks.begin(block), count = blocks.end(block) - begin, group = blocks.group_of(block);
-    const float* scales = weight.group_size ? weight.scales + group * padded + column : nullptr;
-    const float* minimums = weight.minimums ? weight.minimums + group * padded + column : nullptr;
     const uint8_t* weights = panel + begin * width / density;
-    if (four) {
-      expand_levels(weights, width, count, scratch.levels);
-      weights = scratch.levels;
-    }
-    const bool last = block + 1 == blocks.count;
-    const int64_t bytes = count * width / density, groups = count / 4;
-    // What lies so far ahead in the stream is asked for, each tile asking for its part.
-    const char* next = reinterpret_cast<const char*>(panel + begin * width / density) + std::max(kAhead, bytes);
-    const int64_t ahead = fetch.next ? std::min<int64_t>(128, bytes / (2 * groups * tiles)) : 0;
-    for (int64_t row = 0; row < num_rows; row += kTileRows) {
-      const int64_t height = std::min<int64_t>(kTileRows, num_rows - row);
-      if (last) fetch_results(fetch, row, height);
-      multiply_wide(data + row * rows.stride + begin, rows.stride, weight.padded_inputs, height, weights, width,
-                    groups, scratch.sums, next, ahead);
-      next += 2 * ahead * groups;
-      for (int64_t m = 0; m < height; ++m) {
-        int32_t* sums = scratch.sums + m * kPanel;
-        const int64_t at = (first_row + row + m) * blocks.count + block;
-        settle_row(sums, rows.sums[at], middle, width);
-        const float scale = rows.scales[at];
-        const Vec row_scale = set1(scale), row_sum = set1(scale * static_cast<float>(rows.sums[at]));
-        for (int64_t v = 0; v < width; v += kLanes) {
-          float* total = totals + (row + m) * kPanel + v;
-          const Vec factor = scales ? mul(row_scale, load(scales + v)) : row_scale;
-          const Vec before = block == 0 ? zero() : load(total);
-          Vec value = fma(load(reinterpret_cast<const float*>(sums) + v), factor, before);
-          if (minimums) value = fma(row_sum, load(minimums + v), value);
-          store(total, value);
-        }
+    const char* here = reinterpret_cast<const char*>(weights);
+    const BlockScales by{scales ? scales + group * width : nullptr, minimums ? minimums + group * width : nullptr,
+                         four ? 8 : 128};
+    if (by.scales) fetch_scales(by, width);
+    if (block + 1 == blocks.count) fetch_results(fetch, 0, num_rows);
+    const int64_t bytes = count * width / density;
+    // What lies so far ahead in the stream is asked for: not less than a block, as some rows pass it several times.
+    const char* next = here + std::max(num_rows <= kFewRows ? kAhead : kFarAhead, bytes);
+    if (kPairsOfLevels && four && num_rows <= kFewRows) {
+      few_levels(some, num_rows, weights, width, count / 4, by, totals, block == 0, next, bytes);
+    } else {
+      if (four) {
+        expand_levels(weights, width, count, scratch.levels);
+        weights = scratch.levels;
       }
+      multiply_wide(some, num_rows, weights, width, count / 4, by, totals, block == 0, scratch.sums, next,
+                    fetch.next ? bytes : 0);
     }
+    some.data += count;
+    ++some.scales;
+    ++some.sums;
   }
 }
 
@@ -222,15 +197,6 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         const auto* halves = static_cast<const uint16_t*>(weight.data) + offset;
         const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
 #if !defined(__AVX512BF16__)
-        if (end - begin > kRowBlock) {
-          if (stream) {
-            whole_panel.resize(kPanel * weight.padded_inputs);
-            expand_halves(halves, width, weight.padded_inputs, whole_panel.data());
-          }
-          plain_panel<FloatKind>(from, rows.stride, num_rows, whole_panel.data(), width, weight.padded_inputs,
-                                 totals, fetch);
-          break;
-        }
         if (num_rows > kFewRows) {
           expanded_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
           break;

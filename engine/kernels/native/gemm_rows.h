@@ -21,23 +21,24 @@ struct Rows {
 // Whether rows are rounded to 16 bits by blocks of inputs.
 inline bool is_wide(const PackedWeight& weight) { return weight.format != kInt8Dynamic && weight.format >= kInt8; }
 
-// Whether a format's rows are copied to the workspace at all.
-inline bool converts(const PackedWeight& weight) {
-  if (weight.format == kFloat32) return false;
-  if (weight.format == kInt8Dynamic || is_wide(weight)) return true;
+// Whether rows are copied to the workspace. Several rows always are: their own stride may be a power of two, which
+// maps all of them to the same few places of the nearest cache.
+inline bool converts(const PackedWeight& weight, int64_t num_rows) {
+  if (num_rows > 1 || weight.format == kInt8Dynamic || is_wide(weight)) return true;
 #if defined(__AVX512BF16__)
-  return true;
+  return weight.format != kFloat32;
 #else
   return weight.inputs != weight.padded_inputs;
 #endif
 }
 
+// Bytes from one copied row to the next: an odd number of cache lines, so that rows lie in different sets.
 inline int64_t workspace_stride(const PackedWeight& weight) {
-  const int64_t padded = weight.padded_inputs;
-  if (weight.format == kFloat32) return padded * static_cast<int64_t>(sizeof(float));
-  if (weight.format == kInt8Dynamic) return padded;
-  if (is_wide(weight)) return padded * 2;
-  return padded * static_cast<int64_t>(sizeof(HalfKind::Row));
+  int64_t element = sizeof(HalfKind::Row);
+  if (weight.format == kFloat32) element = sizeof(float);
+  if (weight.format == kInt8Dynamic) element = 1;
+  if (is_wide(weight)) element = 2;
+  return ((weight.padded_inputs * element + 63) / 64 | 1) * 64;
 }
 
 // Scales of a row, and sums.
@@ -121,11 +122,12 @@ inline void widen_row(const float* from, const PackedWeight& weight, WideRow* to
     const Rounding rounding = rounding_of(from + begin, end - begin, static_cast<float>(kMostWide));
     int32_t total = 0;
     if (rounding.inverse > 0.0f) {
+      alignas(64) int32_t levels[kBlockInputs];
       for (int64_t i = begin; i < end; ++i) {
-        const int32_t level = level_of(from[i], rounding.inverse, kMostWide);
-        store_wide(to, weight.padded_inputs, i, level);
-        total += level;
+        levels[i - begin] = level_of(from[i], rounding.inverse, kMostWide);
+        total += levels[i - begin];
       }
+      store_wide(to + begin, weight.padded_inputs, levels, end - begin);
     }
     scales[block] = rounding.scale;
     sums[block] = total;
@@ -187,8 +189,11 @@ inline Copy copy_at(const PackedWeight& weight, void* at, int64_t num_rows) {
 }
 
 inline Rows rows_of(const PackedWeight& weight, const Copy& copy) {
-  const int64_t elements = is_wide(weight) ? kWideElements : 1;
-  return {copy.rows, weight.padded_inputs * elements, copy.scales, copy.sums};
+  int64_t element = sizeof(HalfKind::Row);
+  if (weight.format == kFloat32) element = sizeof(float);
+  if (weight.format == kInt8Dynamic) element = 1;
+  if (is_wide(weight)) element = sizeof(WideRow);
+  return {copy.rows, workspace_stride(weight) / element, copy.scales, copy.sums};
 }
 
 }  // namespace millrace
