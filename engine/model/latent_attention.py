@@ -51,7 +51,9 @@ class LatentAttention:
             f"{prefix}.kv_a_layernorm.weight", (latent.kv_rank,), dtype=torch.float32
         )
         up_shape = (spec.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-        up = weights.dense(f"{prefix}.kv_b_proj", up_shape, dtype=torch.float32)
+        # On a GPU the model's: in float32 matrix units are idle, and 576 numbers to a key have no registers.
+        self.dtype = torch.float32 if weights.device.type == "cpu" else weights.dtype
+        up = weights.dense(f"{prefix}.kv_b_proj", up_shape, dtype=self.dtype)
         up = up.view(spec.num_heads, -1, latent.kv_rank)
         self.key_up = up[:, : latent.nope_dim].contiguous()  # [H, N, R]
         self.value_up = up[:, latent.nope_dim :].transpose(1, 2).contiguous()  # [H, R, V]
@@ -78,12 +80,9 @@ class LatentAttention:
         k_turned = rotate(down[:, None, latent.kv_rank :], cos, sin, interleaved=self.interleaved)
         stored = norm(down[:, : latent.kv_rank], self.latent_norm, INNER_NORM_EPS)
         cache.write(torch.cat((stored[:, None], k_turned), dim=-1), None, step.slots)
-        plain = q[..., : latent.nope_dim].float().transpose(0, 1)  # [H, T, N]
+        plain = q[..., : latent.nope_dim].to(self.dtype).transpose(0, 1)  # [H, T, N]
         q_latent = batched(plain, self.key_up).transpose(0, 1)  # [T, H, R]
-        queries = torch.cat((q_latent, q_turned.float()), dim=-1)  # [T, H, R + P]
-        if x.device.type == "cuda":
-            # Matrix units take the model's type; in float32, 576 numbers to a key, registers would not do.
-            queries = queries.to(x.dtype)
-        mixed = step.attention.run(step.attention_plan, queries, cache, self.options).float()  # [T, H, R]
+        queries = torch.cat((q_latent, q_turned.to(self.dtype)), dim=-1)  # [T, H, R + P]
+        mixed = step.attention.run(step.attention_plan, queries, cache, self.options)  # [T, H, R]
         values = batched(mixed.transpose(0, 1), self.value_up).transpose(0, 1)  # [T, H, V]
         return self.output(values.flatten(1).to(x.dtype))
