@@ -145,9 +145,9 @@ def _a_captured_step(gpu: Gpu) -> str:
     eager = attention.run(
         attention.plan(ragged(lengths, [1] * rows, tables, BLOCK_SIZE), gpu.device), q, cache, options
     )
-    if not torch.equal(out, rms_norm(eager, weight, 1e-5).out):
-        raise ValueError("a replay differs from an eager step")
-    return "the bits of an eager step"
+    expected = rms_norm(eager, weight, 1e-5).out
+    same = "the bits of an eager step" if torch.equal(out, expected) else "not the bits of an eager step"
+    return f"{same}, {_close(out, expected, 1e-2)}"
 
 
 def _products(gpu: Gpu) -> str:

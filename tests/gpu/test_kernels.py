@@ -8,14 +8,23 @@ import torch
 
 from engine.kernels.activation.reference import gate as reference_gate
 from engine.kernels.activation.triton_activation import gate
-from engine.kernels.linear.formats import Int4Weight, Int8Weight, pack_levels
+from engine.kernels.linear.formats import (
+    DenseWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    WeightFormat,
+    pack_levels,
+)
+from engine.kernels.linear.triton_backend import InvariantLinear
 from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
-from engine.kernels.linear.triton_linear import scaled_product, weight_only_product
+from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
 from engine.kernels.norm.reference import rms_norm as reference_norm
-from engine.kernels.norm.triton_norm import rms_norm
+from engine.kernels.norm.triton_norm import TritonNorm, rms_norm
 from engine.kernels.paged_cache import allocate_layer
 from engine.kernels.rope.reference import rotate
 from engine.kernels.rope.triton_rope import rope_and_store
+from engine.kernels.rows import Quantized
 from engine.kernels.sampling.triton_sampling import RowOptions, sample
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.noise import gumbel, row_keys
@@ -40,6 +49,26 @@ def test_norm(device: torch.device, width: int) -> None:
     expected = reference_norm(x + residual, weight, 1e-6)
     torch.testing.assert_close(normed.out.cpu(), expected, equal_nan=True)
     assert bool(normed.out[[0, 1, 2, 4]].isfinite().all()), "a poisoned row stays alone"
+
+
+@pytest.mark.parametrize("quantized", ["int8", "fp8"])
+@pytest.mark.parametrize("width", WIDTHS[2:])
+def test_rounding_in_the_norm_is_rounding_after_it(
+    device: torch.device, half: torch.dtype, quantized: Quantized, width: int
+) -> None:
+    if quantized == "fp8" and not REHEARSES and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    x, change = (drawn(5, width, seed=seed).to(device, half) for seed in range(2))
+    weight, factors = drawn(width, seed=2).to(device), drawn(width, seed=3).abs().to(device)
+    norm = TritonNorm()
+    stream, rows = norm.quantized(x, change, weight, 1e-5, quantized, factors)
+    expected, normed = norm.added(x, change, weight, 1e-5)
+    levels, scale = quantize_rows(normed, quantized, factors=factors)
+    assert torch.equal(stream, expected)
+    # Two kernels may add up a row's squares in two orders: a number at the edge of two levels can fall to
+    # either side.
+    torch.testing.assert_close(rows.scale, scale, rtol=1e-2, atol=0.0)
+    assert float((rows.levels.float() == levels.float()).float().mean()) > 0.98
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
@@ -147,6 +176,57 @@ def test_float8(device: torch.device, rows: int, inputs: int, outputs: int, bloc
     )
     # The float8 units of Hopper accumulate in 14 bits or so.
     assert float((found.cpu() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "w8a8", "int4"])
+def test_a_row_has_the_same_bits_in_any_batch(device: torch.device, half: torch.dtype, kind: str) -> None:
+    outputs, inputs = (70, 128) if REHEARSES else (1000, 1024)
+    product = InvariantLinear().pack(_weight(kind, outputs, inputs, 0, device, half))
+    x = drawn(150, inputs, seed=5).to(device, half)
+    everything = product(x)
+    for first, last in ((0, 1), (0, 17), (60, 70), (149, 150), (3, 140)):
+        assert torch.equal(product(x[first:last]), everything[first:last])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "w8a8", "fp8", "fp8 blocks"])
+def test_quantized_experts_equal_their_own_products(
+    device: torch.device, half: torch.dtype, kind: str
+) -> None:
+    tokens, active, inputs, outputs = 21, 2, 256, 130
+    weights = [_weight(kind, outputs, inputs, 10 * index, device, half) for index in range(4)]
+    linear = InvariantLinear()
+    grouped = linear.grouped(weights)
+    assert grouped is not None
+    x = drawn(tokens, inputs).to(device, half)
+    choice = whole(0, 3, tokens * active, seed=2).int()
+    found = grouped(x, grouped.group(choice.to(device)), rows_per_input=active)
+    alone = [linear.pack(weight)(x) for weight in weights]
+    expected = torch.stack([alone[int(w)][row // active] for row, w in enumerate(choice)])
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+def _weight(
+    kind: str, outputs: int, inputs: int, seed: int, device: torch.device, half: torch.dtype
+) -> WeightFormat:
+    """A random weight of one format on the device."""
+    if kind.startswith("fp8") and not REHEARSES and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 products need compute capability 8.9")
+    if kind == "dense":
+        return DenseWeight(values=drawn(outputs, inputs, seed=seed).to(device, half))
+    if kind == "int4":
+        packed = pack_levels(whole(0, 16, outputs, inputs, seed=seed))
+        scale = drawn(outputs, inputs // 32, seed=seed).abs() / 8
+        return Int4Weight(packed=packed.to(device), scale=scale.to(device))
+    if kind.startswith("fp8"):
+        shape = (-(-outputs // 128), inputs // 128) if kind == "fp8 blocks" else (outputs,)
+        values = drawn(outputs, inputs, seed=seed).to(device).to(torch.float8_e4m3fn)
+        return Fp8Weight(values=values, scale=drawn(*shape, seed=seed + 1).abs().to(device))
+    values = whole(-127, 128, outputs, inputs, seed=seed).to(torch.int8)
+    return Int8Weight(
+        values=values.to(device),
+        scale=(drawn(outputs, 1, seed=seed).abs() / 100).to(device),
+        activations="int8" if kind == "w8a8" else "float",
+    )
 
 
 def test_experts_and_adapters(device: torch.device) -> None:

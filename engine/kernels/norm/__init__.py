@@ -36,7 +36,7 @@ class QuantizingNorm(NormBackend, Protocol):
         factors: Tensor | None,
     ) -> tuple[Tensor, QuantizedRows]:
         """x [T, E], plus change [T, E] where given -> the sum in x's type, and the sum normed, multiplied by
-        factors [E] and rounded to `kind`: bit for bit what `plain` or `added` and rounding afterwards give.
+        factors [E] and rounded to `kind`: what `plain` or `added` and rounding afterwards give.
         """
 
 
