@@ -12,6 +12,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.errors import MillraceError, Reason
 from services.status import to_detail
+from services.streams.server import ServerCall
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +33,19 @@ class CallStream:
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._has_all = False
+        # Takes answers at once, where the stream is one of ours.
+        self._direct: ServerCall | None = None
+        self._flush_is_due = False
 
     async def serve(
         self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest]
     ) -> AsyncGenerator[tokenizer_pb2.PrepareStreamResponse, None]:
         """Messages with answers; ends when the caller has ended its side and every call is answered."""
+        if isinstance(requests, ServerCall):
+            self._direct = requests
         reader = asyncio.ensure_future(self._read(requests))
-        reader.add_done_callback(lambda _: self._changed.set())
+        reader.add_done_callback(self._read_all)
         try:
             while self._ready or self._tasks or not reader.done():
                 await self._changed.wait()
@@ -75,9 +82,24 @@ class CallStream:
             )
             answer = tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(failure))
         self._ready.append(answer)
+        if self._direct is not None and not self._flush_is_due:
+            # Answers of one turn of the event loop go together.
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if self._ready and self._direct is not None and not self._direct.is_congested:
+            answers, self._ready = self._ready, []
+            self._direct.send(tokenizer_pb2.PrepareStreamResponse(answers=answers))
+
+    def _read_all(self, reader: asyncio.Task[None]) -> None:
+        self._has_all = True
+        self._changed.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._changed.set()
+        if self._ready or self._has_all:
+            self._changed.set()
         if len(self._tasks) < MAX_IN_WORK:
             self._room.set()

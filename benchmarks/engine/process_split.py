@@ -66,8 +66,7 @@ class ThreadedCoreClient(CoreClient):
         ours.setblocking(False)
         threading.Thread(target=serve_core, args=(CoreSocket(theirs),), daemon=True).start()
         self._process = _ThreadAsProcess()  # type: ignore[assignment]
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self.send(self._start)
+        await self.connect(ours)
 
     @property
     def pid(self) -> int:

@@ -23,7 +23,9 @@ import grpc
 import httptools
 import uvloop
 
-from services.channels import SERVER_OPTIONS, connect
+from services.errors import MillraceError
+from services.server import GrpcServer, wait_for_signal
+from services.streams.client import ClientStream, open_stream
 
 _METHOD = "/chain.Echo/Pass"
 # About what a request is on its way to the tokenizer service.
@@ -35,10 +37,36 @@ _ANSWER = (
 )
 
 
+class Echo:
+    """A stream to a service, one question at a time."""
+
+    def __init__(self) -> None:
+        self._answer: asyncio.Future[bytes] | None = None
+        self._stream: ClientStream | None = None
+
+    async def open(self, target: str) -> Echo:
+        self._stream = await open_stream(target, _METHOD, on_message=self._take, on_end=self._end)
+        return self
+
+    async def ask(self, message: bytes) -> bytes:
+        """What the service echoes."""
+        assert self._stream is not None, "open comes first"
+        self._answer = asyncio.get_running_loop().create_future()
+        self._stream.send(message)
+        return await self._answer
+
+    def _take(self, message: bytes) -> None:
+        assert self._answer is not None, "a question comes first"
+        self._answer.set_result(message)
+
+    def _end(self, error: MillraceError | None) -> None:
+        raise SystemExit(f"a service has ended its stream: {error}")
+
+
 class _Front(asyncio.Protocol):
     """One connection; requests come one at a time."""
 
-    def __init__(self, calls: list[Any]) -> None:
+    def __init__(self, calls: list[Echo]) -> None:
         self._calls = calls
         self._parser = httptools.HttpRequestParser(self)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,15 +85,12 @@ class _Front(asyncio.Protocol):
 
     async def _answer(self) -> None:
         for call in self._calls:
-            await call.write(_MESSAGE)
-            await call.read()
+            await call.ask(_MESSAGE)
         self._transport.write(_ANSWER)
 
 
 async def _serve_front(port: int, services: list[int]) -> None:
-    channels = [connect(f"127.0.0.1:{number}") for number in services]
-    methods: list[Any] = [channel.stream_stream(_METHOD, None, None) for channel in channels]
-    calls = [method() for method in methods]
+    calls = [await Echo().open(f"127.0.0.1:{number}") for number in services]
     server = await asyncio.get_running_loop().create_server(lambda: _Front(calls), "127.0.0.1", port)
     await server.serve_forever()
 
@@ -89,12 +114,15 @@ async def _serve_service(port: int, *, has_core: bool) -> None:
                 await core[0].readexactly(len(message))
             yield message
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    handlers = {"Pass": grpc.stream_stream_rpc_method_handler(echo)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("chain.Echo", handlers),))
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    def register(handler: Any, server: Any) -> None:
+        handlers = {"Pass": grpc.stream_stream_rpc_method_handler(handler)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("chain.Echo", handlers),))
+
+    server = GrpcServer(f"127.0.0.1:{port}", streams=True)
+    server.add(register, echo, "chain.Echo")
     await server.start()
-    await server.wait_for_termination()
+    await wait_for_signal()
+    await server.stop(0)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -15,7 +16,6 @@ from engine.core.frames import FrameBuffer, encode
 
 _log = logging.getLogger(__name__)
 
-_READ_BYTES = 1 << 20
 _STOP_GRACE_S = 5.0
 
 
@@ -26,8 +26,7 @@ class CoreClient:
         self._start = start
         self._log_level = log_level
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._socket: _CoreSocket | None = None
         self._decoder = msgspec.msgpack.Decoder(messages.Report)
         self.on_report: Callable[[messages.Report], None] = lambda report: None
         # Set for good when the core has ended, with what is known of why.
@@ -49,32 +48,35 @@ class CoreClient:
             sys.executable, *arguments, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
         )
         theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        await self.connect(ours)
+
+    async def connect(self, ours: socket.socket) -> None:
+        """Takes this side's end of the socket pair, and begins."""
+        _, self._socket = await asyncio.get_running_loop().create_connection(
+            lambda: _CoreSocket(self._take), sock=ours
+        )
         self.send(self._start)
 
     def send(self, command: messages.Command) -> None:
         """Queues a command; does nothing once the core has ended."""
-        if self._writer is not None and not self.ended.is_set():
-            self._writer.write(encode(command))
+        if self._socket is not None and not self.ended.is_set():
+            self._socket.write(encode(command))
+
+    def _take(self, payload: bytes) -> None:
+        self.on_report(self._decoder.decode(payload))
 
     async def listen(self) -> None:
-        """Passes reports on until the core ends; sets `ended`."""
-        assert self._reader is not None
-        buffer = FrameBuffer()
-        try:
-            while data := await self._reader.read(_READ_BYTES):
-                for payload in buffer.feed(data):
-                    self.on_report(self._decoder.decode(payload))
-        except ConnectionError as error:
-            _log.warning("the socket to the core failed: %s", error)
+        """Returns when the core has ended; sets `ended`. Reports are passed on as they come."""
+        assert self._socket is not None
         assert self._process is not None
+        await self._socket.closed
         code = await self._process.wait()
         self.end_cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         self.ended.set()
 
     async def stop(self) -> None:
         """Asks the core to end and waits; kills it when it does not."""
-        if self._process is None or self._writer is None:
+        if self._process is None or self._socket is None:
             return
         self.send(messages.Stop())
         try:
@@ -83,4 +85,42 @@ class CoreClient:
             _log.warning("the core did not end within %.0f s and is killed", _STOP_GRACE_S)
             self._process.kill()
             await self._process.wait()
-        self._writer.close()
+        self._socket.close()
+
+
+class _CoreSocket(asyncio.Protocol):
+    """This side of the socket pair. Reports are handled where they are read: tokens wait for no task."""
+
+    def __init__(self, on_payload: Callable[[bytes], None]) -> None:
+        self._on_payload = on_payload
+        self._buffer = FrameBuffer()
+        self._transport: asyncio.Transport | None = None
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        # uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        for payload in self._buffer.feed(data):
+            self._on_payload(payload)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        if exc is not None:
+            _log.warning("the socket to the core failed: %s", exc)
+        self._transport = None
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes; nothing happens once the core has ended."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._transport is not None:
+            self._transport.close()

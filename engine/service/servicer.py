@@ -19,6 +19,7 @@ from engine.types import FinishReason
 from services import context as signed_context
 from services.errors import MillraceError, Reason
 from services.interceptors import ServicerContext as Context
+from services.streams.server import ServerCall
 
 FULL_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
@@ -54,9 +55,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         # The generator may be abandoned in the middle of a write; this runs in any case.
         closing: Any = functools.partial(_close, dispatcher, stream)
         context.add_done_callback(closing)
+        welcome = engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=info))
+        call: Any = context
+        if isinstance(call, ServerCall):
+            call.send(welcome)
+            stream.pass_on(call)
+            call.listen(functools.partial(self._take_message, stream))
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
-            yield engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=info))
+            if not isinstance(call, ServerCall):
+                yield welcome
             async for message in stream.messages():
                 yield message
         finally:
@@ -77,16 +85,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Takes submissions and cancellations until the gateway ends its side."""
         try:
             async for message in requests:
-                if message.HasField("several"):
-                    for each in message.several.requests:
-                        self._take(stream, each)
-                else:
-                    self._take(stream, message)
+                self._take_message(stream, message)
             stream.end()
-        except MillraceError as error:
-            stream.end(error)
         except grpc.aio.AioRpcError:
             stream.end()
+
+    def _take_message(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
+        if not stream.is_open:
+            return
+        try:
+            if message.HasField("several"):
+                for each in message.several.requests:
+                    self._take(stream, each)
+            else:
+                self._take(stream, message)
+        except MillraceError as error:
+            stream.end(error)
 
     def _take(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
         kind = message.WhichOneof("message")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from millrace.engine.v1 import engine_pb2
 
 from services.errors import MillraceError
+from services.streams.server import ServerCall
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class GatewayStream:
         self._wake = asyncio.Event()
         self._error: MillraceError | None = None
         self._closed = False
+        # Takes messages at once, where the stream is one of ours.
+        self._direct: ServerCall | None = None
 
     @property
     def is_open(self) -> bool:
@@ -55,7 +58,12 @@ class GatewayStream:
             message.load.CopyFrom(load)
         self.kv_events = []
         self.last_sent_s = now
-        self._outbox.append(engine_pb2.AttachResponse(outputs=message))
+        response = engine_pb2.AttachResponse(outputs=message)
+        direct = self._direct
+        if direct is not None and not self._outbox and not direct.is_congested:
+            direct.send(response)
+            return
+        self._outbox.append(response)
         self._wake.set()
         if len(self._outbox) > self._max_backlog:
             _log.warning(
@@ -65,6 +73,10 @@ class GatewayStream:
                 self._max_backlog,
             )
             self.abandon()
+
+    def pass_on(self, call: ServerCall) -> None:
+        """Has messages sent as they are put, from now on, unless others wait."""
+        self._direct = call
 
     def abandon(self) -> None:
         """Ends the stream at once; the handler may be stuck in a write that nobody takes."""

@@ -122,6 +122,8 @@ class ServerCall:
         self._deserialize: Callable[[bytes], Any] = bytes
         self._aborted: StreamEnd | None = None
         self._callbacks: list[Callable[[Any], Any]] = []
+        self._on_request: Callable[[Any], None] | None = None
+        self._serialize: Callable[[Any], bytes] = bytes
         limit_s = timeout_s(headers.get("grpc-timeout", ""))
         self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
         self._timer: asyncio.TimerHandle | None = None
@@ -142,7 +144,8 @@ class ServerCall:
         # gRPC's handlers may have none: messages are bytes then.
         self._deserialize = handler.request_deserializer or bytes
         loop = asyncio.get_running_loop()
-        self.task = loop.create_task(self._run(handler.stream_stream, handler.response_serializer or bytes))
+        self._serialize = handler.response_serializer or bytes
+        self.task = loop.create_task(self._run(handler.stream_stream))
         calls.add(self)
         self.task.add_done_callback(lambda _: calls.discard(self))
         if self._deadline_s is not None:
@@ -155,6 +158,9 @@ class ServerCall:
 
     def message_received(self, message: bytes) -> None:
         """See Receiver."""
+        if self._on_request is not None:
+            self._on_request(self._parsed(message))
+            return
         self._stream.hold(len(message))
         self._requests.append(message)
         self._wake()
@@ -194,12 +200,37 @@ class ServerCall:
             await self._waiter
         message = self._requests.popleft()
         self._stream.release(len(message))
+        return self._parsed(message)
+
+    def _parsed(self, message: bytes) -> Any:
         try:
             return self._deserialize(message)
         except DecodeError as error:
             raise StreamEnd(grpc.StatusCode.INTERNAL, "a message cannot be decoded") from error
 
-    # What the handler does with its context, as with gRPC's.
+    # What a handler may do with its context here alone: pass messages on without a change of tasks.
+
+    def listen(self, on_request: Callable[[Any], None]) -> None:
+        """From now on requests go to `on_request`, as they come; the iterator only tells the end. Those that
+        have come before go first. It never waits, and what it keeps is its own to bound.
+        """
+        while self._requests:
+            message = self._requests.popleft()
+            self._stream.release(len(message))
+            on_request(self._parsed(message))
+        self._on_request = on_request
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the client does not take what was sent."""
+        return self._stream.is_congested
+
+    def send(self, response: Any) -> None:
+        """Sends a response before whatever the handler yields next. For as long as not `is_congested`."""
+        self._begin()
+        self._stream.send(self._serialize(response))
+
+    # What it does with its context, as with gRPC's.
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """Headers of the call that are the caller's own."""
@@ -219,13 +250,12 @@ class ServerCall:
         self._aborted = StreamEnd(code, details, rich)
         raise grpc.aio.AbortError
 
-    async def _run(self, behavior: Callable[..., Any], serialize: Callable[[Any], bytes]) -> None:
+    async def _run(self, behavior: Callable[..., Any]) -> None:
         stream = self._stream
         try:
             async with aclosing(behavior(self, self)) as responses:
                 async for response in responses:
-                    self._begin()
-                    stream.send(serialize(response))
+                    self.send(response)
                     if stream.is_congested:
                         await self._wait_room()
             self.answer(StreamEnd(grpc.StatusCode.OK))
