@@ -17,6 +17,7 @@ from services.status import from_rpc_error
 from services.streams import front
 from services.streams.client import ClientStream, open_stream
 from services.streams.frames import PREFACE
+from services.streams.server import ServerCall
 
 SERVICE = "test.Streams"
 LEAN, GRPC = "lean", "grpc"
@@ -72,6 +73,16 @@ class Streams:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    async def Direct(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        """Echoes without a change of tasks, where that is possible, once it has seen the first."""
+        first = await anext(aiter(requests))
+        yield b"first " + first
+        if isinstance(context, ServerCall):
+            context.listen(lambda message: context.send(b"direct " + message))
+        async for message in requests:
+            yield b"task " + message
+        yield b"end"
 
     async def Flood(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
         async for message in requests:

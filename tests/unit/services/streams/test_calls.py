@@ -276,6 +276,19 @@ async def test_a_client_refuses_a_message_that_is_too_large(server: str) -> None
             await talk.take()
 
 
+async def test_a_handler_may_pass_messages_on_without_its_task() -> None:
+    async with serving(LEAN) as (_, _, address), talking(LEAN, address, "Direct") as talk:
+        for number in range(50):
+            await talk.send(b"%d" % number)
+        assert await talk.take() == b"first 0"
+        # Those that came before it asked, and those after.
+        for number in range(1, 50):
+            assert await talk.take() == b"direct %d" % number
+        await talk.end()
+        assert await talk.take() == b"end"
+        assert await talk.take() is None
+
+
 async def test_everything_else_of_the_server_is_grpc_s_own() -> None:
     async with serving(LEAN) as (_, _, address), grpc.aio.insecure_channel(address) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(
