@@ -85,6 +85,8 @@ class NativeDecoder:
         self._caches: list[LayerCache] | None = None
         self._max_tokens = max_tokens
         self._body: Program | None = None
+        # The batch that the step points to; its arrays may change in place from one step to the next.
+        self._batch: ForwardBatch | None = None
         self._hidden = torch.empty(0, 0)
         self._head = self._build_head(16)
 
@@ -102,7 +104,13 @@ class NativeDecoder:
             self._max_tokens = max(self._max_tokens, num_tokens)
             self._caches = caches
             self._body = self._build_body(caches)
-        step = self._step
+        if batch is not self._batch:
+            self._point_to(batch, num_tokens)
+        self._body.run(self._pool)
+        return self._hidden[:num_tokens]
+
+    def _point_to(self, batch: ForwardBatch, num_tokens: int) -> None:
+        step, ragged = self._step, batch.ragged
         step.num_tokens = num_tokens
         step.num_sequences = ragged.context_lens.size
         step.max_blocks = ragged.block_tables.shape[1]
@@ -112,8 +120,7 @@ class NativeDecoder:
         step.query_starts = _address(ragged.query_starts)
         step.context_lens = _address(ragged.context_lens)
         step.block_tables = _address(ragged.block_tables)
-        self._body.run(self._pool)
-        return self._hidden[:num_tokens]
+        self._batch = batch
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> [R, V] in float32, valid until the next call."""

@@ -36,6 +36,7 @@ from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
+from engine.runner.steady import SteadyDecode
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.grammar import GrammarEngine, GrammarMasks
 from engine.sampling.sampler import sample
@@ -64,6 +65,21 @@ class PendingTorchStep:
         return self._future.result()
 
 
+class _Done:
+    """A step that ran when it was launched; a Future's lock would be for nobody."""
+
+    def __init__(self, result: StepResult | None, error: Exception | None) -> None:
+        self._result = result
+        self._error = error
+
+    def wait(self) -> StepResult:
+        """The result; raises what made the step fail as a whole."""
+        if self._result is None:
+            assert self._error is not None, "neither result nor error"
+            raise self._error
+        return self._result
+
+
 class TorchRunner:
     """A model, its cache and the state of its sequences. `launch` from one thread; see Runner."""
 
@@ -87,6 +103,7 @@ class TorchRunner:
         self.proposer = proposer
         self._began_s = 0.0
         self.table = self._make_table()
+        self._steady = SteadyDecode(self.table, storage.block_size)
         self.table.sampling.native = native_sampling
         if isinstance(model, Decoder):
             self.table.sampling.backend = model.kernels.names["sampling"]
@@ -110,12 +127,10 @@ class TorchRunner:
         if self._thread is not None:
             self.storage.announce(plan)
             return PendingTorchStep(self._thread.submit(self._execute, plan))
-        done: Future[StepResult] = Future()
         try:
-            done.set_result(self._execute(plan))
+            return _Done(self._execute(plan), None)
         except Exception as error:
-            done.set_exception(error)
-        return PendingTorchStep(done)
+            return _Done(None, error)
 
     def num_states(self) -> int:
         """Live sequences."""
@@ -158,6 +173,13 @@ class TorchRunner:
 
     def _compute(self, sound: list[ScheduledSequence]) -> tuple[list[SequenceResult], float]:
         """Results of sequences that can be computed, and how much of the time sampling took, in seconds."""
+        steady = self._steady.following(sound)
+        if steady is not None:
+            inputs, rows = steady
+            self._began_s = time.monotonic()
+            hidden = self.model.forward(inputs.batch, self.storage.layers, self.attention)
+            forwarded = time.monotonic()
+            return self._sample(inputs, rows, hidden, None, {}), time.monotonic() - forwarded
         inputs = prepare_inputs(
             sound,
             self.table,
@@ -175,10 +197,13 @@ class TorchRunner:
         results = self._sample(
             inputs, rows, hidden, pending_masks.result() if pending_masks else None, scores
         )
+        self._steady.keep(inputs, rows)
         return results, time.monotonic() - forwarded
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Everything that a plan says before its forward, in the order that base.py defines."""
+        if plan.released or plan.new_sequences or plan.forks:
+            self._steady.forget()
         for sequence_id in plan.released:
             self.table.release(sequence_id)
         forked = {child for _, child in plan.forks}
@@ -188,9 +213,12 @@ class TorchRunner:
             self.table.fork(parent, child)
         self.storage.apply(plan)
         for sequence in plan.scheduled:
+            if not sequence.new_block_ids and not sequence.num_given_up:
+                continue
             slot = self.table.states[sequence.sequence_id].slot
             self.table.add_blocks(slot, sequence.new_block_ids)
             if sequence.num_given_up:
+                self._steady.forget()
                 self.table.blocks[slot, : sequence.num_given_up] = self.storage.num_blocks
 
     def _start_masks(self, inputs: StepInputs) -> Future[GrammarMasks] | None:

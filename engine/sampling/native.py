@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
+from engine.kernels.native.library import Program
 from engine.sampling.noise import row_keys
 from engine.sampling.table import NO_ROW, SamplingTable
 
@@ -88,37 +89,61 @@ def sampling_library() -> NativeLibrary | None:
         return None
 
 
-def native_sample(
-    library: NativeLibrary, logits: Tensor, table: SamplingTable, rows: SamplingRows
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], Tensor]:
-    """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits [R, V]
-    for logits [R, V] in float32.
-    """
-    logits = logits.contiguous()
-    count, vocab_size = logits.shape
-    # All zeros is the most likely token.
-    described = np.zeros(count, SAMPLE_ROW)
-    kept: list[NDArray[np.generic]] = []
-    if rows.grammar_masks is not None or not table.plain[rows.slots].all():
-        kept = _describe(described, table, rows)
-    changed = bool(kept) and any(described[name].any() for name in ("counts", "bias", "mask", "num_stops"))
-    processed = torch.empty_like(logits) if changed else logits
-    tokens = np.zeros(count, np.int64)
-    finite, allowed = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    args = SampleArgs(
-        logits=logits.data_ptr(),
-        processed=processed.data_ptr() if changed else None,
-        rows=described.ctypes.data,
-        stop_ids=kept[0].ctypes.data if kept else None,
-        draft_tokens=kept[1].ctypes.data if kept else None,
-        tokens=tokens.ctypes.data,
-        finite=finite.ctypes.data,
-        allowed=allowed.ctypes.data,
-        num_rows=count,
-        vocab_size=vocab_size,
-    )
-    library.run([Op(library, "sample", args, kept)], num_threads=torch.get_num_threads())
-    return tokens, finite, allowed, processed
+class NativeDraws:
+    """The native sampler, with buffers that serve one step after another. Not thread-safe."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._resize(1)
+
+    def _resize(self, capacity: int) -> None:
+        # All zeros is the most likely token.
+        self._described = np.zeros(capacity, SAMPLE_ROW)
+        # Whether any row says something else.
+        self._written = False
+        self._tokens = np.zeros(capacity, np.int64)
+        self._finite, self._allowed = np.zeros(capacity, np.bool_), np.zeros(capacity, np.bool_)
+        self._args = SampleArgs(
+            rows=self._described.ctypes.data,
+            tokens=self._tokens.ctypes.data,
+            finite=self._finite.ctypes.data,
+            allowed=self._allowed.ctypes.data,
+        )
+        self._program = Program(self._library, [Op(self._library, "sample", self._args)])
+
+    def draw(
+        self, logits: Tensor, table: SamplingTable, rows: SamplingRows
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], Tensor]:
+        """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits
+        [R, V] for logits [R, V] in float32.
+        """
+        logits = logits.contiguous()
+        count, vocab_size = logits.shape
+        if count > self._described.size:
+            self._resize(2 * count)
+        if self._written:
+            self._described[:] = 0
+            self._written = False
+        kept: list[NDArray[np.generic]] = []
+        processed, args = logits, self._args
+        args.processed = args.stop_ids = args.draft_tokens = None
+        if rows.grammar_masks is not None or not table.plain[rows.slots].all():
+            described = self._described[:count]
+            self._written = True
+            kept = _describe(described, table, rows)
+            args.stop_ids, args.draft_tokens = kept[0].ctypes.data, kept[1].ctypes.data
+            if any(described[name].any() for name in ("counts", "bias", "mask", "num_stops")):
+                processed = torch.empty_like(logits)
+                args.processed = processed.data_ptr()
+        args.logits = logits.data_ptr()
+        args.num_rows, args.vocab_size = count, vocab_size
+        self._program.run(self._library.pool(torch.get_num_threads()))
+        return (
+            self._tokens[:count].copy(),
+            self._finite[:count].copy(),
+            self._allowed[:count].copy(),
+            processed,
+        )
 
 
 def _describe(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.sampling.native import native_sample, sampling_library
+from engine.sampling.native import NativeDraws, sampling_library
 from engine.sampling.noise import gumbel, row_keys
 from engine.sampling.on_device import DeviceDrawn, sample_on_device
 from engine.sampling.table import NO_ROW, SamplingTable
@@ -57,7 +57,9 @@ def sample(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
     library = sampling_library() if table.native and logits.device.type == "cpu" else None
     if library is None:
         return sample_by_torch(logits, table, rows)
-    tokens, finite, allowed, processed = native_sample(library, logits, table, rows)
+    if table.draws is None:
+        table.draws = NativeDraws(library)
+    tokens, finite, allowed, processed = table.draws.draw(logits, table, rows)
     return Drawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
 
 

@@ -7,12 +7,17 @@ Shape letters: N slots, W wide rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.kernels.transfer import on_device
 from engine.types import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sampling.native import NativeDraws
 
 OPTIONS = np.dtype(
     [
@@ -69,6 +74,8 @@ class SamplingTable:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.native = True
+        # Made with the first draw.
+        self.draws: NativeDraws | None = None
         # Name of what draws on a GPU (engine/kernels/sampling).
         self.backend = "torch"
         self.options = np.zeros(0, OPTIONS)  # [N]
@@ -136,6 +143,9 @@ class SamplingTable:
 
     def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Counts one new output token per entry; a slot may occur several times."""
+        if not self.output_counts.rows.shape[0]:
+            # Nobody has asked for penalties so far.
+            return
         rows = self.options["count_row"][slots]
         counted = rows != NO_ROW
         if counted.any():

@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.native import NativeLibrary
 from engine.sampling.logprobs import logprobs_by_torch
-from engine.sampling.native import native_logprobs, native_sample
+from engine.sampling.native import NativeDraws, native_logprobs
 from engine.sampling.sampler import SamplingRows, sample_by_torch
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
@@ -74,7 +74,8 @@ def test_same_tokens_as_torch(native: NativeLibrary, vocab_size: int, spread: fl
     logits = spread * torch.randn(len(slots), vocab_size, generator=torch.Generator().manual_seed(3))
     rows = rows_of(slots, vocab_size, seed=5, guided=guided)
     expected = sample_by_torch(logits, table, rows)
-    tokens, finite, allowed, processed = native_sample(native, logits, table, rows)
+    draws = NativeDraws(native)
+    tokens, finite, allowed, processed = draws.draw(logits, table, rows)
     differing = np.flatnonzero(tokens != expected.tokens)
     # The border of top-p is where two sums of rounded numbers meet; elsewhere nothing may differ.
     assert all(0 < OPTIONS[slots[row]].top_p < 1 for row in differing)
@@ -83,8 +84,7 @@ def test_same_tokens_as_torch(native: NativeLibrary, vocab_size: int, spread: fl
     assert np.array_equal(allowed, expected.allowed)
     torch.testing.assert_close(processed, expected.processed, atol=1e-5, rtol=1e-6)
     alone = [
-        native_sample(native, logits[row : row + 1], table, _one_row(rows, row))[0][0]
-        for row in range(0, len(slots), 7)
+        draws.draw(logits[row : row + 1], table, _one_row(rows, row))[0][0] for row in range(0, len(slots), 7)
     ]
     assert alone == tokens[::7].tolist()
 
@@ -123,7 +123,7 @@ def test_equal_logits_and_poison(native: NativeLibrary) -> None:
     logits[:, 20:] = -1.0
     logits[3, 0] = float("nan")
     logits[4, 39] = float("inf")
-    tokens, finite, _, processed = native_sample(native, logits, table, rows)
+    tokens, finite, _, processed = NativeDraws(native).draw(logits, table, rows)
     assert finite.tolist() == [True, True, True, False, False, True]
     expected = sample_by_torch(logits, table, rows)
     assert tokens[finite].tolist() == expected.tokens[finite].tolist()

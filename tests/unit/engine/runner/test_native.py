@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.config import SchedulerConfig
-from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
+from engine.kernels.native import NativeUnavailableError, load_native
+from engine.kernels.native.library import Program
 from engine.model.lowering import NativeDecoder
 from engine.runner.torch_runner import TorchRunner
 from engine.types import SamplingParams
@@ -206,13 +207,13 @@ def test_off_uses_no_native_code_at_all(tmp_path: Path, monkeypatch: pytest.Monk
     """Not for draws and log-probabilities either; elsewhere they are native even where torch computes."""
     make_checkpoint(tmp_path, "llama")
     calls: list[str] = []
-    run = NativeLibrary.run
+    run = Program.run
 
-    def counted(library: NativeLibrary, ops: list[Op], **options: int) -> None:
-        calls.extend(op.name for op in ops)
-        run(library, ops, **options)
+    def counted(program: Program, pool: int) -> None:
+        calls.extend(op.name for op in program.ops)
+        run(program, pool)
 
-    monkeypatch.setattr(NativeLibrary, "run", counted)
+    monkeypatch.setattr(Program, "run", counted)
     jobs = {}
     for native in ("off", "auto"):
         runner = open_runner(tmp_path, native=native, attention_backend="reference")
