@@ -169,8 +169,53 @@ def hostile_inputs(number: int) -> dict[str, Request]:
     }
 
 
+def hostile_crumbs(number: int) -> dict[str, Request]:
+    """Just below the sizes from which on requests are given to workers, and grammars that take some
+    milliseconds each.
+    """
+    quarter = (_WORDS * 3_300)[: 250 * 1024]
+    tiny = Request()
+    for each in range(4_000):
+        role = (chat_pb2.ROLE_USER, chat_pb2.ROLE_ASSISTANT)[each % 2]
+        tiny.conversation.messages.add(role=role, content=f"{number} {each} hello you there")
+    tools = Request(conversation=_chat(f"{number}"))
+    for each in range(200):
+        schema = {"properties": {f"{number}{each}": {"type": "string"}}, "required": [f"{number}{each}"]}
+        tools.conversation.tools.add(name=f"f{each}", parameters_json=json.dumps(schema))
+    documents = Request(conversation=_chat(f"{number}"))
+    for each in range(60):
+        document = struct_pb2.Struct()
+        document.update({"title": f"{number}-{each}", "text": _WORDS * 4})
+        documents.conversation.documents.append(document)
+    options = [{"type": "object", "properties": {f"p{number}{each}": {"const": each}}} for each in range(60)]
+    nested: dict[str, Any] = {"const": number}
+    for _ in range(100):
+        nested = {"type": "array", "items": nested}
+    rules = "".join(f'r{each}: "{number}" r{each + 1} | "{each}"\n' for each in range(800))
+    grammar = chat_pb2.ResponseFormat(lark=f'start: r0\n{rules}r800: "x"\n')
+    words = [f"{number} {each} choice" for each in range(1_200)]
+    return {
+        "messages": tiny,
+        "tools": tools,
+        "documents": documents,
+        "ids": Request(encoded=tokenizer_pb2.EncodedPrompt(ids=list(range(300, 700)) * 300)),
+        "text": Request(text=f"{number}" + quarter),
+        "control tokens": Request(conversation=_chat(f"{number}" + "<|im_start|><think>" * 12_000)),
+        "union": Request(text="x", response_format=_format({"anyOf": options}, strict=False)),
+        "nesting": Request(text="x", response_format=_format(nested, strict=True)),
+        "regex": Request(
+            text="x", response_format=chat_pb2.ResponseFormat(regex=f"(a|b|cd){{200}}x{number}")
+        ),
+        "lark": Request(text="x", response_format=grammar),
+        "choice": Request(
+            text="x", response_format=chat_pb2.ResponseFormat(choice=chat_pb2.Choice(options=words))
+        ),
+    }
+
+
 # What the hostile tenant floods the service with.
 ATTACKS: dict[str, Callable[[int], dict[str, Request]]] = {
     "schemas": hostile_schemas,
     "inputs": hostile_inputs,
+    "crumbs": hostile_crumbs,
 }

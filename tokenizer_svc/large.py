@@ -22,6 +22,15 @@ from tokenizer_svc.wire import MAX_PARSED_BYTES, packed_ids
 
 # Tools, documents, options, calls and response formats beyond this many bytes are a worker's.
 _MAX_STRUCTURED_BYTES = 32 * 1024
+# So is everything beyond MAX_PARSED_BYTES. Against both limits counts, beside its bytes, what makes work that
+# is not in them: each message, each tool or document, and each place in a text where a control token might be
+# spelled, which begins so in most vocabularies.
+_MESSAGE_BYTES = 1024
+_PART_BYTES = 512
+_SPELLING_BYTES = 32
+_SPELLINGS = "<["
+# Ids take Python longer than text.
+_MAX_ID_BYTES = 32 * 1024
 
 
 def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
@@ -34,19 +43,23 @@ def is_large(request: tokenizer_pb2.PrepareRequest) -> bool:
         case "text":
             return is_large_text(request.text)
         case _:
-            # Ids are costly only where they are many.
-            return request.encoded.ByteSize() > MAX_PARSED_BYTES
+            return request.encoded.ByteSize() > _MAX_ID_BYTES
 
 
 def is_large_conversation(conversation: chat_pb2.Conversation) -> bool:
     """The same for a conversation."""
+    messages, num_parts = conversation.messages, len(conversation.tools) + len(conversation.documents)
     size = conversation.ByteSize()
-    if size <= _MAX_STRUCTURED_BYTES:
+    beside = _MESSAGE_BYTES * len(messages) + _PART_BYTES * num_parts
+    if size + beside <= _MAX_STRUCTURED_BYTES:
         return False
-    if size > MAX_PARSED_BYTES:
+    if size + beside > MAX_PARSED_BYTES:
         return True
-    texts = sum(each.ByteSize() for each in conversation.messages if not each.tool_calls)
-    return size - texts > _MAX_STRUCTURED_BYTES
+    texts = sum(each.ByteSize() for each in messages if not each.tool_calls)
+    if size - texts + _PART_BYTES * num_parts > _MAX_STRUCTURED_BYTES:
+        return True
+    spelled = sum(each.content.count(first) for each in messages for first in _SPELLINGS)
+    return size + beside + _SPELLING_BYTES * spelled > MAX_PARSED_BYTES
 
 
 def is_large_text(text: str) -> bool:

@@ -20,6 +20,7 @@ from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
 from tokenizer_svc.limits import no_input
+from tokenizer_svc.pace import Pace
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.stream import CallStream
 from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
@@ -51,6 +52,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._max_context_age_s = max_context_age_s
         self._allow_unsigned = allow_unsigned
         self._limit_s = prepare_limit_s
+        self._pace = Pace()
         self._vocabulary = convert.vocabulary_response(
             preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
         )
@@ -113,6 +115,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             if not is_large(request):
                 return await self._prepare_small(request, who)
             request = large(request.SerializeToString())
+        await self._pace.wait(tenant, len(request.wire))
         length = convert.length_limit(request.head, who)
         return await self._preparer.prepare_large(request, tenant=tenant, length=length)
 

@@ -17,20 +17,62 @@ import sys
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.grammar.worker import READY
 
-# Replies are bounded by the artifact limit; stream buffers only need to hold one read.
-_STREAM_LIMIT = 1 << 20
+_HEADER_BYTES = 4
 # The first process has this long to load the vocabulary.
 _START_LIMIT_S = 60.0
 _NICENESS = 15
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+class Replies(asyncio.BufferedProtocol):
+    """A worker's replies, one at a time, read to where they stay: nobody is woken until one is whole."""
+
+    def __init__(self) -> None:
+        self._header = bytearray(_HEADER_BYTES)
+        self._reply: bytearray | None = None
+        self._num_read = 0
+        self._waiter: asyncio.Future[bytearray] | None = None
+        self._lost = False
+
+    def next(self) -> asyncio.Future[bytearray]:
+        """The reply that comes next; EOFError when the process died."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._lost:
+            self._waiter.set_exception(EOFError("the worker died"))
+        return self._waiter
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio.BufferedProtocol."""
+        return memoryview(self._header if self._reply is None else self._reply)[self._num_read :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio.BufferedProtocol."""
+        self._num_read += nbytes
+        if self._reply is None and self._num_read == _HEADER_BYTES:
+            self._reply = bytearray(int.from_bytes(self._header, "little"))
+            self._num_read = 0
+        if self._reply is not None and self._num_read == len(self._reply):
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(self._reply)
+            self._reply = None
+            self._num_read = 0
+
+    def eof_received(self) -> None:
+        """See asyncio.BufferedProtocol."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.BufferedProtocol."""
+        self._lost = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(EOFError("the worker died"))
+
+
 class Worker:
     """One process. `run` either answers or leaves the process dead."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, transport: asyncio.Transport, replies: Replies, pid: int) -> None:
+        self._transport = transport
+        self._replies = replies
         self._pid = pid
         # Names this very process, even when its number belongs to another one by then.
         self._handle = os.pidfd_open(pid)
@@ -63,15 +105,11 @@ class Worker:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
-    async def run(self, payload: bytes) -> bytes:
+    async def run(self, payload: bytes) -> bytearray:
         """The reply to one request; EOFError when the process died."""
-        try:
-            self._writer.write(len(payload).to_bytes(4, "little") + payload)
-            await self._writer.drain()
-            header = await self._reader.readexactly(4)
-            return await self._reader.readexactly(int.from_bytes(header, "little"))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the worker died") from error
+        reply = self._replies.next()
+        self._transport.writelines((len(payload).to_bytes(_HEADER_BYTES, "little"), payload))
+        return await reply
 
     def kill(self) -> None:
         """Ends the process; again does no harm. How soon it is gone depends on its priority."""
@@ -79,7 +117,8 @@ class Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        self._writer.close()
+        # Not `close`, which would wait until it has read all that was written.
+        self._transport.abort()
         os.close(self._handle)
         self._handle = -1
 
@@ -134,8 +173,8 @@ class Nursery:
         with theirs:
             socket.send_fds(control, [b"+"], [theirs.fileno()])
             pid = int.from_bytes(await self._receive(control, 4), "little")
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
-        return Worker(reader, writer, pid)
+        transport, replies = await asyncio.get_running_loop().create_connection(Replies, sock=ours)
+        return Worker(transport, replies, pid)
 
     async def _receive(self, control: socket.socket, num_bytes: int) -> bytes:
         received = b""

@@ -277,7 +277,7 @@ class WorkerPool:
         if not self._fresh[job.tenant]:
             del self._fresh[job.tenant]
 
-    async def _within_limit(self, worker: Worker, job: _Job) -> bytes:
+    async def _within_limit(self, worker: Worker, job: _Job) -> bytearray:
         used_before_s, began_s = worker.processor_s(), time.monotonic()
         work = asyncio.ensure_future(worker.run(job.payload))
         try:
