@@ -1,0 +1,187 @@
+"""Where a step on a CPU goes, and how fast prompts are computed beside the machine's own rates.
+
+The real loop, scheduler and runner over a checkpoint with random weights, messages encoded as for the front;
+no other process takes part. The baseline puts every step together anew. "native" is the time inside the
+kernels, "read" that of the weights alone at the memory's measured rate (a last cache that holds them is
+faster). The second table is a prompt of 2,048 tokens, beside the measured rate of multiplication, attention's
+operations counted; rates are the better of two measurements, before and after. "others" says how many CPUs
+other programs took meanwhile: above 0.05, measure again.
+
+    python -m benchmarks.engine.cpu_step [--checkpoint llama-40m] [--ours bf16] [--sequences 1 32]
+        [--environments DIR] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import msgspec
+import psutil
+
+from benchmarks.engine.host_time import _Watch
+from benchmarks.engine.overlap import _Mailbox
+from benchmarks.engine.report import Row, publish
+from benchmarks.peers.checkpoints import SHAPES, make_checkpoint, matrix_parameters
+from benchmarks.peers.roofline import Machine, measure_machine
+from benchmarks.peers.tables import OURS, precision_of
+from engine.config import EngineConfig
+from engine.core.__main__ import make_scheduler
+from engine.core.loop import EngineLoop
+from engine.model.lowering import NativeDecoder
+from engine.runner.steady import SteadyDecode
+from engine.runner.torch_runner import TorchRunner, build
+from engine.types import Request, SamplingParams
+from services.config import ModelConfig
+
+_PROMPT = 256
+_NUM_TOKENS = 128
+_LONG_PROMPT = 2048
+_ROUNDS = 3
+_KV_BYTES = 2 << 30
+
+
+class Bench:
+    """One loaded checkpoint, driven in this process."""
+
+    def __init__(self, checkpoint: str, precision: str, folder: Path) -> None:
+        self.checkpoint, self.precision = checkpoint, precision
+        settings: dict[str, object] = {"max_model_len": 4096}
+        for name, value in {**OURS[precision][0], "cache.kv_cache_bytes": _KV_BYTES}.items():
+            section, _, key = name.rpartition(".")
+            if section:
+                nested = settings.setdefault(section, {})
+                assert isinstance(nested, dict)
+                nested[key] = value
+            else:
+                settings[key] = value
+        self.config = msgspec.convert(settings, EngineConfig)
+        self.model = ModelConfig(path=str(make_checkpoint(checkpoint, folder)))
+        runner, self.memory, self.facts = build(self.config, self.model, lambda stage, part: None)
+        assert isinstance(runner, TorchRunner)
+        assert isinstance(runner.model, NativeDecoder), "there are no native kernels here"
+        self.runner = runner
+        self.watch = _Watch()
+        self.watch.around(runner.model.library, "run_pool", "native")
+        self.watch.around(runner, "launch", "launch")
+        self._random = random.Random(0)
+
+    def run(self, num_sequences: int, prompt: int, num_tokens: int) -> tuple[float, float]:
+        """Seconds of greedy answers to so many random prompts at once, and CPUs that others took."""
+        scheduler = make_scheduler(self.config, self.model, self.memory, self.facts)
+        requests = [
+            Request(
+                request_id=index,
+                external_id=str(index),
+                prompt_token_ids=tuple(self._random.randrange(300, 30_000) for _ in range(prompt)),
+                sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+            )
+            for index in range(num_sequences)
+        ]
+        mailbox = _Mailbox(requests)
+        loop = EngineLoop(scheduler, self.runner, mailbox)
+        self.watch.around(scheduler, "schedule", "plan")
+        self.watch.around(scheduler, "update", "results")
+        self.watch.around(mailbox, "send", "publish")
+        began, busy, own = time.perf_counter(), _busy_s(), time.process_time()
+        while mailbox.num_ended < num_sequences:
+            with self.watch.during("step"):
+                loop.step()
+            self.watch.end_step()
+        seconds = time.perf_counter() - began
+        # The runner forgets the last sequences.
+        loop.step()
+        others = (_busy_s() - busy - (time.process_time() - own)) / seconds
+        return seconds, max(0.0, others)
+
+    def decode_row(self, num_sequences: int, machine: Machine, *, anew: bool) -> Row:
+        """Medians of the parts of a step in microseconds; `anew` puts every step together as a whole."""
+        with (
+            patch.object(SteadyDecode, "following", lambda steady, scheduled: None) if anew else nullcontext()
+        ):
+            return self._decode_row(num_sequences, machine, "baseline: anew" if anew else "ours")
+
+    def _decode_row(self, num_sequences: int, machine: Machine, name: str) -> Row:
+        self.run(num_sequences, _PROMPT, 8)
+        self.watch.parts.clear()
+        runs = [self.run(num_sequences, _PROMPT, _NUM_TOKENS) for _ in range(_ROUNDS)]
+        weights = matrix_parameters(self.checkpoint) * precision_of(f"millrace-{self.precision}").weight_bytes
+        row: dict[str, str | float | int] = {"sequences": num_sequences, "steps": name}
+        for part in ("plan", "launch", "native", "results", "publish", "step"):
+            row[f"{part} us"] = round(self.watch.median_us(part), 1)
+        host = self.watch.median_us("step") - self.watch.median_us("native")
+        return row | {
+            "not native us": round(host, 1),
+            "read us": round(weights / machine.read_bytes_per_s * 1e6, 1),
+            "tokens/s": median(num_sequences * _NUM_TOKENS / seconds for seconds, _ in runs),
+            "others": round(max(others for _, others in runs), 2),
+        }
+
+    def prefill_row(self, machine: Machine) -> Row:
+        """A long prompt: tokens per second, and operations per second beside the machine's."""
+        self.run(1, _LONG_PROMPT, 1)
+        runs = [self.run(1, _LONG_PROMPT, 1) for _ in range(_ROUNDS)]
+        shape, seconds = SHAPES[self.checkpoint], min(seconds for seconds, _ in runs)
+        layers = matrix_parameters(self.checkpoint) - shape["vocab_size"] * shape["hidden_size"]
+        heads = shape["num_attention_heads"] * shape["head_dim"] * shape["num_hidden_layers"]
+        operations = 2 * layers * _LONG_PROMPT + 2 * heads * _LONG_PROMPT**2
+        rate = precision_of(f"millrace-{self.precision}").flops_per_s(machine)
+        return {
+            "prompt": _LONG_PROMPT,
+            "seconds": seconds,
+            "tokens/s": _LONG_PROMPT / seconds,
+            "TFLOP/s": operations / seconds / 1e12,
+            "baseline: products TFLOP/s": rate / 1e12,
+            "share %": 100 * operations / seconds / rate,
+            "others": round(max(others for _, others in runs), 2),
+        }
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="llama-40m")
+    parser.add_argument("--ours", choices=sorted(OURS), default="bf16")
+    parser.add_argument("--sequences", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--environments", type=Path, default=Path("build/peers"))
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    folder = arguments.environments.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = measure_machine()
+    bench = Bench(arguments.checkpoint, arguments.ours, folder)
+    # As the core does before it serves.
+    gc.collect()
+    gc.freeze()
+    prefill = bench.prefill_row(machine)
+    decode = [
+        bench.decode_row(count, machine, anew=anew) for count in arguments.sequences for anew in (True, False)
+    ]
+    machine = machine.best(measure_machine())
+    rate = precision_of(f"millrace-{arguments.ours}").flops_per_s(machine)
+    measured = float(prefill["TFLOP/s"])
+    prefill = {**prefill, "baseline: products TFLOP/s": rate / 1e12, "share %": 100e12 * measured / rate}
+    notes = (
+        f"{arguments.checkpoint}, {arguments.ours}, {os.cpu_count()} CPUs, memory read at "
+        f"{machine.read_bytes_per_s / 1e9:.1f} GB/s"
+    )
+    publish("A decode step on the CPU, medians", decode, arguments.json, notes)
+    prefill_json = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_prefill")
+    publish("A prompt of 2,048 tokens, best of three", [prefill], prefill_json, notes)
+    bench.runner.close()
+
+
+if __name__ == "__main__":
+    main()
