@@ -1,0 +1,130 @@
+"""Large requests in parts, and what counts as large."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace.common.v1 import chat_pb2, context_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
+
+from tokenizer_svc.grammar.nursery import Replies
+from tokenizer_svc.large import is_large
+from tokenizer_svc.wire import MAX_PARSED_BYTES, LargeRequest, large, packed_ids, read_prepare
+
+REQUEST = tokenizer_pb2.PrepareRequest
+CONTEXT = context_pb2.SignedContext(payload=b"p" * 300, signature=b"s")
+
+
+def chat(*contents: str) -> chat_pb2.Conversation:
+    return chat_pb2.Conversation(
+        messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content=content) for content in contents]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_input", "name"),
+    [
+        ({"conversation": chat("x" * 300, "y")}, "conversation"),
+        ({"text": "x" * 300}, "text"),
+        ({"encoded": tokenizer_pb2.EncodedPrompt(ids=[1, 1000] * 200)}, "encoded"),
+        ({}, ""),
+    ],
+)
+def test_all_but_input_and_format_is_read(given_input: dict[str, object], name: str) -> None:
+    form = chat_pb2.ResponseFormat(regex="a" * 1000)
+    small = {"context": CONTEXT, "model": "m", "max_prompt_tokens": 77, "truncation": 1}
+    wire = REQUEST(response_format=form, **small, **given_input).SerializeToString()
+    found = large(wire)
+    assert found.head == REQUEST(**small)
+    assert (found.wire, found.input) == (wire, name)
+    value = next(iter(given_input.values()), "")
+    # A string's field holds its bytes, a message's what it is serialized to.
+    assert found.num_input_bytes == (len(value) if isinstance(value, str) else value.ByteSize())  # type: ignore[attr-defined]
+    assert found.num_format_bytes == form.ByteSize()
+
+
+def test_only_large_requests_come_in_parts() -> None:
+    small = REQUEST(text="x" * 1000)
+    assert read_prepare(small.SerializeToString()) == small
+    assert isinstance(read_prepare(REQUEST(text="x" * MAX_PARSED_BYTES).SerializeToString()), LargeRequest)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        REQUEST(text="a").SerializeToString() * 2,
+        REQUEST(text="a").SerializeToString() + REQUEST(conversation=chat("b")).SerializeToString(),
+        REQUEST(text="a" * 500).SerializeToString()[:-1],
+        b"\x22\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+        b"\x07",
+        # Many fields that no request has.
+        b"".join(bytes([(16 + each % 8) << 3 & 0x7F | 0x80, 1 + each // 8, 0]) for each in range(100)),
+    ],
+)
+def test_what_is_no_request_is_malformed(wire: bytes) -> None:
+    with pytest.raises(DecodeError):
+        large(wire)
+
+
+@given(wire=st.binary(max_size=200))
+def test_any_bytes_are_taken_or_refused(wire: bytes) -> None:
+    try:
+        found = large(wire)
+    except DecodeError:
+        return
+    assert found.num_input_bytes + found.num_format_bytes <= len(wire)
+
+
+def test_ids_are_packed_as_all_answers_have_them() -> None:
+    packed = packed_ids([1, 300, 70_000])
+    for kind in (
+        tokenizer_pb2.PrepareResponse,
+        tokenizer_pb2.TokenizeResponse,
+    ):
+        assert list(kind.FromString(packed).token_ids) == [1, 300, 70_000]
+    rest = tokenizer_pb2.PrepareResponse(assistant_prefix="a").SerializeToString()
+    both = tokenizer_pb2.PrepareResponse.FromString(packed + rest)
+    assert (list(both.token_ids), both.assistant_prefix) == ([1, 300, 70_000], "a")
+
+
+def test_many_small_parts_are_large_as_well() -> None:
+    assert not is_large(REQUEST(conversation=chat(*["hello"] * 100)))
+    assert is_large(REQUEST(conversation=chat(*["hello"] * 1000)))
+    tools = chat("hello")
+    for each in range(100):
+        tools.tools.add(name=f"f{each}")
+    assert is_large(REQUEST(conversation=tools))
+    assert not is_large(REQUEST(conversation=chat("word " * 20_000)))
+    assert is_large(REQUEST(conversation=chat("<|x|> " * 20_000)))
+    assert is_large(REQUEST(encoded=tokenizer_pb2.EncodedPrompt(ids=range(40_000))))
+    assert not is_large(REQUEST(encoded=tokenizer_pb2.EncodedPrompt(ids=range(10_000))))
+    assert is_large(REQUEST(text="x", response_format=chat_pb2.ResponseFormat(lark="x" * 40_000)))
+    assert not is_large(REQUEST(text="x", response_format=chat_pb2.ResponseFormat(lark="x" * 20_000)))
+
+
+async def test_replies_are_told_apart_however_they_arrive() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
+    transport, replies = await loop.create_connection(Replies, sock=ours)
+    try:
+        for reply in (b"", b"x", b"y" * 3_000_000):
+            waiting = replies.next()
+            frame = len(reply).to_bytes(4, "little") + reply
+            for part in (frame[:2], frame[2:5], frame[5:]):
+                await loop.sock_sendall(theirs, part)
+            assert await waiting == reply
+        waiting = replies.next()
+        await loop.sock_sendall(theirs, b"\x09\x00\x00\x00half")
+        theirs.close()
+        with pytest.raises(EOFError):
+            await waiting
+        with pytest.raises(EOFError):
+            await replies.next()
+    finally:
+        transport.close()
