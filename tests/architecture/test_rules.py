@@ -45,13 +45,14 @@ _BORDER = (
     # Signs the request context, which is a message.
     "gateway/pipeline/caller.py",
     "gateway/tokenizer/",
-    "tokenizer_svc/__main__.py",
     "tokenizer_svc/convert.py",
     # Measures messages that are too large to be read where they arrive.
     "tokenizer_svc/large.py",
     "tokenizer_svc/servicer.py",
     # The servicer of the stream of Prepare calls.
     "tokenizer_svc/stream.py",
+    # Tells the parts of requests that are too large to be parsed.
+    "tokenizer_svc/wire.py",
     "engine/__main__.py",
     "engine/service/",
 )
