@@ -166,10 +166,30 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         answer = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=request))
         assert list(answer.token_ids) == Text(path).ids(conversation(messages, tools))
         assert "f99" in answer.grammar.payload.decode()
+        whole = tokenizer_pb2.PrepareRequest(context=signed(), conversation=request)
+        calls = [tokenizer_pb2.PrepareCall(id=1, request=whole)]
+        stream = running.stub.PrepareStream(iter([tokenizer_pb2.PrepareStreamRequest(calls=calls)]))
+        (streamed,) = (each.response for message in stream for each in message.answers)
+        assert (streamed.token_ids, streamed.grammar) == (answer.token_ids, answer.grammar)
         counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(conversation=request))
         assert counted.token_ids == answer.token_ids
         text = "me <think> " * 30_000
         whole = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text=text))
+        ids = tokenizer_pb2.EncodedPrompt(ids=whole.token_ids)
+        again = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=ids))
+        assert again.token_ids == whole.token_ids
+        form = chat_pb2.ResponseFormat(choice=chat_pb2.Choice(options=[f"o{each}" for each in range(9_000)]))
+        chosen = running.stub.Prepare(
+            tokenizer_pb2.PrepareRequest(context=signed(), text="Hi", response_format=form)
+        )
+        assert "o8999" in chosen.grammar.payload.decode()
+        assert len(chosen.token_ids) > 0
+        cut = tokenizer_pb2.PrepareRequest(
+            context=signed(), text=text, max_prompt_tokens=5, truncation=tokenizer_pb2.TRUNCATION_KEEP_END
+        )
+        kept = running.stub.Prepare(cut)
+        assert kept.token_ids == whole.token_ids[-5:]
+        assert kept.num_truncated_tokens == len(whole.token_ids) - 5
         batch = running.stub.EncodeBatch(tokenizer_pb2.EncodeBatchRequest(texts=[text]))
         assert whole.token_ids == batch.prompts[0].ids
         counted = running.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
