@@ -118,8 +118,11 @@ def _attention_variants(arch: int) -> list[Variant]:
         ("llama, int8 KV", 4, 128, "*i8", {**scaled}),
         ("llama, fp8 KV", 4, 128, "*fp8e4nv", {**scaled}),
         ("gemma", 2, 256, "*bf16", {**local}),
+        ("gemma, int8 KV", 2, 256, "*i8", {**local, **scaled}),
+        ("gemma, fp8 KV", 2, 256, "*fp8e4nv", {**local, **scaled}),
         ("gpt-oss", 8, 64, "*bf16", {"SINKS": True, "WINDOW": True}),
         ("deepseek", 128, 512, "*bf16", latent),
+        ("deepseek, fp8 KV", 128, 512, "*fp8e4nv", {**latent, **scaled}),
     ]
     made = []
     for name, group, size, kind, changes in shapes:

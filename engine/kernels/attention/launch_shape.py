@@ -18,6 +18,8 @@ QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
 # Hopper's matrix units take wide steps, and its accumulators leave room for them.
 HOPPER_WHOLE_SHAPE = (128, 64, 8, 3)
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
+# Eight warps have too few registers each for what a quantized cache of larger keys is converted to.
+QUANTIZED_SPLIT_SHAPE = (64, 32, 4, 3)
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
 
@@ -44,6 +46,8 @@ def launch_shape(*, group: int, key_dim: int, final: bool, kv: str, arch: str = 
         largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
     elif final and arch == "sm_90" and key_dim <= 128:
         largest, step, num_warps, num_stages = HOPPER_WHOLE_SHAPE
+    if not final and kv != "plain" and key_dim > 128:
+        largest, step, num_warps, num_stages = QUANTIZED_SPLIT_SHAPE
     if key_dim > 256:
         largest, step, num_warps, num_stages = LATENT_SHAPE
     measured = tuned_shape(arch, key_of(final=final, key_dim=key_dim, group=group, kv=kv))
