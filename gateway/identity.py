@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# Characters of a client's own id that are kept.
+MAX_CLIENT_REQUEST_ID = 128
+
 
 class Identity(msgspec.Struct, frozen=True):
     """What authentication established about one request. Nothing in it comes from the client unchecked."""

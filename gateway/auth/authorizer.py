@@ -17,8 +17,8 @@ import msgspec
 
 from gateway.auth.convert import Authenticated, context_of
 from gateway.auth.directory import KeyDirectory, Principal
+from gateway.identity import MAX_CLIENT_REQUEST_ID
 from gateway.openai_error import error_body, error_headers
-from gateway.pipeline.caller import MAX_CLIENT_REQUEST_ID
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics

@@ -10,14 +10,12 @@ from millrace.common.v1 import context_pb2
 from opentelemetry.context import Context
 
 from gateway.auth.convert import identity_from_context, write_tier
-from gateway.identity import Identity
+from gateway.identity import MAX_CLIENT_REQUEST_ID, Identity
 from gateway.tiers import Tier, Tiers
 from observability.tracing import RequestIdentity, context_from_traceparent, with_identity
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 from services.errors import MillraceError, Reason
-
-MAX_CLIENT_REQUEST_ID = 128
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

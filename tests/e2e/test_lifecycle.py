@@ -166,6 +166,19 @@ def test_requests_wait_for_a_tokenizer_that_is_started_again(simulated: Stack) -
     assert set(statuses) == {200}, statuses
 
 
+def test_healthy_means_that_the_edge_knows_every_gateway(tmp_path: Path) -> None:
+    with running_stack(tmp_path, "--simulated", "--gateways", "3") as stack:
+        (admin,) = stack.addresses("envoy", "admin")
+        page = httpx.get(f"http://{admin}/clusters", params={"format": "json"}, trust_env=False).json()
+        healthy = {
+            each["name"]: [host["health_status"] for host in each["host_statuses"]]
+            for each in page["cluster_statuses"]
+            if each["name"].startswith("gateway_")
+        }
+        assert len(healthy) >= 2
+        assert all(found == [{"eds_health_status": "HEALTHY"}] * 3 for found in healthy.values()), healthy
+
+
 def test_several_engines_and_gateways(tmp_path: Path) -> None:
     with running_stack(tmp_path, "--simulated", "--engines", "2", "--gateways", "2") as stack:
         assert len(stack.addresses("engine", "grpc")) == len(stack.addresses("gateway", "grpc")) == 2
