@@ -67,10 +67,10 @@ def _prefix(rows: Rows) -> list[Line]:
 
 
 def _burst(rows: Rows) -> list[Line]:
-    ours = next(index for index, row in enumerate(rows) if row["configuration"].startswith("ours"))
+    ours = next(index for index, row in enumerate(rows) if row["steps"].startswith("ours"))
     return [
-        _pair(rows, "answers' longest gap ms", "ms", last=ours),
-        _pair(rows, "burst TTFT p99 s", "s", last=ours),
+        _pair(rows, "longest gap ms", "ms", last=ours),
+        _pair(rows, "TTFT p99 s", "s", last=ours),
     ]
 
 
