@@ -31,14 +31,13 @@ class Front:
         self.port = 0
         self._listen = listen
         self._streams = streams
-        # Of this process alone: what comes through it has shown its certificate, where one is asked for.
-        self._folder = tempfile.mkdtemp(prefix="millrace-")
-        self.behind = os.path.join(self._folder, "grpc")
+        self.behind = ""
+        self._folder = ""
         self._server: asyncio.Server | None = None
         self._bound: socket.socket | None = None
 
     def bind(self) -> None:
-        """Takes the address; raises ConfigError when it cannot be had."""
+        """Takes the address, and a place for the socket; raises ConfigError when it cannot be had."""
         host, _, port = self._listen.rpartition(":")
         host = host.strip("[]")
         is_six = ":" in host
@@ -50,11 +49,13 @@ class Front:
                 dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
             )
         except (OSError, ValueError) as error:
-            self.close()
             raise ConfigError(
                 f"cannot listen on {self._listen}: {error}; is another instance running?"
             ) from error
         self.port = self._bound.getsockname()[1]
+        # Of this process alone: what comes through it has shown its certificate, where one is asked for.
+        self._folder = tempfile.mkdtemp(prefix="millrace-")
+        self.behind = os.path.join(self._folder, "grpc")
 
     async def start(self) -> None:
         """Accepts connections."""
