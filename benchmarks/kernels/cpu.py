@@ -2,9 +2,9 @@
 
 `python -m benchmarks.kernels.cpu [--json FILE] [--threads N]`: first the read bandwidth of all threads
 together, then for each shape and number of rows the time of ours and of torch's bfloat16 product, the bytes
-of weights read per second and the arithmetic rate. The share of the roofline is the least time that reading
-the weights or multiplying (at the best rate that any product of that type, torch's among them, reached in
-this run) would take, over ours.
+of weights (and of their groups' scales) read per second and the arithmetic rate. The share of the roofline
+is the least time that reading the weights or multiplying (at the best rate that any product of that type,
+torch's among them, reached in this run) would take, over ours.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.library import Program
 from engine.kernels.native.streaming import StreamArgs
 
-# (outputs, inputs): projections of the 0.6 B and the 40 M checkpoint.
-SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072), (1024, 512), (3072, 512))
+# (outputs, inputs): projections of the 0.6 B and the 40 M checkpoint, of an 8 B model, and of none.
+SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072), (1024, 512), (3072, 512), (4096, 4096), (1720, 1344))
+INT4_GROUP = 64
 ROWS = (1, 2, 4, 8, 16, 32, 512)
 # From so many on, weights need not come from far.
 MANY_ROWS = 512
@@ -59,7 +60,7 @@ def read_bandwidth(library: NativeLibrary, threads: int) -> float:
 
 
 def weights_of(outputs: int, inputs: int) -> dict[str, tuple[WeightFormat, float]]:
-    """Each format with its bytes per weight."""
+    """Each format with its bytes per weight, scales of groups included."""
     levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
     scale = torch.rand(outputs, 1) / 64
     packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
@@ -67,7 +68,10 @@ def weights_of(outputs: int, inputs: int) -> dict[str, tuple[WeightFormat, float
         "bfloat16": (DenseWeight(values=torch.randn(outputs, inputs).bfloat16()), 2.0),
         "w8a8": (Int8Weight(values=levels, scale=scale, activations="int8"), 1.0),
         "int8": (Int8Weight(values=levels, scale=scale), 1.0),
-        "int4": (Int4Weight(packed=packed, scale=torch.rand(outputs, inputs // 64) / 8), 0.5),
+        "int4": (
+            Int4Weight(packed=packed, scale=torch.rand(outputs, inputs // INT4_GROUP) / 8),
+            0.5 + 4 / INT4_GROUP,
+        ),
     }
 
 
