@@ -40,7 +40,7 @@ def _measure(gpu: Gpu, report: Report, roofs: Roofs, name: str, rows: int, outpu
     row = {"what": name, "rows": rows, "outputs": outputs, "inputs": inputs}
     moved = 2.0 * (outputs * inputs + rows * (inputs + outputs))
     report.row(**row, by="bf16, torch", **baseline.fields(), **_shares(flops, moved, baseline, roofs))
-    for kind, (works, weight_bytes) in _formats(gpu, x, outputs, inputs, copies).items():
+    for kind, (works, weight_bytes) in _Formats(gpu, x, outputs, copies).all().items():
         try:
             timing = gpu.time(works())
         except Exception as error:
@@ -63,85 +63,91 @@ def _shares(flops: float, moved: float, timing: Any, roofs: Roofs) -> dict[str, 
     }
 
 
-def _formats(
-    gpu: Gpu, x: Tensor, outputs: int, inputs: int, copies: int
-) -> dict[str, tuple[Callable[[], list[Work]], float]]:
-    """Name to the products (made when they are asked for) and the bytes of a weight."""
-    device, size, rows = gpu.device, outputs * inputs, x.shape[0]
+class _Formats:
+    """Products of x (rows, inputs) with random weights (outputs, inputs) in each format, `copies` of them."""
 
-    def bytes_of(low: int, high: int, kind: torch.dtype, width: int = inputs) -> Tensor:
-        return torch.randint(low, high, (outputs, width), dtype=kind, device=device)
+    def __init__(self, gpu: Gpu, x: Tensor, outputs: int, copies: int) -> None:
+        self._gpu, self._x, self._copies = gpu, x, copies
+        self._rows, self._inputs = x.shape
+        self._outputs = outputs
 
-    def scales(*shape: int) -> Tensor:
-        return torch.rand(*shape, device=device) * 0.01 + 1e-4
+    def all(self) -> dict[str, tuple[Callable[[], list[Work]], float]]:
+        """Name to the products (made when they are asked for) and the bytes of a weight."""
+        size, float8 = self._outputs * self._inputs, torch.float8_e4m3fn
+        return {
+            "W4A16": (self._int4, size / 2 + 4 * size / GROUP),
+            "W8A16": (self._int8, float(size)),
+            "W8A8": (lambda: self._scaled(torch.int8, blocked=False), float(size)),
+            "fp8 by row": (lambda: self._scaled(float8, blocked=False), float(size)),
+            "fp8 by 128x128": (lambda: self._scaled(float8, blocked=True), float(size)),
+            "fp8 by tensor, torch._scaled_mm": (lambda: self._torch_scaled(by_row=False), float(size)),
+            "fp8 by row, torch._scaled_mm": (lambda: self._torch_scaled(by_row=True), float(size)),
+            "bf16, invariant": (self._invariant, 2.0 * size),
+        }
 
-    def int4() -> list[Work]:
+    def _bytes(self, low: int, high: int, kind: torch.dtype, width: int) -> Tensor:
+        return torch.randint(low, high, (self._outputs, width), dtype=kind, device=self._gpu.device)
+
+    def _weights(self, kind: torch.dtype) -> list[Tensor]:
+        if kind == torch.int8:
+            return [self._bytes(-127, 128, kind, self._inputs) for _ in range(self._copies)]
+        shape = (self._outputs, self._inputs)
+        return [torch.randn(shape, device=self._gpu.device).to(kind) for _ in range(self._copies)]
+
+    def _scales(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, device=self._gpu.device) * 0.01 + 1e-4
+
+    def _int4(self) -> list[Work]:
         weights = [
             Int4Weight(
-                packed=bytes_of(0, 256, torch.uint8, inputs // 2), scale=scales(outputs, inputs // GROUP)
+                packed=self._bytes(0, 256, torch.uint8, self._inputs // 2),
+                scale=self._scales(self._outputs, self._inputs // GROUP),
             )
-            for _ in range(copies)
+            for _ in range(self._copies)
         ]
-        return [lambda weight=weight: weight_only_product(x, weight) for weight in weights]
+        return [lambda weight=weight: weight_only_product(self._x, weight) for weight in weights]
 
-    def int8() -> list[Work]:
+    def _int8(self) -> list[Work]:
         weights = [
-            Int8Weight(values=bytes_of(-127, 128, torch.int8), scale=scales(outputs, 1))
-            for _ in range(copies)
+            Int8Weight(values=values, scale=self._scales(self._outputs, 1))
+            for values in self._weights(torch.int8)
         ]
-        return [lambda weight=weight: weight_only_product(x, weight) for weight in weights]
+        return [lambda weight=weight: weight_only_product(self._x, weight) for weight in weights]
 
-    def scaled(kind: torch.dtype, *, blocked: bool) -> Callable[[], list[Work]]:
-        def make() -> list[Work]:
-            if kind == torch.int8:
-                left = torch.randint(-127, 128, x.shape, dtype=kind, device=device)
-                weights = [bytes_of(-127, 128, kind) for _ in range(copies)]
-            else:
-                left = x.to(kind)
-                weights = [torch.randn(outputs, inputs, device=device).to(kind) for _ in range(copies)]
-            x_scale = scales(rows, -(-inputs // 128)) if blocked else scales(rows)
-            weight_scale = scales(-(-outputs // 128), -(-inputs // 128)) if blocked else scales(outputs)
-            return [
-                lambda weight=weight: scaled_product(left, x_scale, weight, weight_scale, dtype=gpu.dtype)
-                for weight in weights
-            ]
+    def _scaled(self, kind: torch.dtype, *, blocked: bool) -> list[Work]:
+        if kind == torch.int8:
+            left = torch.randint(-127, 128, self._x.shape, dtype=kind, device=self._gpu.device)
+        else:
+            left = self._x.to(kind)
+        blocks = -(-self._inputs // 128)
+        x_scale = self._scales(self._rows, blocks) if blocked else self._scales(self._rows)
+        weight_scale = (
+            self._scales(-(-self._outputs // 128), blocks) if blocked else self._scales(self._outputs)
+        )
+        return [
+            lambda weight=weight: scaled_product(left, x_scale, weight, weight_scale, dtype=self._gpu.dtype)
+            for weight in self._weights(kind)
+        ]
 
-        return make
+    def _torch_scaled(self, *, by_row: bool) -> list[Work]:
+        left, one = self._x.to(torch.float8_e4m3fn), torch.ones((), device=self._gpu.device)
+        # The products that the engine takes, without the rounding of their inputs.
+        scale_a, scale_b = (
+            (self._scales(self._rows, 1), self._scales(1, self._outputs)) if by_row else (one, one)
+        )
+        return [
+            lambda weight=weight: torch._scaled_mm(
+                left,
+                weight.T,
+                scale_a=scale_a,
+                scale_b=scale_b,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
+            for weight in self._weights(torch.float8_e4m3fn)
+        ]
 
-    def torch_scaled(*, by_row: bool) -> Callable[[], list[Work]]:
-        def make() -> list[Work]:
-            left, one = x.to(torch.float8_e4m3fn), torch.ones((), device=device)
-            weights = [
-                torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn) for _ in range(copies)
-            ]
-            # The products that the engine takes, without the rounding of their inputs.
-            scale_a, scale_b = (scales(rows, 1), scales(1, outputs)) if by_row else (one, one)
-            return [
-                lambda weight=weight: torch._scaled_mm(
-                    left,
-                    weight.T,
-                    scale_a=scale_a,
-                    scale_b=scale_b,
-                    out_dtype=torch.bfloat16,
-                    use_fast_accum=True,
-                )
-                for weight in weights
-            ]
-
-        return make
-
-    def invariant() -> list[Work]:
-        weights = [torch.randn(outputs, inputs, device=device).to(gpu.dtype) for _ in range(copies)]
-        return [lambda weight=weight: dense_product(x, weight) for weight in weights]
-
-    float8 = torch.float8_e4m3fn
-    return {
-        "W4A16": (int4, size / 2 + 4 * size / GROUP),
-        "W8A16": (int8, float(size)),
-        "W8A8": (scaled(torch.int8, blocked=False), float(size)),
-        "fp8 by row": (scaled(float8, blocked=False), float(size)),
-        "fp8 by 128x128": (scaled(float8, blocked=True), float(size)),
-        "fp8 by tensor, torch._scaled_mm": (torch_scaled(by_row=False), float(size)),
-        "fp8 by row, torch._scaled_mm": (torch_scaled(by_row=True), float(size)),
-        "bf16, invariant": (invariant, 2.0 * size),
-    }
+    def _invariant(self) -> list[Work]:
+        return [
+            lambda weight=weight: dense_product(self._x, weight) for weight in self._weights(self._gpu.dtype)
+        ]
