@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
@@ -114,7 +115,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         if not isinstance(request, LargeRequest):
             if not is_large(request):
                 return await self._prepare_small(request, who)
-            request = large(request.SerializeToString())
+            request = _in_parts(request)
         await self._pace.wait(tenant, len(request.wire))
         length = convert.length_limit(request.head, who)
         return await self._preparer.prepare_large(request, tenant=tenant, length=length)
@@ -285,3 +286,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 f"this key may not use {name!r}; it may use {', '.join(allowed)}",
                 field="model",
             )
+
+
+def _in_parts(request: tokenizer_pb2.PrepareRequest) -> LargeRequest:
+    try:
+        return large(request.SerializeToString())
+    except DecodeError as error:
+        # Fields that this service does not know come along, however they are written.
+        raise MillraceError(
+            Reason.MALFORMED_BODY, f"the request's bytes: {error}; generate the client from proto/"
+        ) from error

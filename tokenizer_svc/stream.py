@@ -16,7 +16,7 @@ from services.streams.server import ServerCall
 
 _log = logging.getLogger(__name__)
 
-# Calls of one stream in work; reading waits beyond that.
+# Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
 MAX_IN_WORK = 1024
 
 Answer = Callable[[tokenizer_pb2.PrepareCall], Awaitable[tokenizer_pb2.PrepareResponse]]
@@ -51,8 +51,7 @@ class CallStream:
                 await self._changed.wait()
                 self._changed.clear()
                 if self._ready:
-                    answers, self._ready = self._ready, []
-                    yield tokenizer_pb2.PrepareStreamResponse(answers=answers)
+                    yield tokenizer_pb2.PrepareStreamResponse(answers=self._taken())
             reader.result()
         finally:
             reader.cancel()
@@ -65,7 +64,7 @@ class CallStream:
                 task = asyncio.ensure_future(self._one(call))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-            if len(self._tasks) >= MAX_IN_WORK:
+            while len(self._tasks) + len(self._ready) >= MAX_IN_WORK:
                 self._room.clear()
                 await self._room.wait()
 
@@ -90,8 +89,12 @@ class CallStream:
     def _flush(self) -> None:
         self._flush_is_due = False
         if self._ready and self._direct is not None and not self._direct.is_congested:
-            answers, self._ready = self._ready, []
-            self._direct.send(tokenizer_pb2.PrepareStreamResponse(answers=answers))
+            self._direct.send(tokenizer_pb2.PrepareStreamResponse(answers=self._taken()))
+
+    def _taken(self) -> list[tokenizer_pb2.PrepareAnswer]:
+        answers, self._ready = self._ready, []
+        self._room.set()
+        return answers
 
     def _read_all(self, reader: asyncio.Task[None]) -> None:
         self._has_all = True
@@ -101,5 +104,4 @@ class CallStream:
         self._tasks.discard(task)
         if self._ready or self._has_all:
             self._changed.set()
-        if len(self._tasks) < MAX_IN_WORK:
-            self._room.set()
+        self._room.set()

@@ -68,7 +68,8 @@ def large(wire: bytes) -> LargeRequest:
 def _fields(wire: bytes) -> Iterator[tuple[int, int, int, int]]:
     """Number, beginning, beginning of the content, and end of each field; contents are not looked at."""
     position = 0
-    for _ in range(_MAX_FIELDS):
+    # One turn more, to see that nothing follows.
+    for _ in range(_MAX_FIELDS + 1):
         if position == len(wire):
             return
         begin = position

@@ -41,7 +41,7 @@ class GatewayStream:
     @property
     def is_flushed(self) -> bool:
         """Whether the transport has taken everything."""
-        return not self._outbox
+        return not self._outbox and (self._direct is None or not self._direct.is_congested)
 
     def put(
         self,

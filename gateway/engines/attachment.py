@@ -26,13 +26,12 @@ from gateway.engines.types import (
 from services.channels import trace_metadata
 from services.errors import MillraceError, Reason
 from services.streams.client import ClientStream, open_stream
+from services.streams.messages import taken_together
 
 _log = logging.getLogger(__name__)
 
 _METHOD = "/millrace.engine.v1.EngineService/Attach"
 
-# Submissions in one message: more would save little, and let the engine wait for the first.
-_MAX_TOGETHER = 8
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -269,7 +268,7 @@ class Attachment:
         outbox, stream = self._outbox, self._stream
         while outbox and self.info is not None and stream is not None and not stream.is_congested:
             # What came in one turn of the event loop goes together.
-            messages = [outbox.popleft() for _ in range(min(len(outbox), _MAX_TOGETHER))]
+            messages = taken_together(outbox)
             message = messages[0] if len(messages) == 1 else convert.several(messages)
             stream.send(message.SerializeToString())
 

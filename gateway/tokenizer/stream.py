@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
@@ -15,14 +16,13 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from services.errors import MillraceError, Reason
 from services.status import from_detail
 from services.streams.client import ClientStream, open_stream
+from services.streams.messages import taken_together
 
 _log = logging.getLogger(__name__)
 
 _METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"
 # The service ends a call at its own time limit; what it has not answered so long after that is given up.
 _GRACE_S = 2.0
-# Calls in one message: more would save little, and let the service wait for the first and us for the last.
-_MAX_TOGETHER = 8
 
 
 class Unanswered(MillraceError):
@@ -46,7 +46,7 @@ class PrepareStream:
         self._target = target
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: list[tokenizer_pb2.PrepareCall] = []
+        self._outbox: deque[tokenizer_pb2.PrepareCall] = deque()
         self._stream: ClientStream | None = None
         self._opening: asyncio.Task[None] | None = None
         self._flush_is_due = False
@@ -117,7 +117,10 @@ class PrepareStream:
         self._flush_is_due = False
         stream = self._stream
         while self._outbox and stream is not None and not stream.is_congested:
-            calls, self._outbox = self._outbox[:_MAX_TOGETHER], self._outbox[_MAX_TOGETHER:]
+            calls = [call for call in taken_together(self._outbox) if call.id in self._open]
+            if not calls:
+                # Nobody waits for them any more.
+                continue
             stream.send(tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString())
 
     def _take(self, data: bytes) -> None:
@@ -137,7 +140,8 @@ class PrepareStream:
         )
         self._stream = None
         lost, self._open = self._open, {}
-        unsent, self._outbox = {call.id for call in self._outbox}, []
+        unsent = {call.id for call in self._outbox}
+        self._outbox.clear()
         for number, answer in lost.items():
             _set_failure(answer, Unanswered(failure, was_sent=number not in unsent))
 

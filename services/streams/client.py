@@ -170,8 +170,10 @@ async def open_stream(
         raise _unreachable(target, f"no connection within {_CONNECT_S:g} s", unavailable) from error
     except OSError as error:
         raise _unreachable(target, str(error), unavailable) from error
-    if connection.is_closed:
-        raise _unreachable(target, "the connection was lost at once", unavailable)
+    if connection.is_closed or connection.stream.ended_here:
+        # A peer that closes may say so before this task runs, when nobody was there to be told.
+        connection.close()
+        raise _unreachable(target, "the peer ended the connection at once", unavailable)
     call = ClientStream(connection, on_message, on_end, unavailable, on_room)
     connection.stream.send_headers(
         [

@@ -239,9 +239,13 @@ class Connection(asyncio.Protocol):
             # It was on its way when the stream ended.
             return
         if stream.ended_there or not stream.has_headers:
-            stream.reset(frames.STREAM_CLOSED)
+            self._end_closed(stream)
             return
         self._tell(stream, data, size, bool(flags & frames.END_STREAM))
+
+    def _end_closed(self, stream: Stream) -> None:
+        self.write(frames.reset(stream.number, frames.STREAM_CLOSED))
+        stream.fail(StreamEnd(grpc.StatusCode.INTERNAL, "the peer sent on a side that was not open"))
 
     def _tell(self, stream: Stream, data: bytes, size: int, ends: bool) -> None:
         try:
@@ -326,7 +330,7 @@ class Connection(asyncio.Protocol):
             if stream is None:
                 return
         elif stream.ended_there:
-            stream.reset(frames.STREAM_CLOSED)
+            self._end_closed(stream)
             return
         try:
             if stream.has_headers:

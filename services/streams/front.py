@@ -22,6 +22,8 @@ _BACKLOG = 4096
 _MAX_SETTINGS_BYTES = 1024
 # A connection that says nothing is not kept.
 _FIRST_WORDS_S = 20.0
+# What is left for a peer, once the other side has closed.
+_LAST_WORDS_S = 10.0
 
 
 class Front:
@@ -169,6 +171,8 @@ class Relay(asyncio.Protocol):
         self._transport = None
         if self.other is not None and self.other._transport is not None:
             self.other._transport.close()
+            # A peer that does not read what is left must not keep the connection.
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.other.abort)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the other side reads no faster than this one is read from."""

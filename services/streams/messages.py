@@ -5,18 +5,21 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from services.errors import MillraceError, Reason
 from services.status import from_code, from_status
 
 Headers: TypeAlias = "Sequence[tuple[str, str]]"
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 PREFIX_BYTES = 5
 _PREFIX = struct.Struct(">BI")
@@ -38,6 +41,8 @@ _CODE_OF_HTTP = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.UNAVAILABLE,
 }
+_MAX_TOGETHER = 8
+_MAX_TOGETHER_BYTES = 256 * 1024
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -104,6 +109,21 @@ class MessageCutter:
             position = end
         self._rest = bytearray(data[position:])
         return messages
+
+
+def taken_together(waiting: deque[AnyMessage]) -> list[AnyMessage]:
+    """Takes from the left what goes into one message: few, so that the peer need not wait for the last to
+    begin the first, and no more bytes than would hold others up.
+    """
+    taken = [waiting.popleft()]
+    if waiting:
+        num_bytes = taken[0].ByteSize()
+        while waiting and len(taken) < _MAX_TOGETHER:
+            num_bytes += waiting[0].ByteSize()
+            if num_bytes > _MAX_TOGETHER_BYTES:
+                break
+            taken.append(waiting.popleft())
+    return taken
 
 
 def to_trailers(end: StreamEnd) -> list[tuple[str, str]]:

@@ -22,6 +22,10 @@ _log = logging.getLogger(__name__)
 
 # A client of ours opens one.
 MAX_STREAMS = 16
+# What a message that waits for the handler takes beside its content.
+_KEPT_BYTES = 64
+# For handlers that were cancelled, to give back what they hold.
+_CANCELLED_S = 5.0
 
 
 class ServerStreams:
@@ -48,7 +52,7 @@ class ServerStreams:
         for connection in list(self.connections):
             connection.close("the server has stopped")
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_CANCELLED_S)
 
 
 class ServerConnection(Connection):
@@ -161,7 +165,7 @@ class ServerCall:
         if self._on_request is not None:
             self._on_request(self._parsed(message))
             return
-        self._stream.hold(len(message))
+        self._stream.hold(len(message) + _KEPT_BYTES)
         self._requests.append(message)
         self._wake()
 
@@ -173,6 +177,9 @@ class ServerCall:
     def failed(self, end: StreamEnd) -> None:
         """See Receiver."""
         self._is_over = True
+        if self._timer is not None:
+            # A task that was never begun ends without its own end.
+            self._timer.cancel()
         if self.task is not None:
             self.task.cancel()
 
@@ -198,9 +205,12 @@ class ServerCall:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self._parsed(self._next())
+
+    def _next(self) -> bytes:
         message = self._requests.popleft()
-        self._stream.release(len(message))
-        return self._parsed(message)
+        self._stream.release(len(message) + _KEPT_BYTES)
+        return message
 
     def _parsed(self, message: bytes) -> Any:
         try:
@@ -215,9 +225,7 @@ class ServerCall:
         have come before go first. It never waits, and what it keeps is its own to bound.
         """
         while self._requests:
-            message = self._requests.popleft()
-            self._stream.release(len(message))
-            on_request(self._parsed(message))
+            on_request(self._parsed(self._next()))
         self._on_request = on_request
 
     @property
@@ -227,6 +235,8 @@ class ServerCall:
 
     def send(self, response: Any) -> None:
         """Sends a response before whatever the handler yields next. For as long as not `is_congested`."""
+        if self._stream.ended_here:
+            return
         self._begin()
         self._stream.send(self._serialize(response))
 

@@ -50,6 +50,7 @@ class Stream:
         "_credit",
         "_cutter",
         "_held_bytes",
+        "_num_sent",
         "_pending",
         "_receive_window",
         "_send_window",
@@ -76,6 +77,8 @@ class Stream:
         # Of messages that the receiver keeps.
         self._held_bytes = 0
         self._pending: deque[bytes] = deque()
+        # Of the first of them.
+        self._num_sent = 0
         # Trailers that end this side, once everything before them has been sent; empty for an end without.
         self._trailers: Headers | None = None
 
@@ -120,6 +123,7 @@ class Stream:
         self.ended_here = self.ended_there = True
         self._trailers = None
         self._pending.clear()
+        self._num_sent = 0
         self.receiver = None
         self._connection.forget(self.number)
 
@@ -147,13 +151,16 @@ class Stream:
             room = min(connection.room(), self._send_window)
             if room <= 0:
                 return
-            piece = pending.popleft()
-            if len(piece) > room:
-                pending.appendleft(piece[room:])
-                piece = piece[:room]
-            self._send_window -= len(piece)
-            connection.spend(len(piece))
-            connection.write(frames.frame(frames.DATA, 0, self.number, piece))
+            message, begin = pending[0], self._num_sent
+            end = min(len(message), begin + room)
+            if end == len(message):
+                pending.popleft()
+                self._num_sent = 0
+            else:
+                self._num_sent = end
+            self._send_window -= end - begin
+            connection.spend(end - begin)
+            connection.write(frames.frame(frames.DATA, 0, self.number, message[begin:end]))
         if self._trailers is not None:
             trailers, self._trailers = self._trailers, None
             if trailers:
