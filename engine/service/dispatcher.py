@@ -33,11 +33,11 @@ class OpenRequest:
     stream: GatewayStream
     handle: int
     num_open_choices: int
-    trace: RequestTrace
+    trace: RequestTrace | None = None
 
 
-# A request's trace, an event of the request, and whether it ended with that.
-_Seen: TypeAlias = tuple[RequestTrace, TokenEvent, bool]
+# An event of a request, and whether the request ended with it.
+_Seen: TypeAlias = tuple[OpenRequest, TokenEvent, bool]
 
 
 class Dispatcher:
@@ -90,12 +90,13 @@ class Dispatcher:
 
     def submit(self, stream: GatewayStream, handle: int, request: Request) -> None:
         """Hands a validated request to the core."""
-        # First of all: the core works on it while the rest is done here.
         self._send(messages.Submit(request))
-        trace = RequestTrace(self._telemetry, request, self._engine_id, self._recent)
-        self.requests[request.request_id] = OpenRequest(request, stream, handle, request.sampling.n, trace)
+        opened = OpenRequest(request, stream, handle, request.sampling.n)
+        self.requests[request.request_id] = opened
         stream.requests[handle] = request.request_id
         self.idle.clear()
+        # In the event loop's next turn, as uvloop sends at the end of this one.
+        asyncio.get_running_loop().call_soon(self._trace_of, opened)
 
     def refuse(self, stream: GatewayStream, handle: int, failure: RequestFailure) -> None:
         """Answers a submission that never reaches the core."""
@@ -126,7 +127,7 @@ class Dispatcher:
         for event in step.events:
             opened = self.requests.get(event.request_id)
             if opened is not None:
-                seen.append((opened.trace, event, self._take_in(opened, event)))
+                seen.append((opened, event, self._take_in(opened, event)))
                 outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
         load = convert.to_load(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
@@ -139,7 +140,7 @@ class Dispatcher:
                 if not stream.is_open:
                     self.close(stream)
         if seen:
-            asyncio.get_running_loop().call_soon(_trace, seen, now)
+            asyncio.get_running_loop().call_soon(self._trace, seen, now)
 
     def core_lost(self, failure: RequestFailure) -> None:
         """The core is gone: every open request ends here. Gateways learn it from the end of their streams,
@@ -153,7 +154,7 @@ class Dispatcher:
                 finish_reason=FinishReason.ERROR,
                 failure=failure,
             )
-            _trace([(opened.trace, event, self._take_in(opened, event))], now)
+            self._trace([(opened, event, self._take_in(opened, event))], now)
 
     def _take_in(self, opened: OpenRequest, event: TokenEvent) -> bool:
         """Whether the request has ended with it."""
@@ -169,9 +170,14 @@ class Dispatcher:
                 self.idle.set()
         return ended
 
+    def _trace_of(self, opened: OpenRequest) -> RequestTrace:
+        if opened.trace is None:
+            opened.trace = RequestTrace(self._telemetry, opened.request, self._engine_id, self._recent)
+        return opened.trace
 
-def _trace(seen: Sequence[_Seen], now: float) -> None:
-    for trace, event, ended in seen:
-        trace.observe(event, now)
-        if ended:
-            trace.end(event, now)
+    def _trace(self, seen: Sequence[_Seen], now: float) -> None:
+        for opened, event, ended in seen:
+            trace = self._trace_of(opened)
+            trace.observe(event, now)
+            if ended:
+                trace.end(event, now)

@@ -209,8 +209,13 @@ class _Accepted:
 
     async def _leave(self, error: BaseException | None) -> None:
         self._exchange.unwatch()
-        for generation in reversed(self._generations):
-            await generation.close(error)
+        try:
+            if self._exchange.ended:
+                # uvloop sends what is written at the end of its turn: the client does not wait for the books.
+                await asyncio.sleep(0)
+        finally:
+            for generation in reversed(self._generations):
+                await generation.close(error)
 
     def _client_left(self) -> None:
         if self._accepting is not None:
