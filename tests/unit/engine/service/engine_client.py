@@ -157,6 +157,11 @@ class Gateway:
                 pass
         return await self.call.code()
 
+    async def until_begun(self) -> None:
+        """Reads until a request's first output; messages about load alone may come before it."""
+        while not (await self.read()).outputs:
+            pass
+
     async def until_ended(self, num_terminal: int) -> dict[tuple[int, int], list[engine_pb2.RequestOutput]]:
         """Outputs by (handle, choice) until so many choices, or failed requests, have ended."""
         outputs: dict[tuple[int, int], list[engine_pb2.RequestOutput]] = {}

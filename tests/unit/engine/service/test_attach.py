@@ -111,7 +111,7 @@ async def test_a_continued_request_yields_the_rest(gateway: Gateway) -> None:
 )
 async def test_cancelling_mid_stream_frees_the_blocks(gateway: Gateway, reason: int, finish: int) -> None:
     await gateway.submit(1, PROMPT, max_tokens=10_000)
-    await gateway.read()
+    await gateway.until_begun()
     await gateway.cancel(1, reason)
     outputs = await gateway.until_ended(1)
     assert outputs[1, 0][-1].finish_reason == finish
@@ -288,7 +288,7 @@ async def test_a_broken_runner_ends_every_stream_and_the_process() -> None:
         gateway = Gateway(engine)
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=10_000)
-        await gateway.read()
+        await gateway.until_begun()
         await gateway.submit(2, [*PROMPT, 666])
         outputs = await gateway.until_ended(2)
         assert {outputs[handle, 0][-1].error.reason for handle in (1, 2)} == {Reason.STEP_FAILED}
@@ -301,7 +301,7 @@ async def test_killing_the_core_ends_every_stream_and_the_process() -> None:
         gateway = Gateway(engine)
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=10_000)
-        await gateway.read()
+        await gateway.until_begun()
         os.kill(engine.core_pid, signal.SIGKILL)
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await gateway.until_ended(1)
@@ -316,7 +316,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
         gateway = Gateway(engine)
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=100)
-        await gateway.read()
+        await gateway.until_begun()
         engine.process.terminate()
         while await engine.serving():
             pass
@@ -332,7 +332,7 @@ async def test_the_drain_limit_ends_what_is_left() -> None:
         gateway = Gateway(engine)
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=30_000)
-        await gateway.read()
+        await gateway.until_begun()
         answer = await engine.stub.Drain(engine_pb2.DrainRequest(limit_s=0.05))
         assert answer.num_ended == 1
         outputs = await gateway.until_ended(1)
