@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
-from engine.kernels.linear.triton_linear import TILE_K, TILE_M, TILE_N, step_of, weight_tile
+from engine.kernels.linear.triton_linear import TILE_K, TILE_M, TILE_N, scaled_tile, step_of, weight_tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,14 @@ class GroupedRows:
 
 
 @triton.jit
+def _rows_of_tile(order, TILE_M: tl.constexpr):
+    """Rows [TILE_M] of this program's tile, and which of them there are."""
+    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    present = row >= 0
+    return tl.where(present, row, 0), present
+
+
+@triton.jit
 def grouped_kernel(
     x,
     weights,
@@ -69,9 +77,7 @@ def grouped_kernel(
     chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
     if chosen < 0:
         return
-    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    present = row >= 0
-    row = tl.where(present, row, 0)
+    row, present = _rows_of_tile(order, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     in_columns = column < outputs
     place = tl.arange(0, TILE_K)
@@ -114,9 +120,7 @@ def grouped_weight_only_kernel(
     chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
     if chosen < 0:
         return
-    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    present = row >= 0
-    row = tl.where(present, row, 0)
+    row, present = _rows_of_tile(order, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     in_columns = column < outputs
     place = tl.arange(0, TILE_K)
@@ -168,42 +172,30 @@ def grouped_scaled_kernel(
     chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
     if chosen < 0:
         return
-    row = tl.load(order + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    present = row >= 0
-    row = tl.where(present, row, 0)
-    source = row // rows_per_input
+    row, present = _rows_of_tile(order, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     in_columns = column < outputs
-    place = tl.arange(0, TILE_K)
-    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
     first_block = (
         chosen * ((outputs + SCALE_BLOCK - 1) // SCALE_BLOCK) + tl.program_id(1) * TILE_N // SCALE_BLOCK
     )
-    ZERO: tl.constexpr = 0 if INTEGER else 0.0
-    if INTEGER:
-        total = tl.zeros([TILE_M, TILE_N], tl.int32)
-    else:
-        total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        at = x + source[:, None] * inputs + (start + place)[None, :]
-        some = tl.load(at, mask=present[:, None] & there[None, :], other=ZERO)
-        at = weight + (chosen * outputs + column)[:, None] * inputs + (start + place)[None, :]
-        other = tl.trans(tl.load(at, mask=in_columns[:, None] & there[None, :], other=ZERO))
-        if INTEGER:
-            total = tl.dot(some, other, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            block = start // SCALE_BLOCK
-            left = tl.load(x_scale + source * blocks + block, mask=present, other=0.0)
-            right = tl.load(weight_scale + first_block * blocks + block)
-            total += tl.dot(some, other) * (left * right)[:, None]
-        else:
-            total = tl.dot(some, other, total)
-    result = total.to(tl.float32)
-    if not BLOCKED:
-        left = tl.load(x_scale + source, mask=present, other=0.0)
-        right = tl.load(weight_scale + chosen * outputs + column, mask=in_columns, other=0.0)
-        result *= left[:, None] * right[None, :]
+    result = scaled_tile(
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        row // rows_per_input,
+        present,
+        chosen * outputs + column,
+        in_columns,
+        first_block,
+        inputs,
+        INTEGER,
+        BLOCKED,
+        TILE_M,
+        TILE_N,
+        TILE_K,
+        SCALE_BLOCK,
+    )
     at = out + row[:, None] * outputs + column[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=present[:, None] & in_columns[None, :])
 

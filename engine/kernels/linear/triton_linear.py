@@ -205,6 +205,58 @@ def quantize_rows(
     return out, scales
 
 
+@triton.jit
+def scaled_tile(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    row,
+    in_rows,
+    output,
+    in_outputs,
+    first_block,
+    inputs,
+    INTEGER: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):
+    """Rows `row` [TILE_M] of x times rows `output` [TILE_N] of weight, both of 8 bits, with their scales:
+    float32. BLOCKED: `first_block` is the row of the weight's scales that all outputs of the tile share.
+    """
+    place = tl.arange(0, TILE_K)
+    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
+    ZERO: tl.constexpr = 0 if INTEGER else 0.0
+    if INTEGER:
+        total = tl.zeros([TILE_M, TILE_N], tl.int32)
+    else:
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, inputs, TILE_K):
+        there = start + place < inputs
+        at = x + row[:, None] * inputs + (start + place)[None, :]
+        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
+        at = weight + output[:, None] * inputs + (start + place)[None, :]
+        other = tl.trans(tl.load(at, mask=in_outputs[:, None] & there[None, :], other=ZERO))
+        if INTEGER:
+            total = tl.dot(some, other, total, out_dtype=tl.int32)
+        elif BLOCKED:
+            block = start // SCALE_BLOCK
+            left = tl.load(x_scale + row * blocks + block, mask=in_rows, other=0.0)
+            right = tl.load(weight_scale + first_block * blocks + block)
+            total += tl.dot(some, other) * (left * right)[:, None]
+        else:
+            total = tl.dot(some, other, total)
+    result = total.to(tl.float32)
+    if not BLOCKED:
+        left = tl.load(x_scale + row, mask=in_rows, other=0.0)
+        right = tl.load(weight_scale + output, mask=in_outputs, other=0.0)
+        result *= left[:, None] * right[None, :]
+    return result
+
+
 # The number of rows changes from step to step; it must not decide what is compiled.
 @triton.jit(do_not_specialize=["rows"])
 def scaled_kernel(
@@ -231,35 +283,26 @@ def scaled_kernel(
     """
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    place = tl.arange(0, TILE_K)
     in_rows, in_columns = row < rows, column < outputs
     row, column = row.to(tl.int64), column.to(tl.int64)
-    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
-    ZERO: tl.constexpr = 0 if INTEGER else 0.0
-    if INTEGER:
-        total = tl.zeros([TILE_M, TILE_N], tl.int32)
-    else:
-        total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        at = x + row[:, None] * inputs + (start + place)[None, :]
-        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
-        at = weight + column[:, None] * inputs + (start + place)[None, :]
-        other = tl.trans(tl.load(at, mask=in_columns[:, None] & there[None, :], other=ZERO))
-        if INTEGER:
-            total = tl.dot(some, other, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            block = start // SCALE_BLOCK
-            left = tl.load(x_scale + row * blocks + block, mask=in_rows, other=0.0)
-            right = tl.load(weight_scale + tl.program_id(1) * TILE_N // SCALE_BLOCK * blocks + block)
-            total += tl.dot(some, other) * (left * right)[:, None]
-        else:
-            total = tl.dot(some, other, total)
-    result = total.to(tl.float32)
-    if not BLOCKED:
-        left = tl.load(x_scale + row, mask=in_rows, other=0.0)
-        right = tl.load(weight_scale + column, mask=in_columns, other=0.0)
-        result *= left[:, None] * right[None, :]
+    result = scaled_tile(
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        row,
+        in_rows,
+        column,
+        in_columns,
+        tl.program_id(1) * TILE_N // SCALE_BLOCK,
+        inputs,
+        INTEGER,
+        BLOCKED,
+        TILE_M,
+        TILE_N,
+        TILE_K,
+        SCALE_BLOCK,
+    )
     if BIAS:
         result += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     at = out + row[:, None] * outputs + column[None, :]
