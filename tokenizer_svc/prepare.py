@@ -123,11 +123,11 @@ class Preparer:
             compile_s=time.perf_counter() - start if prompted.grammar is not None else 0.0,
         )
 
-    async def encode_large(self, wire: bytes, *, add_special_tokens: bool = True, tenant: str) -> bytes:
-        """Packed ids of the prompt in a serialized PrepareRequest, from a worker."""
-        prompt = PromptRequest(
-            wire=wire, field="messages", add_special_tokens=add_special_tokens, tenant=tenant
-        )
+    async def encode_large(
+        self, wire: bytes, *, field: str, add_special_tokens: bool = True, tenant: str
+    ) -> bytes:
+        """Packed ids of the prompt in a serialized PrepareRequest, from a worker; errors name `field`."""
+        prompt = PromptRequest(wire=wire, field=field, add_special_tokens=add_special_tokens, tenant=tenant)
         return (await self._in_worker(prompt, tenant)).packed_ids
 
     async def prepare_text(

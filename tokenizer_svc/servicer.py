@@ -157,7 +157,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 self._check_whole(request.conversation)
                 if is_large_conversation(request.conversation):
                     wire = tokenizer_pb2.PrepareRequest(conversation=request.conversation)
-                    ids = await self._preparer.encode_large(wire.SerializeToString(), tenant="")
+                    ids = await self._preparer.encode_large(
+                        wire.SerializeToString(), field="messages", tenant=""
+                    )
                 else:
                     conversation = self._conversation(request.conversation)
                     ids = await self._preparer.encode_conversation(conversation, tenant="")
@@ -167,7 +169,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 if is_large_text(request.text):
                     wire = tokenizer_pb2.PrepareRequest(text=request.text)
                     ids = await self._preparer.encode_large(
-                        wire.SerializeToString(), add_special_tokens=special, tenant=""
+                        wire.SerializeToString(), field="prompt", add_special_tokens=special, tenant=""
                     )
                 else:
                     ids = await self._preparer.encode_text(request.text, add_special_tokens=special)
