@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import gc
 import platform
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
@@ -46,7 +47,8 @@ async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
     """Sends one load and reads its figures. Raises SystemExit when every request failed."""
     target = Target.parse(server.url, server.api_key)
     model = await choose_model(target, server.model)
-    # Other prompts than the load's, which would be found in the cache.
+    # Other prompts than the load's, and other ones for each load: what one sent, the next would find cached.
+    seed += zlib.crc32(name.encode()) * 2 * WARM_SEED
     warm = replace(load, num_requests=1, output_tokens=2, concurrency=1).workload(seed + WARM_SEED)
     await run_workload(target, warm, model, on_progress=_ignore)
     workload = load.workload(seed)
