@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from millrace.common.v1 import output_pb2, sampling_pb2
+from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2
 
 from gateway.engines.types import TokenLogprob
+from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.request import (
     Conversation,
@@ -18,7 +19,7 @@ from gateway.pipeline.request import (
     TextPrompt,
     TokenPrompt,
 )
-from gateway.pipeline.validate import refuse
+from gateway.pipeline.validate import check_conversation, check_metadata, refuse
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert as chat_convert
 from services.errors import MillraceError, Reason
@@ -45,6 +46,12 @@ _FIELD_NAMES: Mapping[str, str] = {
     name: f"sampling.{name}"
     for name in (*_SCALARS, "stop", "stop_token_ids", "logit_bias", "allowed_token_ids")
 }
+# Parts of names in the proto's own words.
+_FIELD_PARTS: Mapping[str, str] = {
+    ".function.name": ".name",
+    ".function.parameters": ".parameters_json",
+    ".function.arguments": ".arguments_json",
+}
 _CHAT_NAMES: Mapping[str, str] = {
     **_FIELD_NAMES,
     "messages": "conversation.messages",
@@ -59,6 +66,7 @@ _CHAT_NAMES: Mapping[str, str] = {
 
 def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
     """The domain request of Chat."""
+    _check(message)
     if message.sampling.HasField("prompt_logprobs"):
         field = "sampling.prompt_logprobs"
         raise MillraceError(
@@ -73,12 +81,14 @@ def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
         prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
         face="grpc",
-        field_names=_CHAT_NAMES,
+        field_names={**_CHAT_NAMES, **_format_name(message.response_format)},
+        field_parts=_FIELD_PARTS,
     )
 
 
 def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
     """The domain request of Generate."""
+    _check(message)
     prompt: Prompt = TextPrompt(message.text)
     if message.WhichOneof("prompt") == "token_ids":
         prompt = TokenPrompt(tuple(message.token_ids.ids))
@@ -92,15 +102,34 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerationReques
         metadata=dict(message.metadata),
         echo=message.echo,
         face="grpc",
-        field_names=_FIELD_NAMES,
+        field_names={**_FIELD_NAMES, **_format_name(message.response_format)},
     )
 
 
+def _check(message: inference_pb2.ChatRequest | inference_pb2.GenerateRequest) -> None:
+    refuse_unknown(message)
+    check_metadata(message.metadata)
+
+
+def _format_name(message: chat_pb2.ResponseFormat) -> Mapping[str, str]:
+    kind = message.WhichOneof("format")
+    return {"response_format": f"response_format.{kind}"} if kind else {}
+
+
 def count_prompt(message: inference_pb2.CountTokensRequest) -> Conversation | TextPrompt:
-    """What CountTokens counts; raises INVALID_ARGUMENT when nothing is given."""
+    """What CountTokens counts; raises INVALID_ARGUMENT when nothing is given, or no conversation."""
+    refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
-            return chat_convert.conversation(message.conversation, "conversation")
+            conversation = chat_convert.conversation(message.conversation, "conversation")
+            request = GenerationRequest(
+                model=message.model,
+                prompt=conversation,
+                field_names=_CHAT_NAMES,
+                field_parts=_FIELD_PARTS,
+            )
+            check_conversation(request, conversation)
+            return conversation
         case "text":
             return TextPrompt(message.text)
         case _:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from gateway.pipeline.request import Role
 from services.errors import MillraceError, Reason
 
 Body = TypeVar("Body")
@@ -14,6 +15,7 @@ Body = TypeVar("Body")
 # msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`".
 _AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_ROLE = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 
 
@@ -53,5 +55,8 @@ def _invalid(message: str) -> MillraceError:
     if missing:
         field = f"{path}.{missing['name']}" if path else missing["name"]
         return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: it is required", field=field)
-    where = f"{path}: " if path else ""
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{where}{problem}", field=path)
+    role = _ROLE.match(problem)
+    if role:
+        # Roles are the one enum of the bodies.
+        problem = f"{role['value']} is not one of {', '.join(Role)}"
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{path or 'the body'}: {problem}", field=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -125,27 +126,30 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 DECODER = msgspec.json.Decoder(ChatBody)
+# What a conversation's fields are called in a body.
+CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
 
 def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
     """The domain request. `reasons` says whether the model can think, for reasoning_effort."""
     check_common(body)
     max_tokens, max_field = _max_tokens(body)
+    format_, format_field = response_format(body)
     return GenerationRequest(
         model=body.model,
         prompt=conversation(body, reasons=reasons),
         sampling=sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
-        response_format=response_format(body),
+        response_format=format_,
         service_tier=body.service_tier or "",
         prompt_cache_key=body.prompt_cache_key or "",
         metadata=labels(body, body.safety_identifier),
         streaming=bool(body.stream),
         face="http",
         field_names={
-            "prompt": "messages",
+            **CONVERSATION_NAMES,
             "max_tokens": max_field,
             "logprobs": "top_logprobs",
-            "template_options": "chat_template_kwargs",
+            "response_format": format_field,
         },
     )
 
@@ -179,10 +183,15 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 def _message(body: MessageBody, field: str) -> Message:
-    if body.role is not Role.ASSISTANT and body.tool_calls:
-        raise invalid(f"{field}.tool_calls", "only assistant messages call tools")
     if body.content is None and body.role is not Role.ASSISTANT:
         raise invalid(f"{field}.content", "it is required")
+    if body.refusal and (body.content or body.role is not Role.ASSISTANT):
+        raise invalid(f"{field}.refusal", "only an assistant message without content has one; leave it out")
+    for name in ("reasoning_content", "reasoning"):
+        if getattr(body, name) and body.role is not Role.ASSISTANT:
+            raise invalid(f"{field}.{name}", "only assistant messages reason; leave it out")
+    if body.reasoning and body.reasoning_content not in (None, body.reasoning):
+        raise invalid(f"{field}.reasoning", "it differs from reasoning_content; give one of them")
     return Message(
         role=body.role,
         content=_content(body.content, f"{field}.content") or body.refusal or "",
@@ -211,9 +220,12 @@ def _content(content: str | list[ContentPart] | None, field: str) -> str:
         for name in ("image_url", "input_audio", "video_url", "file"):
             if bytes(getattr(part, name)) not in (b"", b"null"):
                 raise invalid(f"{field}[{index}].{name}", f"a part of type {part.type!r} has none")
-        text = part.refusal if part.type == "refusal" else part.text
+        name, other = ("refusal", "text") if part.type == "refusal" else ("text", "refusal")
+        text = getattr(part, name)
         if text is None:
-            raise invalid(f"{field}[{index}].text", "it is required")
+            raise invalid(f"{field}[{index}].{name}", "it is required")
+        if getattr(part, other) is not None:
+            raise invalid(f"{field}[{index}].{other}", f"a part of type {part.type!r} has none")
         texts.append(text)
     return "".join(texts)
 

@@ -38,7 +38,7 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
     if echo and logprobs is not None:
         # Echoed tokens have their log-probabilities too.
         options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
-    format_ = response_format(body)
+    format_, format_field = response_format(body)
     return [
         GenerationRequest(
             model=body.model,
@@ -51,6 +51,7 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
             echo=echo,
             streaming=bool(body.stream),
             face="http",
+            field_names={"response_format": format_field},
         )
         for prompt in prompts
     ]

@@ -13,7 +13,8 @@ from gateway.http.exchange import Exchange
 from gateway.http.requests import invalid
 from gateway.pipeline.caller import Caller
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import Conversation, TextPrompt
+from gateway.pipeline.request import Conversation, GenerationRequest, TextPrompt
+from gateway.pipeline.validate import check_conversation
 from gateway.text.detokenizer import decode as decode_ids
 
 _encode = msgspec.json.Encoder().encode
@@ -40,6 +41,8 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
 
+# What only says something about messages.
+_OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
@@ -77,6 +80,10 @@ class InspectEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         prompt: Conversation | TextPrompt
+        other = _OF_MESSAGES if body.messages is None else ("add_special_tokens",)
+        for name in other:
+            if getattr(body, name) is not None:
+                raise invalid(name, f"it has no effect with {_kind(body)}; leave it out")
         if body.messages is not None:
             prompt = chat.conversation(
                 chat.ChatBody(
@@ -88,6 +95,8 @@ class InspectEndpoints:
                 ),
                 reasons=True,
             )
+            request = GenerationRequest(model="", prompt=prompt, field_names=chat.CONVERSATION_NAMES)
+            check_conversation(request, prompt)
         else:
             prompt = TextPrompt(body.prompt or "")
         ids = await self._pipeline().tokenizer.tokenize(
@@ -119,6 +128,10 @@ class InspectEndpoints:
         # All names stand for one vocabulary: without a name, any that the caller may use will do.
         usable = next(iter(pipeline.served_names(caller)), pipeline.model.served_name)
         pipeline.check_model(caller, usable if name is None else name)
+
+
+def _kind(body: TokenizeBody) -> str:
+    return "a prompt" if body.messages is None else "messages, whose template decides"
 
 
 def _caller(exchange: Exchange) -> Caller:

@@ -20,10 +20,19 @@ from gateway.pipeline.request import (
     ResponseFormat,
     SamplingOptions,
 )
+from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
 from services.errors import MillraceError, Reason
 
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
+# Types of response_format, and the field that belongs to each.
+_FORMAT_FIELDS: Mapping[str, str] = {
+    "text": "",
+    "json_object": "",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "lark": "grammar",
+    "ebnf": "grammar",
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,12 +140,9 @@ def check_common(body: CommonBody) -> None:
             "response_format.json_schema.description",
             "the model does not see it; describe the answer in a message",
         )
-    for key, value in (body.metadata or {}).items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise invalid(
-                f"metadata.{key[:MAX_METADATA_KEY]}",
-                f"keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}",
-            )
+    check_metadata(body.metadata or {})
+    if body.allowed_token_ids == []:
+        raise invalid("allowed_token_ids", "it is empty, so nothing could follow; leave it out")
 
 
 def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, str]:
@@ -148,6 +154,8 @@ def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, 
         if value:
             if len(value) > MAX_METADATA_VALUE:
                 raise invalid(name, f"{len(value)} characters; the limit is {MAX_METADATA_VALUE}")
+            if found.get(name, value) != value:
+                raise invalid(f"metadata.{name}", f"{name} says something else; give one of them")
             found[name] = value
     return found
 
@@ -184,23 +192,35 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
     )
 
 
-def response_format(body: CommonBody) -> ResponseFormat | None:
-    """The one constraint that the body asks for, by whichever of its names."""
+def response_format(body: CommonBody) -> tuple[ResponseFormat | None, str]:
+    """The one constraint that the body asks for, by whichever of its names; and that name."""
+    openai = body.response_format
+    part = _FORMAT_FIELDS.get(openai.type) if openai else None
+    if openai is not None:
+        _check_only(openai, part)
+    structured, structured_part = _structured(body.structured_outputs)
     found = [
         (name, format_)
         for name, format_ in (
-            ("response_format", _openai_format(body.response_format)),
-            ("structured_outputs", _structured(body.structured_outputs)),
+            (f"response_format.{part}" if part else "response_format", _openai_format(openai)),
+            (f"structured_outputs.{structured_part}", structured),
             ("guided_json", _json_format("guided_json", body.guided_json)),
-            ("guided_regex", _optional(RegexFormat, body.guided_regex)),
-            ("guided_choice", body.guided_choice and ChoiceFormat(tuple(body.guided_choice))),
+            ("guided_regex", None if body.guided_regex is None else RegexFormat(body.guided_regex)),
+            ("guided_choice", _choice(body.guided_choice)),
             ("guided_grammar", _grammar(body.guided_grammar)),
         )
-        if format_
+        if format_ is not None
     ]
     if len(found) > 1:
         raise invalid(found[1][0], f"{found[0][0]} constrains the answer already; give one of them")
-    return found[0][1] if found else None
+    return (found[0][1], found[0][0]) if found else (None, "response_format")
+
+
+def _check_only(body: ResponseFormatBody, part: str | None) -> None:
+    for name in ("json_schema", "regex", "choice", "grammar"):
+        # A type that is not known is refused as such.
+        if getattr(body, name) is not None and part not in (None, name):
+            raise invalid(f"response_format.{name}", f"type {body.type!r} does not take it; leave it out")
 
 
 def _openai_format(  # noqa: PLR0911 one return per kind
@@ -230,23 +250,23 @@ def _openai_format(  # noqa: PLR0911 one return per kind
         case (kind, _):
             raise invalid(
                 "response_format.type",
-                f"{kind!r} is not one of text, json_object, json_schema, regex, choice, lark, ebnf",
+                f"{kind!r} is not one of {', '.join(_FORMAT_FIELDS)}",
             )
 
 
-def _structured(body: StructuredOutputs | None) -> ResponseFormat | None:
+def _structured(body: StructuredOutputs | None) -> tuple[ResponseFormat | None, str]:
     if body is None:
-        return None
+        return None, ""
     given = [
-        format_
-        for format_ in (
-            _json_format("structured_outputs.json", body.json),
-            JsonObjectFormat() if body.json_object else None,
-            _optional(RegexFormat, body.regex),
-            body.choice and ChoiceFormat(tuple(body.choice)),
-            _grammar(body.grammar),
+        (format_, name)
+        for name, format_ in (
+            ("json", _json_format("structured_outputs.json", body.json)),
+            ("json_object", JsonObjectFormat() if body.json_object else None),
+            ("regex", None if body.regex is None else RegexFormat(body.regex)),
+            ("choice", _choice(body.choice)),
+            ("grammar", _grammar(body.grammar)),
         )
-        if format_
+        if format_ is not None
     ]
     if len(given) != 1:
         raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
@@ -265,8 +285,8 @@ def _json_format(field: str, raw: msgspec.Raw) -> JsonSchemaFormat | None:
     return JsonSchemaFormat(text.decode(), strict=False)
 
 
-def _optional(kind: type[RegexFormat], value: str | None) -> RegexFormat | None:
-    return None if value is None else kind(value)
+def _choice(options: list[str] | None) -> ChoiceFormat | None:
+    return None if options is None else ChoiceFormat(tuple(options))
 
 
 def _grammar(text: str | None) -> ResponseFormat | None:

@@ -185,23 +185,34 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     streaming: bool = True
     # For metrics: http or grpc.
     face: str = "http"
-    # Our field name to the face's own, for error messages.
+    # Our field name to the face's own, for error messages; and parts of names such as ".function.name".
     field_names: Mapping[str, str] = {}
+    field_parts: Mapping[str, str] = {}
 
     def field(self, name: str) -> str:
         """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""
         head, rest = _split(name)
-        return self.field_names.get(head, head) + rest
+        known = self.field_names.get(head, head)
+        if head == "response_format" and known != head:
+            # The face has several names for a constraint, and has put down the one that was used.
+            return known
+        for part, own in self.field_parts.items():
+            rest = rest.replace(part, own)
+        return known + rest
 
     def tell(self, error: MillraceError) -> MillraceError:
-        """A refusal of a service behind, in the caller's terms: services name their own protocols' fields."""
+        """A refusal of a service behind, in the caller's terms: services name their own protocols' fields, or
+        leave the name out of the message.
+        """
+        if not error.field:
+            return error
         head, rest = _split(error.field.removeprefix("sampling.").removeprefix("conversation."))
         known = self.field(_PROTOCOL_FIELDS.get(head, head) + rest)
-        if known == error.field:
-            return error
         message = error.message
         if message.startswith(error.field):
             message = known + message.removeprefix(error.field)
+        elif known not in message:
+            message = f"{known}: {message}"
         return MillraceError(
             error.reason,
             message,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gateway.pipeline.request import (
     ChoiceFormat,
     Conversation,
     GenerationRequest,
+    Message,
     Role,
     TextPrompt,
     TokenPrompt,
@@ -25,6 +26,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
 MAX_PROMPT_CACHE_KEY = 256
 # Seeds travel as unsigned 64-bit numbers.
 MAX_SEED = 2**64 - 1
@@ -72,8 +75,24 @@ def validate(request: GenerationRequest) -> None:
             "prompt_cache_key",
             f"{len(request.prompt_cache_key)} characters; the limit is {MAX_PROMPT_CACHE_KEY}",
         )
-    if len(request.metadata) > MAX_METADATA:
-        raise refuse(request, "metadata", f"{len(request.metadata)} entries; the limit is {MAX_METADATA}")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises INVALID_ARGUMENT for labels that are too many or too long. Both faces call them metadata."""
+    if len(metadata) > MAX_METADATA:
+        raise MillraceError(
+            Reason.INVALID_ARGUMENT,
+            f"metadata: {len(metadata)} entries; the limit is {MAX_METADATA}",
+            field="metadata",
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            field = f"metadata.{key[:MAX_METADATA_KEY]}"
+            raise MillraceError(
+                Reason.INVALID_ARGUMENT,
+                f"{field}: keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}",
+                field=field,
+            )
 
 
 def _check_numbers(request: GenerationRequest) -> None:
@@ -151,7 +170,7 @@ def _check_prompt(request: GenerationRequest) -> None:
     prompt = request.prompt
     match prompt:
         case Conversation():
-            _check_conversation(request, prompt)
+            check_conversation(request, prompt)
         case TextPrompt(text=text) if not text:
             raise refuse(request, "prompt", "it is empty; give at least one character")
         case TokenPrompt(token_ids=ids) if not ids:
@@ -160,20 +179,34 @@ def _check_prompt(request: GenerationRequest) -> None:
             pass
 
 
-def _check_conversation(request: GenerationRequest, conversation: Conversation) -> None:
+def check_conversation(request: GenerationRequest, conversation: Conversation) -> None:
+    """Raises INVALID_ARGUMENT for the first part of a conversation that is out of its limits."""
     messages = conversation.messages
     if not messages:
         raise refuse(request, "messages", "it is empty; give at least one message")
     if len(messages) > MAX_MESSAGES:
         raise refuse(request, "messages", f"{len(messages)} messages; the limit is {MAX_MESSAGES}")
     for index, message in enumerate(messages):
-        if message.role is Role.TOOL and not message.tool_call_id:
-            raise refuse(
-                request, f"messages[{index}].tool_call_id", "a tool message names the call it answers"
-            )
+        _check_message(request, message, f"messages[{index}]")
     if len(conversation.tools) > MAX_TOOLS:
         raise refuse(request, "tools", f"{len(conversation.tools)} tools; the limit is {MAX_TOOLS}")
     _check_tool_choice(request, conversation)
+
+
+def _check_message(request: GenerationRequest, message: Message, field: str) -> None:
+    if message.role is Role.TOOL and not message.tool_call_id:
+        raise refuse(request, f"{field}.tool_call_id", "a tool message names the call it answers")
+    if message.role is not Role.TOOL and message.tool_call_id:
+        raise refuse(request, f"{field}.tool_call_id", "only tool messages answer a call; leave it out")
+    if message.role is not Role.ASSISTANT and message.tool_calls:
+        raise refuse(request, f"{field}.tool_calls", "only assistant messages call tools; leave them out")
+    if message.role is not Role.ASSISTANT and message.reasoning:
+        raise refuse(request, f"{field}.reasoning", "only assistant messages reason; leave it out")
+    for index, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise refuse(
+                request, f"{field}.tool_calls[{index}].function.name", "it is empty; name the tool called"
+            )
 
 
 def _check_tool_choice(request: GenerationRequest, conversation: Conversation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -93,8 +94,14 @@ def conversation(message: chat_pb2.Conversation, field: str) -> Conversation:
     if message.HasField("tool_choice") and message.tool_choice.mode:
         mode = _MODE_OF.get(message.tool_choice.mode)
         if mode is None:
-            raise _unknown(f"{field}.tool_choice.mode", message.tool_choice.mode)
+            raise _unknown(f"{field}.tool_choice.mode", message.tool_choice.mode, _MODES)
         choice = ToolChoice(mode, message.tool_choice.name)
+    if message.tool_choice.name and (choice is None or choice.mode is not ToolChoiceMode.NAMED):
+        raise MillraceError(
+            Reason.INVALID_ARGUMENT,
+            f"{field}.tool_choice.name: only the mode NAMED takes it; set the mode, or leave it out",
+            field=f"{field}.tool_choice.name",
+        )
     return Conversation(
         messages=tuple(
             _turn(turn, f"{field}.messages[{index}]") for index, turn in enumerate(message.messages)
@@ -124,7 +131,7 @@ def conversation(message: chat_pb2.Conversation, field: str) -> Conversation:
 def _turn(message: chat_pb2.Message, field: str) -> Message:
     role = _ROLE_OF.get(message.role)
     if role is None:
-        raise _unknown(f"{field}.role", message.role)
+        raise _unknown(f"{field}.role", message.role, _ROLES)
     return Message(
         role=role,
         content=message.content,
@@ -135,10 +142,9 @@ def _turn(message: chat_pb2.Message, field: str) -> Message:
     )
 
 
-def _unknown(field: str, number: int) -> MillraceError:
-    return MillraceError(
-        Reason.INVALID_ARGUMENT, f"{field}: {number} is not one of the enum's values", field=field
-    )
+def _unknown(field: str, number: int, values: Mapping[Any, int]) -> MillraceError:
+    known = ", ".join(f"{value} ({name.name})" for name, value in values.items())
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {number} is not one of {known}", field=field)
 
 
 def format_message(format_: ResponseFormat) -> chat_pb2.ResponseFormat:

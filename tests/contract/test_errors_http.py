@@ -56,8 +56,27 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "impossible"}}}},
         Reason.GRAMMAR_REFUSED,
-        "response_format",
+        "response_format.json_schema",
     ),
+    ({"guided_json": {"type": "impossible"}}, Reason.GRAMMAR_REFUSED, "guided_json"),
+    (
+        {"structured_outputs": {"json": {"type": "impossible"}}},
+        Reason.GRAMMAR_REFUSED,
+        "structured_outputs.json",
+    ),
+    ({"guided_choice": []}, Reason.INVALID_ARGUMENT, "guided_choice"),
+    ({"structured_outputs": {"choice": [""]}}, Reason.INVALID_ARGUMENT, "structured_outputs.choice"),
+    (
+        {"response_format": {"type": "json_object", "regex": "a"}},
+        Reason.INVALID_ARGUMENT,
+        "response_format.regex",
+    ),
+    (
+        {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+        Reason.INVALID_ARGUMENT,
+        "response_format.json_schema",
+    ),
+    ({"allowed_token_ids": []}, Reason.INVALID_ARGUMENT, "allowed_token_ids"),
     (
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
         Reason.INVALID_ARGUMENT,
@@ -73,6 +92,8 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
     ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
     ({"metadata": {str(key): "" for key in range(17)}}, Reason.INVALID_ARGUMENT, "metadata"),
+    ({"metadata": {"k" * 65: ""}}, Reason.INVALID_ARGUMENT, "metadata." + "k" * 64),
+    ({"metadata": {"user": "a"}, "user": "b"}, Reason.INVALID_ARGUMENT, "metadata.user"),
     ({"prompt_logprobs": 1}, Reason.UNSUPPORTED_FIELD, "prompt_logprobs"),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},

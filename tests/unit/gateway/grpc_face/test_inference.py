@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
@@ -82,6 +84,74 @@ async def test_fields_at_fault_are_named_in_the_callers_terms() -> None:
             model="tiny", conversation=chat_pb2.Conversation(messages=[chat_pb2.Message(content="x")])
         )
         assert (await refusal(stack, role)).field == "conversation.messages[0].role"
+
+
+TOOL = chat_pb2.Tool(name="f")
+NOT_ASSISTANT = chat_pb2.Message(
+    role=chat_pb2.ROLE_USER, content="x", tool_calls=[chat_pb2.ToolCall(name="f")]
+)
+
+
+def talk(**fields: object) -> inference_pb2.ChatRequest:
+    request = chat()
+    request.conversation.MergeFrom(chat_pb2.Conversation(**fields))  # type: ignore[arg-type]
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (chat(metadata={"k" * 65: "v"}), "metadata." + "k" * 64),
+        (chat(metadata={"k": "v" * 513}), "metadata.k"),
+        (talk(messages=[NOT_ASSISTANT]), "conversation.messages[1].tool_calls"),
+        (talk(tool_choice=chat_pb2.ToolChoice(name="f")), "conversation.tool_choice.name"),
+        (
+            talk(
+                tools=[TOOL], tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_AUTO, name="f")
+            ),
+            "conversation.tool_choice.name",
+        ),
+        (talk(tools=[TOOL, TOOL]), "conversation.tools[1].name"),
+        (chat(response_format=chat_pb2.ResponseFormat(choice=chat_pb2.Choice())), "response_format.choice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_nothing_is_ignored_or_unbounded(request_: inference_pb2.ChatRequest, field: str) -> None:
+    async with deployed() as stack:
+        error = await refusal(stack, request_)
+        assert (error.reason, error.field) == ("INVALID_ARGUMENT", field)
+        assert field in error.message
+
+
+# Field 99, a string, as bytes of the wire.
+UNKNOWN = bytes([0x9A, 0x06, 0x01]) + b"a"
+
+
+@pytest.mark.parametrize(
+    ("place", "field"),
+    [
+        (lambda request: request, "99"),
+        (lambda request: request.sampling, "sampling.99"),
+        (lambda request: request.conversation.messages[0], "conversation.messages[0].99"),
+    ],
+)
+async def test_fields_of_another_version_are_refused(
+    place: Callable[[inference_pb2.ChatRequest], Message], field: str
+) -> None:
+    request = chat(sampling=sampling_pb2.SamplingOptions(max_tokens=5))
+    place(request).MergeFromString(UNKNOWN)
+    async with deployed() as stack:
+        error = await refusal(stack, request)
+        assert (error.reason, error.field) == ("UNSUPPORTED_FIELD", field)
+
+
+async def test_what_is_counted_is_checked_like_what_is_answered() -> None:
+    async with deployed() as stack:
+        turn = chat_pb2.Message(role=chat_pb2.ROLE_TOOL, content="x")
+        request = inference_pb2.CountTokensRequest(model="tiny", conversation={"messages": [turn]})
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stack.inference.CountTokens(request, metadata=METADATA)
+        assert from_rpc_error(failure.value).field == "conversation.messages[0].tool_call_id"
 
 
 async def test_without_context_the_call_is_refused() -> None:

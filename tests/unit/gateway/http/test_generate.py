@@ -188,6 +188,25 @@ async def test_models_and_tokens() -> None:
             },
             "messages[0].content[0].type",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "refusal": "y"}]}]},
+            "messages[0].content[0].refusal",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "refusal": "y"}]}, "messages[0].refusal"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
+        (
+            {"messages": [{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}]},
+            "messages[0].reasoning",
+        ),
     ],
 )
 async def test_nothing_of_a_message_is_ignored_and_nothing_is_unbounded(
@@ -196,6 +215,40 @@ async def test_nothing_of_a_message_is_ignored_and_nothing_is_unbounded(
     async with deployed() as stack:
         refused = await stack.chat(**body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_labels_beside_the_metadata_do_not_count_as_metadata() -> None:
+    async with deployed() as stack:
+        full = {str(number): "x" for number in range(16)}
+        answer = await stack.chat(metadata=full, user="somebody", safety_identifier="else")
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": False},
+            "add_special_tokens",
+        ),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ],
+)
+async def test_nothing_is_ignored_where_tokens_are_counted(body: dict[str, Any], field: str) -> None:
+    async with deployed() as stack:
+        refused = await stack.http.post("/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_roles_that_are_known_are_named() -> None:
+    async with deployed() as stack:
+        refused = await stack.chat(messages=[{"role": "wizard", "content": "x"}])
+        message = refused.json()["error"]["message"]
+        assert message == "messages[0].role: 'wizard' is not one of system, user, assistant, tool, developer"
 
 
 async def test_parts_of_a_message_are_joined() -> None:
