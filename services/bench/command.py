@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,9 @@ def run(
     key: Annotated[str, typer.Option(help="API key; else MILLRACE_API_KEY, else the stack's own.")] = "",
     model: Annotated[str, typer.Option(help="Model; the first one listed when empty.")] = "",
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at a time.")] = 8,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: requests at a time; 8 when not given.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0, help="Open loop: requests per second; 0 is closed.")] = 0.0,
     burstiness: Annotated[float, typer.Option(min=0.01, help="1 is Poisson, less comes in bursts.")] = 1.0,
     input_tokens: Annotated[str, typer.Option(help="256, uniform:64:512 or lognormal:256:0.5.")] = "256",
@@ -39,10 +42,10 @@ def run(
     vocab_size: Annotated[int, typer.Option(min=2, help="Upper bound of random token ids.")] = 2000,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not counted.")] = 1,
-    seed: Annotated[int, typer.Option(help="Equal seeds send equal requests.")] = 0,
-    ttft_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
-    tpot_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
-    e2e_target_ms: Annotated[float | None, typer.Option(help="Target for goodput.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds send equal requests.")] = 0,
+    ttft_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
+    tpot_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
+    e2e_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
     label: Annotated[str, typer.Option(help="Name of the run in reports.")] = "millrace",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
@@ -52,7 +55,7 @@ def run(
     try:
         workload = Workload(
             num_requests=requests,
-            arrivals=Arrivals(concurrency=concurrency, rate=rate, burstiness=burstiness),
+            arrivals=_arrivals(concurrency, rate, burstiness),
             input_tokens=Lengths.parse(input_tokens),
             output_tokens=Lengths.parse(output_tokens),
             shared_prefix_tokens=shared_prefix,
@@ -136,12 +139,29 @@ async def _measure(
     )
 
 
+def _arrivals(concurrency: int | None, rate: float, burstiness: float) -> Arrivals:
+    if not (math.isfinite(rate) and math.isfinite(burstiness)):
+        raise ConfigError("--rate and --burstiness: expected finite numbers")
+    if rate and concurrency is not None:
+        raise ConfigError(
+            "--concurrency: with --rate requests start by the clock, however many are under way; give one"
+        )
+    if not rate and burstiness != 1.0:
+        raise ConfigError("--burstiness: it says how requests of an open loop arrive; give --rate, too")
+    return Arrivals(concurrency=concurrency or 8, rate=rate, burstiness=burstiness)
+
+
 def _parse_tiers(texts: list[str]) -> dict[str, float]:
     tiers: dict[str, float] = {}
     for text in texts:
-        name, _, share = text.partition("=")
+        name, _, number = text.partition("=")
         try:
-            tiers[name] = float(share)
-        except ValueError as error:
-            raise ConfigError(f"--tier {text!r}: expected <name>=<share>, as in gold=0.2") from error
+            share = float(number)
+        except ValueError:
+            share = 0.0
+        if not (name and share > 0 and math.isfinite(share)) or name in tiers:
+            raise ConfigError(
+                f"--tier {text!r}: expected <name>=<share>, as in gold=0.2, once for each tier and above 0"
+            )
+        tiers[name] = share
     return tiers

@@ -19,6 +19,9 @@ _WORDS = (
     *("sailor", "letter", "number", "colour", "music", "window", "kitchen", "mountain", "valley"),
 )
 
+# Longer than any model reads.
+_MAX_LENGTH = 10_000_000
+
 
 class Lengths(msgspec.Struct, frozen=True):
     """A distribution of lengths in tokens, written `256`, `uniform:64:512` or `lognormal:256:0.5`.
@@ -39,10 +42,12 @@ class Lengths(msgspec.Struct, frozen=True):
         except ValueError:
             values = []
         expected = {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind)
-        if expected is None or len(values) != expected or values[0] < 1:
+        # Comparisons of "nan" are all false.
+        usable = len(values) == expected and all(0 <= value <= _MAX_LENGTH for value in values)
+        if not usable or values[0] < 1 or (kind == "uniform" and values[1] < values[0]):
             raise ConfigError(
                 f"length {text!r}: expected a number of tokens, uniform:<low>:<high> or "
-                "lognormal:<median>:<sigma>"
+                f"lognormal:<median>:<sigma>, from 1 to {_MAX_LENGTH:,} and the lower one first"
             )
         return cls(kind, *values)  # type: ignore[arg-type]
 
@@ -52,7 +57,8 @@ class Lengths(msgspec.Struct, frozen=True):
             return [int(self.low)] * count
         if self.kind == "uniform":
             return [int(value) for value in generator.integers(int(self.low), int(self.high) + 1, count)]
-        drawn = np.exp(generator.normal(np.log(self.low), self.high, count))
+        logarithms = generator.normal(np.log(self.low), self.high, count)
+        drawn = np.exp(np.minimum(logarithms, np.log(_MAX_LENGTH)))
         return [max(1, round(float(value))) for value in drawn]
 
 

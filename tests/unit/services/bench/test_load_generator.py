@@ -8,14 +8,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from services.bench import report
 from services.bench.client import Client, Target
 from services.bench.records import RequestRecord, Targets, summarize
 from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload, plan
+from services.cli.app import app
 from services.errors import ConfigError
 
 
@@ -137,10 +140,41 @@ def test_open_loop_arrivals_have_the_asked_rate() -> None:
     assert starts[-1] == pytest.approx(80, rel=0.1)
 
 
-@pytest.mark.parametrize("text", ["", "many", "uniform:5", "uniform:0:5", "normal:5:6", "-3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "many", "uniform:5", "uniform:0:5", "normal:5:6", "-3"),
+        *("uniform:9:2", "lognormal:64:-1", "nan", "inf", "uniform:1:inf", "1e300"),
+    ],
+)
 def test_a_length_that_cannot_be_read_is_quoted(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a number of tokens"):
         Lengths.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--tier", "gold=-1"], "--tier 'gold=-1'"),
+        (["--tier", "gold=nan"], "--tier 'gold=nan'"),
+        (["--tier", "gold"], "--tier 'gold'"),
+        (["--tier", "gold=1", "--tier", "gold=2"], "--tier 'gold=2'"),
+        (["--rate", "inf"], "--rate"),
+        (["--rate", "5", "--concurrency", "2"], "--concurrency"),
+        (["--burstiness", "0.5"], "--burstiness"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_be_meant_are_refused(options: list[str], named: str) -> None:
+    # Nobody listens there: what cannot be meant is said before anybody is asked.
+    outcome = CliRunner().invoke(app, ["bench", "run", "--url", "http://127.0.0.1:9", *options])
+    assert (outcome.exit_code, named in outcome.output) == (2, True), outcome.output
+    assert "is the server running" not in outcome.output
+
+
+def test_long_tails_are_drawn() -> None:
+    generator = np.random.default_rng(0)
+    drawn = Lengths.parse("lognormal:64:1000").draw(generator, 100)
+    assert (min(drawn), max(drawn)) == (1, 10_000_000)
 
 
 def record(start: float, chunks: list[float], end: float) -> RequestRecord:
