@@ -35,6 +35,7 @@ from tokenizer_svc.types import (
     Verdict,
 )
 from tokenizer_svc.vocabulary import DecoderKind
+from tokenizer_svc.wire import LargeAnswer
 
 _ROLES = {
     chat_pb2.ROLE_SYSTEM: Role.SYSTEM,
@@ -192,11 +193,11 @@ def verdict(each: Verdict) -> grammar_pb2.OutputVerdict:
     )
 
 
-def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | bytes:
+def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
     """The answer to Prepare; serialized where its ids are."""
     response = _prepare_response(prepared, fingerprint)
-    if isinstance(prepared.token_ids, bytes):
-        return prepared.token_ids + response.SerializeToString()
+    if isinstance(prepared.token_ids, memoryview):
+        return LargeAnswer((prepared.token_ids, response.SerializeToString()))
     response.token_ids.extend(prepared.token_ids)
     return response
 

@@ -7,6 +7,7 @@ lasts, no other request goes on. Runs in a worker process. Long texts alone are 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from millrace.common.v1 import chat_pb2
@@ -70,7 +71,9 @@ def is_large_text(text: str) -> bool:
 def prepare(request: PromptRequest, prompts: Prompts, *, max_tool_bytes: int) -> WorkerReply:
     """Rendered and encoded, or why not."""
     try:
-        message = tokenizer_pb2.PrepareRequest.FromString(request.wire)
+        # Parsers take views as well, which their types do not say.
+        parse: Any = tokenizer_pb2.PrepareRequest.FromString
+        message: tokenizer_pb2.PrepareRequest = parse(request.wire)
         form = convert.response_format(message.response_format)
         prompts.limits.format(form)
         if message.WhichOneof("input") == "conversation":
@@ -107,7 +110,7 @@ def _conversation(
     prefix = prompts.assistant_prefix(conversation, rendered)
     grammar = prompts.grammar_request(conversation, form, prefix)
     prompted = Prompted(
-        packed_ids=packed_ids(ids),
+        packed_ids=memoryview(packed_ids(ids)),
         num_tokens=len(ids),
         assistant_prefix=prefix,
         grammar=grammar.encoded() if grammar is not None else None,
@@ -140,7 +143,7 @@ def _text(
         kept = prompts.encoder.truncated(ids, limits.max_tokens(length), length.truncation)
     limits.length(len(kept), length, "prompt")
     prompted = Prompted(
-        packed_ids=packed_ids(kept),
+        packed_ids=memoryview(packed_ids(kept)),
         num_tokens=len(kept),
         num_truncated=len(ids) - len(kept),
         encode_s=time.perf_counter() - start,

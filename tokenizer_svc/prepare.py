@@ -125,9 +125,11 @@ class Preparer:
 
     async def encode_large(
         self, wire: bytes, *, field: str, add_special_tokens: bool = True, tenant: str
-    ) -> bytes:
+    ) -> memoryview:
         """Packed ids of the prompt in a serialized PrepareRequest, from a worker; errors name `field`."""
-        prompt = PromptRequest(wire=wire, field=field, add_special_tokens=add_special_tokens, tenant=tenant)
+        prompt = PromptRequest(
+            wire=memoryview(wire), field=field, add_special_tokens=add_special_tokens, tenant=tenant
+        )
         return (await self._in_worker(prompt, tenant)).packed_ids
 
     async def prepare_text(

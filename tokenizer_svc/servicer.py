@@ -23,9 +23,9 @@ from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
 from tokenizer_svc.limits import no_input
 from tokenizer_svc.pace import Pace
 from tokenizer_svc.prepare import Preparer
-from tokenizer_svc.stream import CallStream
+from tokenizer_svc.stream import CallStream, StreamResponse
 from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
-from tokenizer_svc.wire import LargeRequest, large
+from tokenizer_svc.wire import Call, LargeAnswer, LargeRequest, large
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
@@ -60,19 +60,18 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Prepare(  # type: ignore[override]
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, context: Any
-    ) -> tokenizer_pb2.PrepareResponse | bytes:
-        """See the proto; large requests come in parts, and their answers are bytes (see `wire`)."""
+    ) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+        """See the proto; large requests come in parts, and so are their answers (see `wire`)."""
         return await self._answer(request, None, context.time_remaining())
 
-    async def PrepareStream(
-        self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest], context: Any
-    ) -> AsyncIterator[tokenizer_pb2.PrepareStreamResponse]:
-        """See the proto."""
+    async def PrepareStream(  # type: ignore[override]
+        self, requests: AsyncIterator[list[Call]], context: Any
+    ) -> AsyncIterator[StreamResponse]:
+        """See the proto; what is large as in Prepare."""
 
-        async def answer(call: tokenizer_pb2.PrepareCall) -> tokenizer_pb2.PrepareResponse:
-            trace = context_from_traceparent(call.traceparent, call.tracestate)
-            found = await self._answer(call.request, trace, call.timeout_s or None)
-            return tokenizer_pb2.PrepareResponse.FromString(found) if isinstance(found, bytes) else found
+        async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+            trace = context_from_traceparent(call.head.traceparent, call.head.tracestate)
+            return await self._answer(call.request, trace, call.head.timeout_s or None)
 
         async with aclosing(CallStream(answer).serve(requests)) as answers:
             async for message in answers:
@@ -83,7 +82,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.PrepareRequest | LargeRequest,
         trace: otel_context.Context | None,
         timeout_s: float | None,
-    ) -> tokenizer_pb2.PrepareResponse | bytes:
+    ) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
         head = request.head if isinstance(request, LargeRequest) else request
         who = self._verify(head)
         self._check_model(head.model, who)
@@ -148,10 +147,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Tokenize(  # type: ignore[override]
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
-    ) -> tokenizer_pb2.TokenizeResponse | bytes:
+    ) -> tokenizer_pb2.TokenizeResponse | LargeAnswer:
         """See the proto."""
         self._check_model(request.model)
-        ids: list[int] | bytes
+        ids: list[int] | memoryview
         match request.WhichOneof("input"):
             case "conversation":
                 self._check_whole(request.conversation)
@@ -176,7 +175,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             case _:
                 raise no_input()
         # Packed ids are the whole answer.
-        return ids if isinstance(ids, bytes) else tokenizer_pb2.TokenizeResponse(token_ids=ids)
+        return (
+            LargeAnswer((ids,))
+            if isinstance(ids, memoryview)
+            else tokenizer_pb2.TokenizeResponse(token_ids=ids)
+        )
 
     async def EncodeBatch(
         self, request: tokenizer_pb2.EncodeBatchRequest, context: Any

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 from millrace.tokenizer.v1 import tokenizer_pb2
@@ -13,13 +14,16 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from services.errors import MillraceError, Reason
 from services.status import to_detail
 from services.streams.server import ServerCall
+from tokenizer_svc.wire import Call, LargeAnswer, stream_answer
 
 _log = logging.getLogger(__name__)
 
 # Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
 MAX_IN_WORK = 1024
 
-Answer = Callable[[tokenizer_pb2.PrepareCall], Awaitable[tokenizer_pb2.PrepareResponse]]
+Answer = Callable[[Call], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
+# What is sent; large answers are messages of their own, and serialized.
+StreamResponse = tokenizer_pb2.PrepareStreamResponse | bytes
 
 
 class CallStream:
@@ -28,6 +32,7 @@ class CallStream:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._ready: list[tokenizer_pb2.PrepareAnswer] = []
+        self._ready_large: deque[tuple[int, LargeAnswer]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         # Something is ready to be sent, or the last call has been answered.
         self._changed = asyncio.Event()
@@ -38,63 +43,76 @@ class CallStream:
         self._direct: ServerCall | None = None
         self._flush_is_due = False
 
-    async def serve(
-        self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest]
-    ) -> AsyncGenerator[tokenizer_pb2.PrepareStreamResponse, None]:
+    async def serve(self, requests: AsyncIterator[list[Call]]) -> AsyncGenerator[StreamResponse, None]:
         """Messages with answers; ends when the caller has ended its side and every call is answered."""
         if isinstance(requests, ServerCall):
             self._direct = requests
         reader = asyncio.ensure_future(self._read(requests))
         reader.add_done_callback(self._read_all)
         try:
-            while self._ready or self._tasks or not reader.done():
+            while self._is_ready or self._tasks or not reader.done():
                 await self._changed.wait()
                 self._changed.clear()
-                if self._ready:
-                    yield tokenizer_pb2.PrepareStreamResponse(answers=self._taken())
+                while self._is_ready:
+                    yield self._taken()
             reader.result()
         finally:
             reader.cancel()
             for task in self._tasks:
                 task.cancel()
 
-    async def _read(self, requests: AsyncIterator[tokenizer_pb2.PrepareStreamRequest]) -> None:
-        async for message in requests:
-            for call in message.calls:
+    async def _read(self, requests: AsyncIterator[list[Call]]) -> None:
+        async for calls in requests:
+            for call in calls:
                 task = asyncio.ensure_future(self._one(call))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-            while len(self._tasks) + len(self._ready) >= MAX_IN_WORK:
+            while len(self._tasks) + len(self._ready) + len(self._ready_large) >= MAX_IN_WORK:
                 self._room.clear()
                 await self._room.wait()
 
-    async def _one(self, call: tokenizer_pb2.PrepareCall) -> None:
+    async def _one(self, call: Call) -> None:
+        answer = await self._answered(call)
+        if isinstance(answer, LargeAnswer):
+            self._ready_large.append((call.id, answer))
+        else:
+            self._ready.append(answer)
+        if self._direct is not None and not self._flush_is_due:
+            # Answers of one turn of the event loop go together.
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def _answered(self, call: Call) -> tokenizer_pb2.PrepareAnswer | LargeAnswer:
         try:
-            answer = tokenizer_pb2.PrepareAnswer(id=call.id, response=await self._answer(call))
+            response = await self._answer(call)
+            if isinstance(response, LargeAnswer):
+                return response
+            return tokenizer_pb2.PrepareAnswer(id=call.id, response=response)
         except MillraceError as error:
-            answer = tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(error))
+            return tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(error))
         except Exception as error:
             _log.error("unexpected failure in PrepareStream", exc_info=error)
             failure = MillraceError(
                 Reason.INTERNAL,
                 "an unexpected failure; the service's log has the details under this request's id",
             )
-            answer = tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(failure))
-        self._ready.append(answer)
-        if self._direct is not None and not self._flush_is_due:
-            # Answers of one turn of the event loop go together.
-            self._flush_is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            return tokenizer_pb2.PrepareAnswer(id=call.id, error=to_detail(failure))
 
     def _flush(self) -> None:
         self._flush_is_due = False
-        if self._ready and self._direct is not None and not self._direct.is_congested:
-            self._direct.send(tokenizer_pb2.PrepareStreamResponse(answers=self._taken()))
+        while self._is_ready and self._direct is not None and not self._direct.is_congested:
+            self._direct.send(self._taken())
 
-    def _taken(self) -> list[tokenizer_pb2.PrepareAnswer]:
-        answers, self._ready = self._ready, []
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self._ready or self._ready_large)
+
+    def _taken(self) -> StreamResponse:
         self._room.set()
-        return answers
+        if self._ready:
+            answers, self._ready = self._ready, []
+            return tokenizer_pb2.PrepareStreamResponse(answers=answers)
+        return stream_answer(*self._ready_large.popleft())
 
     def _read_all(self, reader: asyncio.Task[None]) -> None:
         self._has_all = True
@@ -102,6 +120,6 @@ class CallStream:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if self._ready or self._has_all:
+        if self._is_ready or self._has_all:
             self._changed.set()
         self._room.set()

@@ -173,7 +173,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine and the output parsers need of a request; times in seconds."""
 
     # Those of a large prompt as they are sent (see `wire`), all others as numbers.
-    token_ids: list[int] | bytes
+    token_ids: list[int] | memoryview
     num_tokens: int
     compiled: Compiled | None
     grammar_cached: bool

@@ -14,7 +14,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
-from gateway.tokenizer.stream import PrepareStream, Unanswered
+from gateway.tokenizer.stream import PrepareStreams, Unanswered
 from gateway.tokenizer.types import Prepared, Verdict
 from services.channels import connect
 from services.errors import MillraceError, Reason
@@ -37,7 +37,7 @@ class TokenizerClient:
         self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._prepare = PrepareStream(target)
+        self._prepare = PrepareStreams(target)
 
     async def close(self) -> None:
         """Closes the connection."""

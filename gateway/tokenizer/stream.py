@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"
 # The service ends a call at its own time limit; what it has not answered so long after that is given up.
 _GRACE_S = 2.0
+# The service neither parses nor answers larger requests itself, but in workers.
+_LARGE_BYTES = 256 * 1024
 
 
 class Unanswered(MillraceError):
@@ -37,6 +39,27 @@ class Unanswered(MillraceError):
             retry_after_s=failure.retry_after_s,
         )
         self.was_sent = was_sent
+
+
+class PrepareStreams:
+    """Small and large requests on streams, and so connections, of their own: nobody waits behind a request of
+    megabytes, neither for its way nor for room.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._small = PrepareStream(target)
+        self._large = PrepareStream(target)
+
+    async def close(self) -> None:
+        """Ends both."""
+        await asyncio.gather(self._small.close(), self._large.close())
+
+    async def call(
+        self, request: tokenizer_pb2.PrepareRequest, traceparent: str, tracestate: str, timeout_s: float
+    ) -> tokenizer_pb2.PrepareResponse:
+        """See PrepareStream."""
+        stream = self._large if request.ByteSize() > _LARGE_BYTES else self._small
+        return await stream.call(request, traceparent, tracestate, timeout_s)
 
 
 class PrepareStream:

@@ -41,6 +41,8 @@ _CODE_OF_HTTP = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.UNAVAILABLE,
 }
+# Of an incomplete message smaller pieces than this are put together as they come.
+_PIECE_BYTES = 8 * 1024
 _MAX_TOGETHER = 8
 _MAX_TOGETHER_BYTES = 256 * 1024
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -71,27 +73,37 @@ def prefix(size: int) -> bytes:
 
 
 class MessageCutter:
-    """Cuts a stream's bytes into messages; one that is too large is refused before it is kept."""
+    """Cuts a stream's bytes into messages; one that is too large is refused before it is kept.
+
+    What belongs to a message that is not complete waits as it came, and is copied once: for megabytes more
+    would hold up everybody else.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        self._rest = bytearray()
-        self._needed = PREFIX_BYTES
+        # Of a message whose prefix is complete: its size and its content so far. Else of its prefix.
+        self._size: int | None = None
+        self._rest: list[bytes] = []
+        self._num_rest_bytes = 0
 
     @property
     def is_between(self) -> bool:
         """Whether no message has begun."""
-        return not self._rest
+        return self._size is None and not self._rest
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that `data` completes. Raises StreamEnd for one that cannot be taken."""
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed:
-                return []
-            data = bytes(self._rest)
-        messages = []
-        position, size, self._needed = 0, len(data), PREFIX_BYTES
+        messages: list[bytes] = []
+        position = 0
+        if self._size is not None:
+            position = self._size - self._num_rest_bytes
+            if position > len(data):
+                self._keep(data)
+                return messages
+            messages.append(b"".join((*self._taken(), data[:position])))
+        elif self._rest:
+            data = b"".join((*self._taken(), data))
+        size = len(data)
         while size - position >= PREFIX_BYTES:
             flag, length = _PREFIX.unpack_from(data, position)
             if flag:
@@ -101,14 +113,27 @@ class MessageCutter:
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"a message of {length} bytes is larger than the limit of {self._max}",
                 )
-            end = position + PREFIX_BYTES + length
-            if end > size:
-                self._needed = end - position
+            position += PREFIX_BYTES
+            if length > size - position:
+                self._size = length
                 break
-            messages.append(data[position + PREFIX_BYTES : end])
-            position = end
-        self._rest = bytearray(data[position:])
+            messages.append(data[position : position + length])
+            position += length
+        if position < size:
+            self._keep(data[position:])
         return messages
+
+    def _keep(self, data: bytes) -> None:
+        if self._rest and len(self._rest[-1]) + len(data) <= _PIECE_BYTES:
+            # A peer that sends byte by byte must not make this side keep an object for each.
+            self._rest[-1] += data
+        else:
+            self._rest.append(data)
+        self._num_rest_bytes += len(data)
+
+    def _taken(self) -> list[bytes]:
+        rest, self._rest, self._num_rest_bytes, self._size = self._rest, [], 0, None
+        return rest
 
 
 def taken_together(waiting: deque[AnyMessage]) -> list[AnyMessage]:

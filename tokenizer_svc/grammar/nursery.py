@@ -23,6 +23,9 @@ _START_LIMIT_S = 60.0
 _NICENESS = 15
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+# A request to a worker, in parts that are sent without being copied.
+Payload = tuple[bytes | memoryview, ...]
+
 
 class Replies(asyncio.BufferedProtocol):
     """A worker's replies, one at a time, read to where they stay: nobody is woken until one is whole."""
@@ -105,10 +108,11 @@ class Worker:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
-    async def run(self, payload: bytes) -> bytearray:
+    async def run(self, payload: Payload) -> bytearray:
         """The reply to one request; EOFError when the process died."""
         reply = self._replies.next()
-        self._transport.writelines((len(payload).to_bytes(_HEADER_BYTES, "little"), payload))
+        size = sum(map(len, payload))
+        self._transport.writelines((size.to_bytes(_HEADER_BYTES, "little"), *payload))
         return await reply
 
     def kill(self) -> None:

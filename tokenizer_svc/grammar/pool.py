@@ -21,7 +21,7 @@ import msgspec
 from services.errors import MillraceError, Reason
 from tokenizer_svc.config import CompileConfig
 from tokenizer_svc.grammar.accounts import Accounts
-from tokenizer_svc.grammar.nursery import Nursery, Worker
+from tokenizer_svc.grammar.nursery import Nursery, Payload, Worker
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     PromptRequest,
@@ -44,7 +44,7 @@ _PRUNE_EVERY = 1024
 
 class _Job(msgspec.Struct, eq=False):
     tenant: str
-    payload: bytes
+    payload: Payload
     # Processor time that it may take.
     limit_s: float
     # Field and name of what takes too long, when it does.
@@ -144,7 +144,7 @@ class WorkerPool:
         if isinstance(request, PromptRequest):
             return _Job(
                 tenant=tenant,
-                payload=msgspec.msgpack.encode(request),
+                payload=request.encoded(),
                 limit_s=self._prompt_limit_s,
                 field=request.field,
                 what="rendering and encoding",
@@ -155,9 +155,9 @@ class WorkerPool:
         encoded = isinstance(request, EncodedGrammar)
         return _Job(
             tenant=tenant,
-            payload=request.payload
-            if isinstance(request, EncodedGrammar)
-            else msgspec.msgpack.encode(request),
+            payload=(
+                request.payload if isinstance(request, EncodedGrammar) else msgspec.msgpack.encode(request),
+            ),
             limit_s=self._config.time_limit_s,
             field="response_format" if encoded else "schema_json",
             what="compiling" if encoded else "judging by this schema",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from typing import Any
 
 import msgspec
@@ -15,6 +16,10 @@ from tokenizer_svc.types import EnforcementReport, LengthLimit, ResponseFormat, 
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"
+# Of msgpack: no bytes, and what stands before bytes of any number.
+_NO_BYTES = b"\xc4\x00"
+_BYTES_MARK = 0xC6
+_BYTES = struct.Struct(">BI")
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +81,18 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """A request so large that it is looked at in a worker."""
 
-    # millrace.tokenizer.v1.PrepareRequest as it came.
-    wire: bytes
     # Request field that holds the prompt.
     field: str
     add_special_tokens: bool = True
     length: LengthLimit = LengthLimit()
     tenant: str = ""
+    # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
+    wire: memoryview
+
+    def encoded(self) -> tuple[bytes, memoryview]:
+        """For the worker, in two parts: copying what is large would hold up everybody else."""
+        rest = msgspec.msgpack.encode(msgspec.structs.replace(self, wire=memoryview(b"")))
+        return rest.removesuffix(_NO_BYTES) + _BYTES.pack(_BYTES_MARK, len(self.wire)), self.wire
 
 
 # What workers do.
@@ -101,7 +111,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that is rendered and encoded; times in seconds."""
 
     # As they are sent (see `wire`).
-    packed_ids: bytes
+    packed_ids: memoryview
     num_tokens: int
     num_truncated: int = 0
     encode_s: float
@@ -136,7 +146,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.encode(self, enc_hook=str)
 
     @staticmethod
-    def decoded(payload: bytes) -> WorkerSetup:
+    def decoded(payload: bytes | bytearray) -> WorkerSetup:
         """What `encoded` wrote."""
         return msgspec.msgpack.decode(payload, type=WorkerSetup, dec_hook=lambda kind, value: kind(value))
 

@@ -43,21 +43,27 @@ _TURN_CACHE_TOKENS = 1024 * 1024
 
 def write_frame(stream: BinaryIO, payload: bytes) -> None:
     """One message: four bytes of length, little-endian, then the payload."""
-    stream.write(len(payload).to_bytes(4, "little") + payload)
+    stream.write(len(payload).to_bytes(4, "little"))
+    stream.write(payload)
     stream.flush()
 
 
-def read_frame(stream: BufferedIOBase | RawIOBase) -> bytes | None:
+def read_frame(stream: BufferedIOBase | RawIOBase) -> bytearray | None:
     """The next message; None at the end of the stream."""
     header = _read(stream, 4)
-    return _read(stream, int.from_bytes(header, "little")) if len(header) == 4 else None
+    return None if header is None else _read(stream, int.from_bytes(header, "little"))
 
 
-def _read(stream: BufferedIOBase | RawIOBase, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes and (part := stream.read(num_bytes - len(parts))):
-        parts += part
-    return bytes(parts)
+def _read(stream: BufferedIOBase | RawIOBase, num_bytes: int) -> bytearray | None:
+    """So many bytes; None where the stream ends before."""
+    found = bytearray(num_bytes)
+    rest = memoryview(found)
+    while rest:
+        num_read = stream.readinto(rest)
+        if not num_read:
+            return None
+        rest = rest[num_read:]
+    return found
 
 
 def main() -> None:

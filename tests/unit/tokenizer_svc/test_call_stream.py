@@ -9,30 +9,57 @@ import pytest
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from tokenizer_svc import stream
-from tokenizer_svc.stream import CallStream
+from tokenizer_svc.stream import CallStream, StreamResponse
+from tokenizer_svc.wire import Call, LargeAnswer
 
 _NUM_CALLS = 60
+
+
+def ids_of(message: StreamResponse) -> list[int]:
+    if isinstance(message, bytes):
+        message = tokenizer_pb2.PrepareStreamResponse.FromString(message)
+    return [each.id for each in message.answers]
 
 
 async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "MAX_IN_WORK", 8)
     begun = 0
 
-    async def answer(call: tokenizer_pb2.PrepareCall) -> tokenizer_pb2.PrepareResponse:
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
         nonlocal begun
         begun += 1
         return tokenizer_pb2.PrepareResponse()
 
-    async def calls() -> AsyncIterator[tokenizer_pb2.PrepareStreamRequest]:
+    async def calls() -> AsyncIterator[list[Call]]:
         for number in range(_NUM_CALLS):
-            yield tokenizer_pb2.PrepareStreamRequest(calls=[tokenizer_pb2.PrepareCall(id=number)])
+            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
 
     answers = CallStream(answer).serve(calls())
-    first = await anext(answers)
+    first = ids_of(await anext(answers))
     for _ in range(100):
         await asyncio.sleep(0)
-    assert begun <= len(first.answers) + 8
-    ids = [each.id for each in first.answers]
+    assert begun <= len(first) + 8
+    ids = first
     async for message in answers:
-        ids += [each.id for each in message.answers]
+        ids += ids_of(message)
     assert sorted(ids) == list(range(_NUM_CALLS))
+
+
+async def test_large_answers_are_messages_of_their_own() -> None:
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
+        response = tokenizer_pb2.PrepareResponse(token_ids=[call.id] * 300)
+        return LargeAnswer((response.SerializeToString(),)) if call.id % 2 else response
+
+    async def calls() -> AsyncIterator[list[Call]]:
+        yield [
+            Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest()) for number in range(5)
+        ]
+
+    found: dict[int, list[int]] = {}
+    async for sent in CallStream(answer).serve(calls()):
+        message = sent
+        if isinstance(sent, bytes):
+            message = tokenizer_pb2.PrepareStreamResponse.FromString(sent)
+            assert len(message.answers) == 1
+        found |= {each.id: list(each.response.token_ids) for each in message.answers}
+    assert found == {number: [number] * 300 for number in range(5)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -13,8 +14,18 @@ from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from tokenizer_svc.grammar.nursery import Replies
+from tokenizer_svc.grammar.request import PromptRequest
 from tokenizer_svc.large import is_large
-from tokenizer_svc.wire import MAX_PARSED_BYTES, LargeRequest, large, packed_ids, read_prepare
+from tokenizer_svc.wire import (
+    MAX_PARSED_BYTES,
+    LargeAnswer,
+    LargeRequest,
+    large,
+    packed_ids,
+    read_calls,
+    read_prepare,
+    stream_answer,
+)
 
 REQUEST = tokenizer_pb2.PrepareRequest
 CONTEXT = context_pb2.SignedContext(payload=b"p" * 300, signature=b"s")
@@ -90,6 +101,46 @@ def test_ids_are_packed_as_all_answers_have_them() -> None:
     rest = tokenizer_pb2.PrepareResponse(assistant_prefix="a").SerializeToString()
     both = tokenizer_pb2.PrepareResponse.FromString(packed + rest)
     assert (list(both.token_ids), both.assistant_prefix) == ([1, 300, 70_000], "a")
+
+
+def test_calls_of_a_stream_are_the_same_however_large_their_message_is() -> None:
+    def call(number: int, text: str) -> tokenizer_pb2.PrepareCall:
+        return tokenizer_pb2.PrepareCall(
+            id=number, request=REQUEST(model="m", text=text), traceparent="a", tracestate="b", timeout_s=1.5
+        )
+
+    calls = [call(1, "x" * 100), call(2, "y" * MAX_PARSED_BYTES), tokenizer_pb2.PrepareCall(id=3)]
+    small = read_calls(tokenizer_pb2.PrepareStreamRequest(calls=calls[::2]).SerializeToString())
+    assert [(each.id, each.request) for each in small] == [(each.id, each.request) for each in calls[::2]]
+    found = read_calls(tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString())
+    assert [each.id for each in found] == [1, 2, 3]
+    assert (found[0].request, found[2].request) == (calls[0].request, REQUEST())
+    for each in found[:2]:
+        assert (each.head.traceparent, each.head.tracestate, each.head.timeout_s) == ("a", "b", 1.5)
+    assert isinstance(found[1].request, LargeRequest)
+    assert found[1].request.wire == calls[1].request.SerializeToString()
+    assert not found[1].head.HasField("request")
+    whole = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+    for broken in (whole[:-1], whole[: len(whole) // 2], whole + b"\x0a\x05"):
+        with pytest.raises(DecodeError):
+            read_calls(broken)
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000])
+def test_large_answers_are_written_as_they_would_be_serialized(size: int) -> None:
+    ids = tokenizer_pb2.PrepareResponse(token_ids=range(size)).SerializeToString()
+    rest = tokenizer_pb2.PrepareResponse(assistant_prefix="a").SerializeToString()
+    message = tokenizer_pb2.PrepareStreamResponse.FromString(
+        stream_answer(300, LargeAnswer((memoryview(ids), rest)))
+    )
+    response = tokenizer_pb2.PrepareResponse(token_ids=range(size), assistant_prefix="a")
+    expected = tokenizer_pb2.PrepareAnswer(id=300, response=response)
+    assert list(message.answers) == [expected]
+
+
+def test_a_workers_prompt_is_the_same_in_parts() -> None:
+    request = PromptRequest(field="prompt", tenant="a", wire=memoryview(b"x" * 300))
+    assert msgspec.msgpack.decode(b"".join(request.encoded()), type=PromptRequest) == request
 
 
 def test_many_small_parts_are_large_as_well() -> None:

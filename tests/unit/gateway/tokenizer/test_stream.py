@@ -13,18 +13,21 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from gateway.pipeline.request import TextPrompt
 from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.stream import PrepareStream
+from gateway.tokenizer.stream import PrepareStream, PrepareStreams
 from services.errors import MillraceError, Reason
 from services.server import GrpcServer
 from services.status import to_detail
 
 
 class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Answers in reverse order; "refuse" is refused, "break" ends the stream."""
+    """Answers in reverse order; "refuse" is refused, "break" ends the stream, "holdhold..." keeps it."""
 
     def __init__(self) -> None:
         self.num_streams = 0
         self.num_messages = 0
+        self.target = ""
+        self.holds = asyncio.Event()
+        self.released = asyncio.Event()
 
     async def PrepareStream(self, requests: Any, context: Any) -> Any:
         self.num_streams += 1
@@ -32,6 +35,9 @@ class Service(tokenizer_pb2_grpc.TokenizerServiceServicer):
             self.num_messages += 1
             if any(call.request.text == "break" for call in message.calls):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            if any(call.request.text.startswith("holdhold") for call in message.calls):
+                self.holds.set()
+                await self.released.wait()
             answers = [self._answer(call) for call in reversed(message.calls)]
             yield tokenizer_pb2.PrepareStreamResponse(answers=answers)
 
@@ -49,7 +55,8 @@ async def streaming() -> AsyncIterator[tuple[Service, PrepareStream]]:
     server = GrpcServer("127.0.0.1:0")
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, service, "")
     await server.start()
-    stream = PrepareStream(f"127.0.0.1:{server.port}")
+    service.target = f"127.0.0.1:{server.port}"
+    stream = PrepareStream(service.target)
     yield service, stream
     await stream.close()
     await server.stop(0)
@@ -87,6 +94,29 @@ async def test_stream_that_breaks_fails_its_calls_and_is_opened_again() -> None:
         assert lost.value.reason is Reason.TOKENIZER_UNAVAILABLE
         assert await prepare(stream, "four") == [4]
         assert service.num_streams == 2
+
+
+async def test_nobody_waits_behind_a_large_request() -> None:
+    async with streaming() as (service, _):
+        streams = PrepareStreams(service.target)
+        large = tokenizer_pb2.PrepareRequest(text="x" * 300_000)
+        small = tokenizer_pb2.PrepareRequest(text="wait")
+        try:
+            answered = await streams.call(large, "", "", 20.0)
+            assert list(answered.token_ids) == [300_000]
+            assert (service.num_streams, service.num_messages) == (1, 1)
+            # On one stream the second would be read only after the first has been answered.
+            held = asyncio.ensure_future(
+                streams.call(tokenizer_pb2.PrepareRequest(text="hold" * 100_000), "", "", 20.0)
+            )
+            await service.holds.wait()
+            assert list((await streams.call(small, "", "", 20.0)).token_ids) == [4]
+            assert not held.done()
+            service.released.set()
+            assert list((await held).token_ids) == [400_000]
+            assert service.num_streams == 2
+        finally:
+            await streams.close()
 
 
 async def test_call_that_is_given_up_leaves_the_others_alone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import grpc
@@ -386,3 +386,24 @@ def test_who_announces_itself_is_told_apart() -> None:
         b"\x16\x03\x01",
     ):
         assert announces_streams(other) is False
+
+
+@_PROPERTY
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 4, 5, 6, 300, 9_000, 40_000]), max_size=8),
+    pieces=st.lists(st.sampled_from([1, 2, 5, 100, 8_191, 8_192, 8_193, 20_000]), min_size=1, max_size=20),
+)
+def test_messages_are_the_same_however_they_are_cut(sizes: list[int], pieces: list[int]) -> None:
+    messages = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
+    sent = b"".join(prefix(len(each)) + each for each in messages)
+    cutter = MessageCutter(40_000)
+    found: list[bytes] = []
+    position = 0
+    # Too many small pieces of the large messages would only take time.
+    for size in cycle([max(each, len(sent) // 500) for each in pieces]):
+        if position >= len(sent):
+            break
+        found += cutter.feed(sent[position : position + size])
+        position += size
+        assert cutter.is_between == (sum(len(each) + 5 for each in found) == min(position, len(sent)))
+    assert found == messages
