@@ -33,13 +33,14 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from benchmarks.engine.report import publish
+from benchmarks.peers.tables import FORMS
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig
 from engine.runner.torch_runner import TorchRunner, build
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from models.batches import encode
 from models.corpus import Mixture, documents
 from services.config import ModelConfig
-from tests.unit.engine.quantization import gguf_writer, writers
+from tests.unit.engine.quantization import gguf_writer, k_quants, writers
 from tests.unit.engine.quantization.writers import Writer
 
 BUNDLED = Path("models/millrace-nano")
@@ -116,7 +117,8 @@ def _gguf(kinds: dict[str, Kind]) -> Callable[[Path], Path]:
     def convert(folder: Path) -> Path:
         model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
         theta = json.loads((BUNDLED / "config.json").read_text())["rope_theta"]
-        gguf_writer.write(folder / "model.gguf", model, "qwen3", kinds, rope_theta=theta)
+        rounded = {Kind.Q4_K: k_quants.q4_k, Kind.Q6_K: k_quants.q6_k}
+        gguf_writer.write(folder / "model.gguf", model, "qwen3", kinds, rope_theta=theta, rounded=rounded)
         return folder / "model.gguf"
 
     return convert
@@ -154,8 +156,10 @@ def variants() -> Iterator[Variant]:
         yield Variant(name=f"int4, groups of {size}", options={"quantize": "int4", "quantization": grouped})
     for kind in ("bfloat16", "int8", "fp8"):
         yield Variant(name=f"float32, {kind} KV", options={"dtype": "float32", "cache": {"kv_dtype": kind}})
-    both = {"quantize": "int8", "cache": {"kv_dtype": "int8"}}
-    yield Variant(name="int8 (W8A16), int8 KV", options=both)
+    # What the tables beside other servers run.
+    for quantize in ("int8", "w8a8", "int4"):
+        both = {"dtype": "bfloat16", "quantize": quantize, "cache": {"kv_dtype": "int8"}}
+        yield Variant(name=FORMS[quantize], options=both)
     yield Variant(name="AWQ, groups of 128", convert=_stored(_AWQ, partial(writers.awq, group_size=128)))
     gptq = partial(writers.gptq, group_size=128, symmetric=False)
     yield Variant(name="GPTQ, groups of 128", convert=_stored(_GPTQ, gptq))
@@ -171,9 +175,12 @@ def variants() -> Iterator[Variant]:
     yield Variant(name="compressed-tensors W8A8", convert=_stored(int8, writers.int_quantized))
     fp8 = _compressed("float-quantized", _FP8)
     yield Variant(name="compressed-tensors fp8", convert=_stored(fp8, writers.float_quantized))
-    for gguf_kind in (Kind.F16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0):
-        kinds = {"token_embd": Kind.F16 if gguf_kind is Kind.F16 else Kind.Q8_0, "": gguf_kind}
-        yield Variant(name=f"GGUF {gguf_kind.name}", convert=_gguf(kinds))
+    for gguf_kind in (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0, Kind.Q6_K, Kind.Q4_K):
+        kinds = {"token_embd": gguf_kind if gguf_kind in (Kind.F16, Kind.BF16) else Kind.Q8_0}
+        if gguf_kind in (Kind.Q4_K, Kind.Q6_K):
+            # Its rows are no multiple of 256.
+            kinds["ffn_down"] = Kind.Q8_0
+        yield Variant(name=f"GGUF {gguf_kind.name}", convert=_gguf({**kinds, "": gguf_kind}))
 
 
 # --- figures ------------------------------------------------------------------------------------------------

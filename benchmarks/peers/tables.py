@@ -1,7 +1,8 @@
 """What runs beside peers say, in Markdown: medians, the best peer of each load, the machine's roofline.
 
 `python -m benchmarks.peers.tables RESULT.json … [--write README.md]` prints the tables of recorded results,
-or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page.
+or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. What each form of weights
+costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that ran.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ OURS: dict[str, tuple[dict[str, object], Precision]] = {
         Precision(weight_bytes=0.5, kv_bytes=1.0),
     ),
 }
+
+# Precision of ours: its row in the results of benchmarks.quantization.
+FORMS = {
+    "bf16": "bfloat16",
+    "int8": "int8 (W8A16), int8 KV, bfloat16",
+    "w8a8": "int8 (W8A8), int8 KV, bfloat16",
+    "int4": "int4, groups of 64, int8 KV, bfloat16",
+}
+QUALITY = Path("benchmarks/results/quantization.json")
+# Runs of forms that were not run beside peers, in the form of the results beside them.
+OTHER_FORMS = "forms_*.json"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,14 +168,61 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{title}. {note}".strip(), "", *table(measured, rates, self.checkpoint), ""]
 
 
+def quality_table(results: Path, recorded: list[Recorded]) -> list[str]:
+    """Perplexity of every form of the bundled model, beside the speeds of those that ran: beside peers, or in
+    the files beside `results`.
+    """
+    measured = msgspec.json.decode(results.read_bytes())
+    precisions = {form: precision for precision, form in FORMS.items()}
+    speeds: dict[str, Measured] = {}
+    for each in [*recorded, *map(read, sorted(results.parent.glob(OTHER_FORMS)))]:
+        known = speeds.setdefault(each.checkpoint, Measured(runs=[], start_s={}, rss_bytes={}))
+        ran = {run.server for run in known.runs if run.load == "1"}
+        # What ran beside peers is not mixed with what ran another time.
+        known.runs += [run for run in each.runs if run.load.isdecimal() and run.server not in ran]
+    head = ["form", "perplexity", "likeliest token is float32's", "weights"]
+    head += [f"{name}, tokens/s at {', '.join(_numbered(each))}" for name, each in speeds.items()]
+    lines = [
+        f"**Forms of weights.** {measured['title']}; speeds are those of the tables above.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+    ]
+    for row in measured["rows"]:
+        cells = [
+            row["form"],
+            f"{row['perplexity']:.4f}",
+            f"{row['same %']:.2f} %",
+            f"{row['weights MiB']:.1f} MiB",
+        ]
+        server = f"{PREFIX}{precisions.get(row['form'], '')}"
+        cells += [", ".join(_rates(each, server)) for each in speeds.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def read(path: Path) -> Recorded:
+    """A result file's contents."""
+    return msgspec.json.decode(path.read_bytes(), type=Recorded)
+
+
+def _numbered(measured: Measured) -> list[str]:
+    return [load for load in LOADS if any(run.load == load for run in measured.runs)]
+
+
+def _rates(measured: Measured, server: str) -> list[str]:
+    runs = [measured.of(server, load) for load in _numbered(measured)]
+    return [f"{_median(each, 'output_tokens_per_s'):.0f}" for each in runs if each]
+
+
 def main() -> None:
     """Prints or writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--write", type=Path, default=None)
     arguments = parser.parse_args()
-    recorded = [msgspec.json.decode(path.read_bytes(), type=Recorded) for path in arguments.results]
-    text = "\n".join(line for each in recorded for line in each.table())
+    recorded = [read(path) for path in arguments.results]
+    text = "\n".join([line for each in recorded for line in each.table()] + quality_table(QUALITY, recorded))
     if arguments.write is None:
         print(text)
         return

@@ -133,6 +133,8 @@ def _list(keys: Sequence[StoredKey], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    if not rows:
+        print("no key is stored; `millrace keys create --tenant NAME` makes one", file=sys.stderr)
     for row in rows:
         head = f"{row.pop('id'):24} {row.pop('tenant'):20} {row.pop('state'):8}"
         print(head, " ".join(f"{name}={value}" for name, value in row.items()))

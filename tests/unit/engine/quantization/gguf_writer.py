@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-# Blocks that the package decodes and cannot make: bytes, and places of float16 scales.
+# Blocks that the package decodes and cannot make: bytes, and places of float16 scales. Drawn, they have every
+# pattern of bits; `rounded` stands for the model's own weights.
 RANDOM_BLOCKS = {Kind.Q4_K: (144, (0, 2)), Kind.Q6_K: (210, (208,)), Kind.Q5_K: (176, (0, 2))}
+
+
+Encoder = Callable[[NDArray[np.float32]], NDArray[np.uint8]]
 
 
 def write(
@@ -25,6 +29,7 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
     rope_theta: float = 500.0,
+    rounded: Mapping[Kind, Encoder] | None = None,
 ) -> None:
     """Stores `model` in the types that `kinds` gives for parts of GGUF names ("" is every matrix), and gives
     the model the weights that this stands for.
@@ -41,7 +46,7 @@ def write(
             assert target is not None, name
             values = _as_converted(parameter.numpy().copy(), target, arch, config)
             kind = _kind(f"{target}.{suffix}", values, kinds)
-            data, meaning = _encode(values, kind)
+            data, meaning = _encode(values, kind, (rounded or {}).get(kind))
             writer.add_tensor(f"{target}.{suffix}", data, raw_dtype=kind)
             parameter.copy_(torch.from_numpy(_as_read(meaning, target, arch, config)))
     for name, values in (extra or {}).items():
@@ -101,9 +106,11 @@ def _as_read(values: NDArray[Any], target: str, arch: str, config: Any) -> NDArr
     return values - 1 if arch.startswith("gemma") and target.endswith("norm") else values
 
 
-def _encode(values: NDArray[Any], kind: Kind) -> tuple[NDArray[Any], NDArray[Any]]:
+def _encode(values: NDArray[Any], kind: Kind, rounded: Encoder | None) -> tuple[NDArray[Any], NDArray[Any]]:
     """Stored data, and the float32 numbers that it stands for."""
-    if kind in RANDOM_BLOCKS:
+    if rounded is not None:
+        data: NDArray[Any] = rounded(values.astype(np.float32))
+    elif kind in RANDOM_BLOCKS:
         size, scales = RANDOM_BLOCKS[kind]
         shape = (*values.shape[:-1], values.shape[-1] // 256, size)
         draw = np.random.default_rng(values.shape[0])
@@ -112,7 +119,7 @@ def _encode(values: NDArray[Any], kind: Kind) -> tuple[NDArray[Any], NDArray[Any
             # So that weights are about as large as those of the other tensors.
             scale = np.float16({Kind.Q4_K: 3e-4, Kind.Q5_K: 1.5e-4, Kind.Q6_K: 1e-4}[kind])
             blocks[..., place : place + 2] = np.frombuffer(scale.tobytes(), np.uint8)
-        data: NDArray[Any] = blocks.reshape(*values.shape[:-1], -1)
+        data = blocks.reshape(*values.shape[:-1], -1)
     else:
         data = gguf.quants.quantize(values.astype(np.float32), kind)
     return data, gguf.quants.dequantize(data, kind).astype(np.float32).reshape(values.shape)

@@ -23,7 +23,8 @@ from services.errors import ConfigError
 from services.supervisor import checkpoint
 from services.vocabulary import checkpoint_fingerprint
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.quantization.gguf_writer import write
+from tests.unit.engine.quantization.gguf_writer import Encoder, write
+from tests.unit.engine.quantization.k_quants import q4_k, q6_k
 from tests.unit.engine.quantization.test_stored import assert_equals
 from tokenizer_svc.checkpoint import locate
 
@@ -65,6 +66,27 @@ def test_mixed_types_as_in_q4_k_m(tmp_path: Path) -> None:
     kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.": Kind.Q6_K, "": Kind.Q4_K}
     write(tmp_path / "model.gguf", oracle, "llama", kinds)
     assert assert_equals(tmp_path / "model.gguf", oracle, tolerance=1e-3) is DenseWeight
+
+
+@pytest.mark.parametrize(("kind", "encode", "error"), [(Kind.Q4_K, q4_k, 0.06), (Kind.Q6_K, q6_k, 0.025)])
+def test_numbers_in_blocks_of_256(kind: Kind, encode: Encoder, error: float) -> None:
+    # Groups of all sizes, one that is constant, and one of zeros.
+    draw = np.random.default_rng(0)
+    values = draw.normal(size=(3, 2, 16, 16)).astype(np.float32)
+    values *= draw.uniform(0.2, 1, (3, 2, 16, 1))
+    values[0, 0, :2], values[1, 0] = 0.5, 0
+    values = values.reshape(3, 512)
+    read = gguf.quants.dequantize(encode(values), kind)
+    assert np.abs(read - values).max() <= error * np.abs(values).max()
+    assert not read[1, :256].any()
+
+
+def test_own_weights_in_k_types(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **WIDE)
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "": Kind.Q4_K}
+    rounded = {Kind.Q4_K: q4_k, Kind.Q6_K: q6_k}
+    write(tmp_path / "model.gguf", oracle, "llama", kinds, rounded=rounded)
+    assert_equals(tmp_path / "model.gguf", oracle, tolerance=1e-3)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}

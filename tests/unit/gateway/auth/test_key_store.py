@@ -159,6 +159,8 @@ def config(tmp_path: Path) -> str:
 
 def test_command_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--config", config]
+    assert keys.main([*base, "list"]) == 0
+    assert "no key is stored" in capsys.readouterr().err
     create = [*base, "create", "--tenant", "acme", "--tokens-per-minute", "100"]
     assert keys.main([*create, "--tier", "batch", "--models", "a,b", "--expires", "30d"]) == 0
     secret = capsys.readouterr().out.strip()

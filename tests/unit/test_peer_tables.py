@@ -1,0 +1,55 @@
+"""The page's tables of recorded runs: every form of weights has its quality beside its speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.peers import tables
+from benchmarks.peers.tables import FORMS, Recorded, Run, quality_table
+
+
+def run(server: str, load: str, rate: float) -> Run:
+    return Run(
+        server=server, load=load, output_tokens_per_s=rate, ttft_mean_ms=1, ttft_p99_ms=1, tpot_mean_ms=1,
+        itl_p99_ms=1, num_failed=0,
+    )  # fmt: skip
+
+
+def recorded(*runs: Run) -> Recorded:
+    return Recorded(machine={}, checkpoint="small", runs=list(runs), start_s={}, rss_bytes={})
+
+
+def row(form: str) -> dict[str, object]:
+    return {"form": form, "perplexity": 1.25, "same %": 99.5, "weights MiB": 7.0}
+
+
+def test_quality_stands_beside_speed(tmp_path: Path) -> None:
+    rows = [row(FORMS["bf16"]), row(FORMS["int4"]), row("GGUF Q4_K")]
+    (tmp_path / "quantization.json").write_bytes(msgspec.json.encode({"title": "Quality", "rows": rows}))
+    alone = recorded(
+        run("millrace-bf16", "1", 7), run("millrace-int4", "1", 30), run("millrace-int4", "8", 90)
+    )
+    (tmp_path / "forms_small.json").write_bytes(msgspec.json.encode(alone))
+    beside_peers = recorded(
+        run("millrace-bf16", "1", 10),
+        run("millrace-bf16", "1", 14),
+        run("millrace-bf16", "8", 40),
+        run("vllm", "1", 9),
+    )
+    lines = quality_table(tmp_path / "quantization.json", [beside_peers])
+    assert [line for line in lines if line.startswith("| ")] == [
+        "| form | perplexity | likeliest token is float32's | weights | small, tokens/s at 1, 8 |",
+        "| bfloat16 | 1.2500 | 99.50 % | 7.0 MiB | 12, 40 |",
+        "| int4, groups of 64, int8 KV, bfloat16 | 1.2500 | 99.50 % | 7.0 MiB | 30, 90 |",
+        "| GGUF Q4_K | 1.2500 | 99.50 % | 7.0 MiB |  |",
+    ]
+
+
+def test_every_form_that_can_be_run_beside_peers_has_a_recorded_quality() -> None:
+    assert set(FORMS) == set(tables.OURS)
+    measured = {row["form"] for row in msgspec.json.decode(tables.QUALITY.read_bytes())["rows"]}
+    assert set(FORMS.values()) <= measured
+    kinds = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+    assert {f"GGUF {kind}" for kind in kinds} <= measured
