@@ -34,6 +34,7 @@ from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
+from services.bench.report import cpu_name
 from services.errors import MillraceError, Reason
 
 REQUESTS_PER_MINUTE = 3000
@@ -220,7 +221,7 @@ def main() -> None:
         print(f"{name:14} {limit:10,} {admitted:10,} {max(0, admitted - limit):8,} {0:8,}")
     if options.json:
         result = {
-            "machine": platform.processor() or platform.machine(),
+            "machine": cpu_name(),
             "python": platform.python_version(),
             "processes": options.processes,
             "clients": options.clients,

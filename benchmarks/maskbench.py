@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from services.bench.report import machine
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
@@ -173,9 +173,8 @@ def main() -> int:
     for name in service.invalid_accepted:
         print(f"ACCEPTED INVALID  {name}")
     if arguments.json:
-        machine = {"python": platform.python_version(), "machine": platform.machine()}
         versions = {name: version(name) for name in ("llguidance", "jsonschema_rs", "tokenizers")}
-        report = {"file": arguments.file.name, "sides": sides, "machine": machine, "versions": versions}
+        report = {"file": arguments.file.name, "sides": sides, "machine": machine(), "versions": versions}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if service.invalid_accepted else 0
 

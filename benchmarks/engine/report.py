@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from services.bench.report import cpu_name
+
 Row = Mapping[str, str | float | int]
 
 
@@ -38,6 +40,7 @@ def publish(title: str, rows: Sequence[Row], path: Path | None, notes: str = "")
         machine = {
             "python": platform.python_version(),
             "machine": platform.machine(),
+            "cpu": cpu_name(),
             "num_cpus": os.cpu_count(),
             "load_average": os.getloadavg()[0],
         }

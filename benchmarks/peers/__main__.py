@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import platform
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -108,14 +107,6 @@ def measure_in_turn(
             measured.rss_bytes[server.name] = server.rss_bytes()
 
 
-def cpu_name() -> str:
-    """What the system calls its processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def _print_rates(rates: Machine) -> None:
     print(
         f"memory {rates.read_bytes_per_s / 1e9:.1f} GB/s, "
@@ -161,7 +152,7 @@ def main() -> None:
     print("\n".join(table(measured, rates, arguments.checkpoint)))
     if arguments.output is not None:
         report = {
-            "machine": machine() | {"cpu": cpu_name()} | asdict(rates),
+            "machine": machine() | asdict(rates),
             "checkpoint": arguments.checkpoint,
             **asdict(measured),
         }

@@ -72,8 +72,19 @@ def machine() -> dict[str, str]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "cores": str(psutil.cpu_count()),
+        "cpu": cpu_name(),
         "memory_gib": f"{psutil.virtual_memory().total / 2**30:.1f}",
     }
+
+
+def cpu_name() -> str:
+    """What the system calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def write(result: Result, path: Path) -> None:
