@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -63,6 +64,9 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
         await engine.stop()
         await server.stop(0)
         raise
+    # What start-up left behind lives as long as the process; collections need not look at it again.
+    gc.collect()
+    gc.freeze()
     await server.set_serving(True)
     print(ready, flush=True)
     return await _until_end(engine, server, signalled, config)

@@ -63,6 +63,7 @@ class Gateway:
                 self._edge.counter,
                 self._edge.authorizer,
                 metrics,
+                self._edge.deferred,
                 self.not_ready,
                 self._edge.health,
             ),
@@ -179,6 +180,7 @@ class Gateway:
             recorder=self._recorder,
             metrics=self._metrics,
             telemetry=self._telemetry,
+            deferred=self._edge.deferred,
         )
         self._fleet = fleet
         await discovery.follow(self._lookup, fleet.set_targets, self._config.discovery_interval_s)

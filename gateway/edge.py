@@ -28,6 +28,7 @@ from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
+from services.deferred import Deferred
 from services.server import GrpcServer
 
 
@@ -40,11 +41,13 @@ class Edge:
         self._key_watch = _key_watch(settings, self.directory)
         self.prices = Prices(settings.gateway.prices)
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
+        # What is told of requests: spans, counters, ledger.
+        self.deferred = Deferred()
         self._store = limit_store(settings.gateway.limits, metrics)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
         # Asked by the HTTP face, for itself and for Envoy.
         self.authorizer = Authorizer(
-            self.directory, self.tiers, settings.security.secret(), telemetry, metrics
+            self.directory, self.tiers, settings.security.secret(), telemetry, metrics, self.deferred
         )
         self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
         self._ratelimit = RateLimitServicer(self.counter)
@@ -71,6 +74,7 @@ class Edge:
             await self._key_watch.close()
         await self.limiter.close()
         await self._store.close()
+        self.deferred.flush()
         if isinstance(self.ledger, LedgerWriter):
             await asyncio.to_thread(self.ledger.close)
 

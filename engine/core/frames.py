@@ -72,6 +72,9 @@ class CoreSocket:
             if not data:
                 raise PeerGone
             messages += [self._decoder.decode(payload) for payload in self._buffer.feed(data)]
+            if len(data) < _CHUNK_BYTES:
+                # That was all; what comes now is read in the next turn.
+                return messages
 
     def send(self, message: Report) -> None:
         """Writes one message. Raises PeerGone when nobody reads any more."""

@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 _IDLE_REPORT_S = 1.0
 # Pause before looking again when there is work that no plan can take up yet, in seconds.
 _STALLED_S = 0.01
+# How long the runner may keep what it has of requests that have ended while there is no other to plan for, in
+# seconds. The plan of a request that comes before that forgets them on the way.
+_RELEASE_S = 0.02
 # Memory use is measured and reported this often, in seconds.
 _MEMORY_REPORT_S = 5.0
 
@@ -114,6 +117,8 @@ class EngineLoop:
         if self._launched is not None or self._checks:
             return 0.0
         if self._scheduler.has_work:
+            if not self._scheduler.num_requests:
+                return _RELEASE_S
             return _STALLED_S if self._stalled else 0.0
         deadline = self._scheduler.next_deadline_s()
         if deadline is None:
@@ -156,7 +161,8 @@ class EngineLoop:
         result = launched.wait()
         if not result.failure:
             self._scheduler.update(result, self._clock())
-            self._totals.append(_totals(launched.plan, result))
+            if launched.plan.scheduled:
+                self._totals.append(_totals(launched.plan, result))
             return
         _log.warning("step %d failed: %s", result.step_id, result.failure)
         if self._scheduler.fail(result.step_id, result.failure, self._clock()) is Verdict.BROKEN:

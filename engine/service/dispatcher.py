@@ -18,6 +18,7 @@ from engine.service.streams import GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
 from observability.neighbours import RecentWork
 from observability.tracing import Telemetry
+from services.deferred import Deferred
 
 # A gateway without news hears of load and cache changes this often, in seconds.
 _QUIET_REPORT_S = 0.5
@@ -44,9 +45,14 @@ class Dispatcher:
     """Knows every stream and every request that has not ended. Lives on the event loop."""
 
     def __init__(
-        self, send: Callable[[messages.Command], None], telemetry: Telemetry, engine_id: str
+        self,
+        send: Callable[[messages.Command], None],
+        telemetry: Telemetry,
+        engine_id: str,
+        deferred: Deferred,
     ) -> None:
         self._send = send
+        self._deferred = deferred
         self._telemetry = telemetry
         self._engine_id = engine_id
         self._recent = RecentWork()
@@ -95,8 +101,6 @@ class Dispatcher:
         self.requests[request.request_id] = opened
         stream.requests[handle] = request.request_id
         self.idle.clear()
-        # In the event loop's next turn, as uvloop sends at the end of this one.
-        asyncio.get_running_loop().call_soon(self._trace_of, opened)
 
     def refuse(self, stream: GatewayStream, handle: int, failure: RequestFailure) -> None:
         """Answers a submission that never reaches the core."""
@@ -116,9 +120,7 @@ class Dispatcher:
         return len(self.requests)
 
     def step_done(self, step: messages.StepDone) -> None:
-        """Passes one step's events on: one message per gateway. Spans follow in the event loop's next turn:
-        tokens do not wait for them.
-        """
+        """Passes one step's events on: one message per gateway. Tokens do not wait for spans."""
         now = time.monotonic()
         self.load = step.load
         self._last_step_id = step.step_id
@@ -140,13 +142,15 @@ class Dispatcher:
                 if not stream.is_open:
                     self.close(stream)
         if seen:
-            asyncio.get_running_loop().call_soon(self._trace, seen, now)
+            self._deferred.call(self._trace, seen, now)
 
     def core_lost(self, failure: RequestFailure) -> None:
         """The core is gone: every open request ends here. Gateways learn it from the end of their streams,
         the one sign that they have for any loss of an engine, and continue elsewhere.
         """
         now = time.monotonic()
+        # Of the same requests, and before their end.
+        self._deferred.flush()
         for opened in list(self.requests.values()):
             event = TokenEvent(
                 request_id=opened.request.request_id,
@@ -170,14 +174,12 @@ class Dispatcher:
                 self.idle.set()
         return ended
 
-    def _trace_of(self, opened: OpenRequest) -> RequestTrace:
-        if opened.trace is None:
-            opened.trace = RequestTrace(self._telemetry, opened.request, self._engine_id, self._recent)
-        return opened.trace
-
     def _trace(self, seen: Sequence[_Seen], now: float) -> None:
         for opened, event, ended in seen:
-            trace = self._trace_of(opened)
+            trace = opened.trace
+            if trace is None:
+                trace = RequestTrace(self._telemetry, opened.request, self._engine_id, self._recent)
+                opened.trace = trace
             trace.observe(event, now)
             if ended:
                 trace.end(event, now)

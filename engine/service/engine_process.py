@@ -19,6 +19,7 @@ from engine.types import RequestFailure
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.config import ModelConfig
+from services.deferred import Deferred
 from services.errors import ConfigError, MillraceError, Reason
 from services.vocabulary import checkpoint_fingerprint
 
@@ -43,13 +44,17 @@ class EngineProcess:
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
         self.core = core_client(messages.Start(config, model), log_level=telemetry.config.log_level)
         self.core.on_report = self._take_report
-        self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id)
+        # Spans and counters of steps.
+        self._deferred = Deferred()
+        self.dispatcher = Dispatcher(self.core.send, telemetry, self.engine_id, self._deferred)
         self.metrics = EngineMetrics(Metrics(max_label_values=telemetry.config.max_tenant_labels))
         self.lost = asyncio.Event()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._checks: dict[int, asyncio.Future[messages.Checked]] = {}
         self._next_check = 1
         self._broken_cause = ""
+        # Steps whose metrics are due, with the tiers of the requests that each names.
+        self._uncounted: list[tuple[messages.StepDone, dict[int, str]]] = []
         self._fingerprint = self._find_fingerprint()
         self._listener: asyncio.Task[None] | None = None
 
@@ -73,6 +78,7 @@ class EngineProcess:
         await self.core.stop()
         if self._listener is not None:
             await self._listener
+        self._deferred.flush()
 
     def info(self, *, accept_fingerprint: str | None = None) -> engine_pb2.EngineInfo:
         """What is served; raises VOCABULARY_MISMATCH when a gateway decodes with another vocabulary."""
@@ -163,7 +169,9 @@ class EngineProcess:
                 tiers = {event.request_id: self._tier_of(event.request_id) for event in report.events}
                 self.dispatcher.step_done(report)
                 # Tokens do not wait for what is counted of them.
-                asyncio.get_running_loop().call_soon(self.metrics.step_done, report, tiers.__getitem__)
+                if not self._uncounted:
+                    self._deferred.call(self._count)
+                self._uncounted.append((report, tiers))
             case messages.Checked():
                 answer = self._checks.pop(report.token, None)
                 if answer is not None and not answer.done():
@@ -177,6 +185,10 @@ class EngineProcess:
                 self._ready.set_exception(ConfigError(message))
             case messages.Broken(cause):
                 self._broken_cause = cause
+
+    def _count(self) -> None:
+        uncounted, self._uncounted = self._uncounted, []
+        self.metrics.steps_done(uncounted)
 
     def _tier_of(self, request_id: int) -> str:
         opened = self.dispatcher.requests.get(request_id)

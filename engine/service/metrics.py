@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 import psutil
@@ -35,7 +35,7 @@ def _resident_bytes(process: psutil.Process) -> float:
 
 
 class EngineMetrics:
-    """Writes one engine's gauges at every report and its counters at every event."""
+    """Writes one engine's gauges and counters from its reports."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -68,11 +68,18 @@ class EngineMetrics:
         ):
             self.metrics.set(names.MEMORY_PLAN, num_bytes, part=part)
 
-    def step_done(self, step: messages.StepDone, tier_of: Callable[[int], str]) -> None:
-        """Takes in one report. `tier_of` gives the tier of a request id; "" for one that is not known."""
-        self._take_load(step.load)
+    def steps_done(self, steps: Sequence[tuple[messages.StepDone, Mapping[int, str]]]) -> None:
+        """Takes in reports, at least one, each with the tiers of the requests that it names; the tier of
+        one that is not known is "".
+        """
+        for step, tiers in steps:
+            self._take_step(step, tiers)
+        # Gauges show the last one.
+        self._take_load(steps[-1][0].load)
+
+    def _take_step(self, step: messages.StepDone, tiers: Mapping[int, str]) -> None:
         for event in step.events:
-            self._take_event(event, tier_of(event.request_id))
+            self._take_event(event, tiers.get(event.request_id, ""))
         for change in step.kv_events:
             if isinstance(change, BlocksEvicted):
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from opentelemetry.util.types import AttributeValue
 
 from gateway.auth.convert import Authenticated, context_of
 from gateway.auth.directory import KeyDirectory, Principal
@@ -22,8 +23,9 @@ from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from observability import names
 from observability.metrics import Metrics
-from observability.tracing import Telemetry, context_from_traceparent
+from observability.tracing import Telemetry, remote_span
 from services.context import CONTEXT_HEADER, sign, to_header
+from services.deferred import Deferred
 from services.errors import MillraceError, Reason
 from services.status import to_status
 
@@ -74,8 +76,10 @@ class Authorizer:
         secret: bytes,
         telemetry: Telemetry,
         metrics: Metrics,
+        deferred: Deferred,
     ) -> None:
         self._directory = directory
+        self._deferred = deferred
         self._tiers = tiers
         self._secret = secret
         self._telemetry = telemetry
@@ -92,43 +96,48 @@ class Authorizer:
     def authenticate(self, headers: Mapping[bytes, bytes]) -> Authenticated:
         """Authenticates one request; raises what its caller is told."""
         started_s = time.monotonic()
-        traceparent = _text(headers, b"traceparent")
-        tracestate = _text(headers, b"tracestate")
-        request_id = _text(headers, b"x-request-id")
-        attributes: dict[str, str] = {names.REQUEST_ID: request_id}
-        # A request that is refused here has no other span that could say it.
-        if client_request_id := _text(headers, b"x-client-request-id"):
-            attributes[names.CLIENT_REQUEST_ID] = client_request_id[:MAX_CLIENT_REQUEST_ID]
-        span = self._telemetry.start(
-            names.GATEWAY_AUTHORIZE,
-            parent=context_from_traceparent(traceparent, tracestate),
-            attributes=attributes,
-            start_s=started_s,
-        )
         try:
             principal = self._principal(headers)
         except MillraceError as error:
-            self._telemetry.end(
-                span, attributes={names.OUTCOME: error.reason.value}, error=error.reason.value
-            )
-            self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
+            self._deferred.call(self._tell, headers, started_s, time.monotonic(), None, error.reason.value)
             raise
+        self._deferred.call(self._tell, headers, started_s, time.monotonic(), principal, "")
+        return Authenticated(
+            principal,
+            self._tiers.named(principal.tier),
+            _text(headers, b"x-request-id"),
+            _text(headers, b"traceparent"),
+            _text(headers, b"tracestate"),
+        )
+
+    def _tell(
+        self,
+        headers: Mapping[bytes, bytes],
+        started_s: float,
+        ended_s: float,
+        principal: Principal | None,
+        refusal: str,
+    ) -> None:
+        attributes: dict[str, AttributeValue] = {names.REQUEST_ID: _text(headers, b"x-request-id")}
+        # A request that is refused here has no other span that could say it.
+        if client_request_id := _text(headers, b"x-client-request-id"):
+            attributes[names.CLIENT_REQUEST_ID] = client_request_id[:MAX_CLIENT_REQUEST_ID]
+        if principal is None:
+            attributes[names.OUTCOME] = refusal
+            self._metrics.add(names.REJECTIONS, reason=refusal, tier="")
         else:
-            self._telemetry.end(
-                span,
-                attributes={
-                    names.TENANT: principal.tenant,
-                    names.KEY_ID: principal.key_id,
-                    names.TIER: principal.tier,
-                },
-            )
-            return Authenticated(
-                principal, self._tiers.named(principal.tier), request_id, traceparent, tracestate
-            )
-        finally:
-            self._metrics.observe(
-                names.AUTHORIZE_SECONDS, time.monotonic() - started_s, span=span.get_span_context()
-            )
+            attributes[names.TENANT] = principal.tenant
+            attributes[names.KEY_ID] = principal.key_id
+            attributes[names.TIER] = principal.tier
+        span = self._telemetry.record(
+            names.GATEWAY_AUTHORIZE,
+            start_s=started_s,
+            end_s=ended_s,
+            parent=remote_span(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
+            attributes=attributes,
+            error=refusal,
+        )
+        self._metrics.observe(names.AUTHORIZE_SECONDS, ended_s - started_s, span=span.get_span_context())
 
     def _principal(self, headers: Mapping[bytes, bytes]) -> Principal:
         claims = headers.get(CLAIMS_HEADER.encode(), b"")

@@ -22,6 +22,7 @@ from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.caller import Caller
 from gateway.pipeline.pipeline import Pipeline
 from observability.metrics import Metrics
+from services.deferred import Deferred
 from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ def build_app(
     counter: RequestCounter,
     authorizer: Authorizer,
     metrics: Metrics,
+    deferred: Deferred,
     not_ready: Callable[[], str],
     details: Callable[[], dict[str, str]],
 ) -> Application:
@@ -177,6 +179,8 @@ def build_app(
         exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
 
     def expose(exchange: Exchange) -> None:
+        # A page shows whatever ended before it was asked for.
+        deferred.flush()
         body, content_type = metrics.expose(exchange.header(b"accept"))
         exchange.respond(200, body, [(b"content-type", content_type.encode())])
 

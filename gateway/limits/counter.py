@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from opentelemetry.context import Context
-
 from gateway.limits.requests import RequestLimiter
 from observability import names
 from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.tracing import Parent, Telemetry
 from services.errors import MillraceError, Reason
 
 
@@ -19,7 +17,7 @@ class RequestCounter:
         self._telemetry = telemetry
         self._metrics = metrics
 
-    async def count(self, tenant: str, key_id: str, parent: Context | None = None) -> dict[str, str]:
+    async def count(self, tenant: str, key_id: str, parent: Parent = None) -> dict[str, str]:
         """See RequestLimiter.admit; `parent` is that of the span, by default the current one."""
         with self._telemetry.span(
             names.GATEWAY_RATE_LIMIT,

@@ -154,6 +154,9 @@ class TokenLimiter:
         settlement = replace(settlement, leases=leases)
         if not settlement:
             return
+        if self._store.is_immediate:
+            await self._settle(settlement)
+            return
         task = asyncio.create_task(self._settle(settlement), name="limits-settle")
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
@@ -173,7 +176,6 @@ class TokenLimiter:
     ) -> Demand:
         windows, leases, meters = [], [], []
         lease_id = unique_hex()
-        month = time.strftime("%Y-%m", time.gmtime(self._clock()))
         for scope in scopes:
             limits = scope.limits
             if limits.tokens_per_minute is not None:
@@ -182,16 +184,19 @@ class TokenLimiter:
             if limits.max_concurrent_streams is not None:
                 leases.append(LeaseDemand(f"{scope.key}:streams", limits.max_concurrent_streams, lease_id))
             if limits.monthly_tokens is not None:
-                key = f"{scope.key}:tokens:{month}"
+                key = f"{scope.key}:tokens:{self._month()}"
                 meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, 1, completion))
             if limits.monthly_budget is not None:
-                key = f"{scope.key}:cost:{month}"
+                key = f"{scope.key}:cost:{self._month()}"
                 prompt_cost, _, cost = self._prices.per_token_nanos(model)
                 limit = round(limits.monthly_budget * NANOS_PER_UNIT)
                 meters.append(MeterDemand(key, limit, prompt_tokens * prompt_cost, cost, completion))
         if tier is not None and tier.config.max_concurrency is not None:
             leases.append(LeaseDemand(f"tier:{tier.name}:streams", tier.config.max_concurrency, lease_id))
         return Demand(tuple(windows), tuple(leases), tuple(meters))
+
+    def _month(self) -> str:
+        return time.strftime("%Y-%m", time.gmtime(self._clock()))
 
     def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
         prompt_cost, cached_cost, completion_cost = 1, 1, 1

@@ -74,6 +74,8 @@ class _Window:
 class MemoryLimitStore:
     """LimitStore for one gateway process; nothing survives the process. `clock` gives Unix milliseconds."""
 
+    is_immediate = True
+
     def __init__(self, *, lease_ttl_s: float, clock: Callable[[], int] = unix_ms) -> None:
         self._clock = clock
         self._lease_ttl_ms = round(lease_ttl_s * 1000)

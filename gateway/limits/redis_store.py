@@ -36,6 +36,8 @@ _PREFIX = "millrace:"
 class RedisLimitStore:
     """LimitStore on one Redis. Every failure of the connection or the server is a StoreLostError."""
 
+    is_immediate = False
+
     def __init__(self, url: str, *, lease_ttl_s: float, timeout_s: float, max_connections: int = 64) -> None:
         self._lease_ttl_ms = round(lease_ttl_s * 1000)
         # A charge must not be sent twice: no retries below this class.

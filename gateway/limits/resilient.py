@@ -45,6 +45,8 @@ class SharedStore(LimitStore, Protocol):
 class ResilientLimitStore:
     """LimitStore over a shared one that may go away. `start` watches it; `is_up` says how it is."""
 
+    is_immediate = False
+
     def __init__(
         self,
         shared: SharedStore,

@@ -138,6 +138,9 @@ class StoreLostError(Exception):
 class LimitStore(Protocol):
     """Counters shared by everybody who uses the same store."""
 
+    # Nothing is awaited: no call of it can be cancelled halfway.
+    is_immediate: bool
+
     async def acquire(self, demand: Demand) -> Granted | Refused:
         """Charges all of `demand` atomically, or nothing. Raises StoreLostError."""
         ...

@@ -7,12 +7,12 @@ import time
 
 import msgspec
 from millrace.common.v1 import context_pb2
-from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from gateway.auth.convert import identity_from_context, write_tier
 from gateway.identity import MAX_CLIENT_REQUEST_ID, Identity
 from gateway.tiers import Tier, Tiers
-from observability.tracing import RequestIdentity, context_from_traceparent, with_identity
+from observability.tracing import RequestIdentity, remote_span
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 from services.errors import MillraceError, Reason
@@ -27,7 +27,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     # When the call's first byte was read.
     received_s: float
     # Parent of this call's spans, with the request's identity for every span below.
-    trace: Context
+    trace: Span
     # When nobody wants the answer any more.
     deadline_s: float | None = None
     # The client's own x-request-id, cut to a length that every span can carry.
@@ -120,9 +120,10 @@ class CallerVerifier:
             identity=identity,
             context=context,
             received_s=received_s,
-            trace=with_identity(
+            trace=remote_span(
+                traceparent,
+                tracestate,
                 RequestIdentity(identity.request_id, client_request_id, identity.tenant, identity.tier),
-                context_from_traceparent(traceparent, tracestate),
             ),
             deadline_s=deadline_s,
             client_request_id=client_request_id,

@@ -43,7 +43,7 @@ class Generation:
         reservation: Reservation,
         meter: Meter,
         discard_tokens: bool,
-        settle: Callable[[Generation, Outcome], None],
+        settle: Callable[[Generation, Outcome, Usage], None],
         judge: OutputJudge | None = None,
     ) -> None:
         self.info = info
@@ -221,7 +221,7 @@ class Generation:
 
     async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
-        self._on_settled(self, outcome)
+        self._on_settled(self, outcome, usage)
         if self._is_refunded:
             await self._reservation.cancel()
         else:

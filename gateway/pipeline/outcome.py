@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from opentelemetry.trace import Span
 
 from gateway.pipeline import span_attributes
@@ -24,6 +25,18 @@ from services.errors import MillraceError, Reason
 _COMPLETE = frozenset({"stop", "tool_calls"})
 
 
+class End(msgspec.Struct, frozen=True):
+    """The moment at which a request ended, on both clocks; it is told some milliseconds later."""
+
+    monotonic_s: float
+    unix_s: float
+
+    @classmethod
+    def now(cls) -> End:
+        """This moment."""
+        return cls(time.monotonic(), time.time())
+
+
 class OutcomeRecorder:
     """Writes each request's outcome once, to all places that keep it."""
 
@@ -33,18 +46,27 @@ class OutcomeRecorder:
         self._ledger = ledger
 
     def refused(
-        self, span: Span, caller: Caller, request: GenerationRequest, tier: str, error: BaseException
+        self,
+        span: Span,
+        caller: Caller,
+        request: GenerationRequest,
+        tier: str,
+        error: BaseException,
+        end_s: float,
     ) -> None:
-        """A request that was not accepted, or whose client left before it was."""
+        """A request that was not accepted, or whose client left before it was, at `end_s` (monotonic)."""
         reason = error.reason.value if isinstance(error, MillraceError) else Reason.INTERNAL.value
         if not isinstance(error, Exception):
             reason = CANCELLED
         self._metrics.add(names.REJECTIONS, reason=reason, tier=tier)
         self._count(caller, request, tier, "cancelled" if reason == CANCELLED else "refused")
-        attributes: dict[str, str | float] = {names.OUTCOME: reason}
+        if not span.is_recording():
+            return
+        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
+        attributes[names.OUTCOME] = reason
         if isinstance(error, MillraceError) and error.retry_after_s is not None:
             attributes[names.RETRY_AFTER_S] = error.retry_after_s
-        self._telemetry.end(span, attributes=attributes, error=reason)
+        self._telemetry.end(span, end_s=end_s, attributes=attributes, error=reason)
 
     def ended(
         self,
@@ -54,10 +76,11 @@ class OutcomeRecorder:
         tier: Tier,
         generation: Generation,
         outcome: Outcome,
+        usage: Usage,
+        end: End,
     ) -> None:
         """An accepted request, with its one outcome."""
-        usage = generation.usage()
-        duration_s = time.monotonic() - caller.received_s
+        duration_s = end.monotonic_s - caller.received_s
         tpot_s = generation.meter.tpot_s(generation.info.num_choices)
         group = _outcome_group(outcome)
         self._count(caller, request, tier.name, group)
@@ -71,8 +94,8 @@ class OutcomeRecorder:
         self._observe(span, request, tier, generation, usage, duration_s, tpot_s)
         self._count_tokens(caller, request, tier.name, usage)
         self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
-        self._end_span(span, request, tier, generation, usage, outcome, duration_s, tpot_s)
-        self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s))
+        self._end_span(span, caller, request, tier, generation, usage, outcome, tpot_s, end)
+        self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s, end))
 
     def _count(self, caller: Caller, request: GenerationRequest, tier: str, group: str) -> None:
         self._metrics.add(
@@ -168,29 +191,30 @@ class OutcomeRecorder:
     def _end_span(
         self,
         span: Span,
+        caller: Caller,
         request: GenerationRequest,
         tier: Tier,
         generation: Generation,
         usage: Usage,
         outcome: Outcome,
-        duration_s: float,
         tpot_s: float | None,
+        end: End,
     ) -> None:
         if not span.is_recording():
-            span.end()
             return
-        attributes = span_attributes.at_end(
+        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
+        attributes |= span_attributes.answered(
             self._telemetry,
             request,
             tier,
             generation,
             usage,
             outcome,
-            duration_s=duration_s,
+            duration_s=end.monotonic_s - caller.received_s,
             tpot_s=tpot_s,
         )
         failed = outcome.name if outcome.error is not None else ""
-        self._telemetry.end(span, attributes=attributes, error=failed)
+        self._telemetry.end(span, end_s=end.monotonic_s, attributes=attributes, error=failed)
 
 
 def _outcome_group(outcome: Outcome) -> str:
@@ -207,6 +231,7 @@ def _entry(
     usage: Usage,
     outcome: Outcome,
     duration_s: float,
+    end: End,
 ) -> FinishedRequest:
     statistics = generation.meter.statistics
     return FinishedRequest(
@@ -215,7 +240,7 @@ def _entry(
         tier=tier.name,
         face=request.face,
         outcome=outcome.name,
-        ended_unix_s=time.time(),
+        ended_unix_s=end.unix_s,
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
         completion_tokens=usage.completion_tokens,

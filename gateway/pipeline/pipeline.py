@@ -6,25 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from opentelemetry.trace import Span
 
 from gateway.engines.continuation import ContinuationConfig, ContinuousStream
-from gateway.engines.fleet import Fleet
+from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import CancelReason, Sampling, Submission
 from gateway.overload import Admission
-from gateway.pipeline import span_attributes
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
-from gateway.pipeline.delta import AnswerInfo
+from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
-from gateway.pipeline.outcome import OutcomeRecorder
+from gateway.pipeline.outcome import End, OutcomeRecorder
 from gateway.pipeline.ports import Limiter, Reservation
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.request import GenerationRequest, JsonSchemaFormat
@@ -38,6 +39,7 @@ from observability.metrics import Metrics
 from observability.names import SpanName
 from observability.tracing import Telemetry, traceparent_of
 from services.config import ModelConfig
+from services.deferred import Deferred
 from services.errors import MillraceError, Reason
 
 
@@ -59,6 +61,7 @@ class Pipeline:
         recorder: OutcomeRecorder,
         metrics: Metrics,
         telemetry: Telemetry,
+        deferred: Deferred,
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
@@ -70,6 +73,10 @@ class Pipeline:
         # Refuses what is new; what runs goes on.
         self.draining = False
         self._open: set[Generation] = set()
+        # By tier.
+        self._num_active: dict[str, int] = {}
+        # What is told of requests that have ended.
+        self._deferred = deferred
         self._admission = admission
         self._continuation = continuation
         self._tiers = tiers
@@ -123,14 +130,9 @@ class Pipeline:
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""
-        span = self._telemetry.start(
-            names.GATEWAY_REQUEST,
-            parent=caller.trace,
-            start_s=caller.received_s,
-        )
-        if span.is_recording():
-            span.set_attributes(span_attributes.at_start(self._telemetry, caller.identity, request))
+        span = self._telemetry.start(names.GATEWAY_REQUEST, parent=caller.trace, start_s=caller.received_s)
         tier_name = caller.identity.tier
+        call = None
         try:
             if self.draining:
                 raise MillraceError(
@@ -144,9 +146,14 @@ class Pipeline:
             self._reader.check(request)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
-            return await self._accept(_Call(caller, request, tier, span, self._telemetry))
+            call = _Call(caller, request, tier, span, self._telemetry)
+            return await self._accept(call)
         except BaseException as error:
-            self._recorder.refused(span, caller, request, tier_name, error)
+            if call is not None:
+                self._deferred.call(call.tell)
+            self._deferred.call(
+                self._recorder.refused, span, caller, request, tier_name, error, time.monotonic()
+            )
             told = request.tell(error) if isinstance(error, MillraceError) else error
             if told is error:
                 raise
@@ -168,22 +175,25 @@ class Pipeline:
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
             with call.span_below(names.GATEWAY_ADMIT) as span:
-                self._admit(call.tier, num_prompt_tokens, span)
+                self._admit(call, num_prompt_tokens, span)
             with call.span_below(names.GATEWAY_ROUTE) as route:
                 stream = self._route(call, prepared, sampling, context)
                 submitted_s = time.monotonic()
                 await _let_go(stream)
-                self._note_route(route, stream)
+                call.later(self._note_route, route, stream.engine, stream.route)
             return self._generation(call, prepared, sampling, stream, submitted_s, reservation, context)
         except BaseException:
             await reservation.cancel()
             raise
 
-    def _admit(self, tier: Tier, num_prompt_tokens: int, span: Span) -> None:
-        queues = engine_queues(self.fleet, tier.config.pool)
-        estimate = self._admission.admit(tier, num_prompt_tokens, queues)
-        span.set_attribute(names.EXPECTED_WAIT_MS, estimate.wait_s * 1000)
-        self._metrics.set(names.EXPECTED_WAIT, estimate.wait_s, tier=tier.name)
+    def _admit(self, call: _Call, num_prompt_tokens: int, span: Span) -> None:
+        queues = engine_queues(self.fleet, call.tier.config.pool)
+        estimate = self._admission.admit(call.tier, num_prompt_tokens, queues)
+        call.later(self._note_wait, span, estimate.wait_s, call.tier.name)
+
+    def _note_wait(self, span: Span, wait_s: float, tier: str) -> None:
+        span.set_attribute(names.EXPECTED_WAIT_MS, wait_s * 1000)
+        self._metrics.set(names.EXPECTED_WAIT, wait_s, tier=tier)
 
     async def _prepare(self, call: _Call, context: Any) -> Prepared:
         started_s = time.monotonic()
@@ -198,7 +208,7 @@ class Pipeline:
                 timeout_s=call.caller.remaining_s(),
                 max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),
             )
-        self._metrics.observe(names.PREPARE_SECONDS, time.monotonic() - started_s)
+        call.later(self._metrics.observe, names.PREPARE_SECONDS, time.monotonic() - started_s)
         if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:
             raise MillraceError(
                 Reason.VOCABULARY_MISMATCH,
@@ -240,13 +250,12 @@ class Pipeline:
         stream.start()
         return stream
 
-    def _note_route(self, span: Span, stream: ContinuousStream) -> None:
-        route = stream.route
+    def _note_route(self, span: Span, engine: str, route: Route | None) -> None:
         assert route is not None, "a stream that was started has a route"
-        span.set_attribute(names.ENGINE_ID, stream.engine)
+        span.set_attribute(names.ENGINE_ID, engine)
         span.set_attribute(names.ROUTE_REASON, route.reason.value)
         span.set_attribute(names.ROUTE_PREFIX_TOKENS, route.prefix_tokens)
-        self._metrics.add(names.ROUTED, engine=stream.engine, reason=route.reason.value)
+        self._metrics.add(names.ROUTED, engine=engine, reason=route.reason.value)
 
     def _generation(
         self,
@@ -279,11 +288,11 @@ class Pipeline:
             reservation=reservation,
             meter=meter,
             discard_tokens=request.sampling.max_tokens == 0,
-            settle=lambda generation, outcome: self._settled(call, generation, outcome),
+            settle=partial(self._settled, call),
             judge=self._judge(call, prepared, context),
         )
         self._open.add(generation)
-        self._metrics.shift(names.ACTIVE_STREAMS, 1, tier=call.tier.name)
+        self._count_active(call.tier, 1)
         if caller.deadline_s is not None:
             generation.expire_at(caller.deadline_s)
         return generation
@@ -297,22 +306,31 @@ class Pipeline:
         model, schema_json = call.request.model, form.schema_json
         return OutputJudge(lambda text: self.tokenizer.validate(model, schema_json, text, context=context))
 
-    def _settled(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
+    def _count_active(self, tier: Tier, change: int) -> None:
+        if tier.name not in self._num_active:
+            # Read when it is scraped.
+            number = partial(self._num_active.__getitem__, tier.name)
+            self._metrics.set_function(names.ACTIVE_STREAMS, number, tier=tier.name)
+        self._num_active[tier.name] = self._num_active.get(tier.name, 0) + change
+
+    def _settled(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage) -> None:
         self._open.discard(generation)
-        self._metrics.shift(names.ACTIVE_STREAMS, -1, tier=call.tier.name)
+        self._count_active(call.tier, -1)
         meter = generation.meter
         if meter.ticket is not None:
             meter.ticket.ended()
-        if meter.first_output_s is not None:
+        self._deferred.call(self._tell, call, generation, outcome, usage, End.now())
+
+    def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
+        call.tell()
+        first_s = generation.meter.first_output_s
+        if first_s is not None:
             self._telemetry.record(
-                names.GATEWAY_STREAM,
-                start_s=meter.first_output_s,
-                end_s=time.monotonic(),
-                parent=call.span,
+                names.GATEWAY_STREAM, start_s=first_s, end_s=end.monotonic_s, parent=call.span
             )
         if generation.num_engines_lost:
             self._note_continuations(call, generation, outcome)
-        self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome)
+        self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome, usage, end)
 
     def _note_continuations(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
         lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
@@ -340,9 +358,9 @@ async def _let_go(stream: ContinuousStream) -> None:
 
 
 class _Call:
-    """What the steps of one request share."""
+    """What the steps of one request share, and what is told of them once the request has ended."""
 
-    __slots__ = ("_telemetry", "caller", "request", "span", "tier")
+    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier")
 
     def __init__(
         self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
@@ -352,22 +370,40 @@ class _Call:
         self.tier = tier
         self.span = span
         self._telemetry = telemetry
+        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Has `work` called by `tell`: the next service, and the client, do not wait for it."""
+        self._untold.append((work, arguments))
+
+    def tell(self) -> None:
+        """Ends the spans of the steps, and counts what is counted of them."""
+        untold, self._untold = self._untold, []
+        for work, arguments in untold:
+            work(*arguments)
 
     def span_below(self, name: SpanName) -> _Step | nullcontext[Span]:
         """A span around a block; the request's own where it is not recorded."""
         if not self.span.is_recording():
             return nullcontext(self.span)
-        return _Step(self._telemetry, name, self.span)
+        return _Step(self, self._telemetry.start(name, parent=self.span))
+
+    def end(self, span: Span, end_s: float, failure: BaseException | None) -> None:
+        """Ends a step's span."""
+        error = "" if failure is None else type(failure).__name__
+        if error and self._telemetry.config.capture_content:
+            error = f"{error}: {failure}"
+        self._telemetry.end(span, end_s=end_s, error=error)
 
 
 class _Step:
     """A span that ends with its block. It is not made current: no step looks for a current span."""
 
-    __slots__ = ("_span", "_telemetry")
+    __slots__ = ("_call", "_span")
 
-    def __init__(self, telemetry: Telemetry, name: SpanName, parent: Span) -> None:
-        self._telemetry = telemetry
-        self._span = telemetry.start(name, parent=parent)
+    def __init__(self, call: _Call, span: Span) -> None:
+        self._call = call
+        self._span = span
 
     def __enter__(self) -> Span:
         return self._span
@@ -375,7 +411,4 @@ class _Step:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        error = "" if kind is None else kind.__name__
-        if error and self._telemetry.config.capture_content:
-            error = f"{error}: {failure}"
-        self._telemetry.end(self._span, error=error)
+        self._call.later(self._call.end, self._span, time.monotonic(), failure)

@@ -1,4 +1,4 @@
-"""What the request's span says: who and what was asked at its start, what became of it at its end.
+"""What the request's span says: who asked for what, and what became of it.
 
 Names follow the GenAI conventions of the configured generation beside our own; see observability.genai.
 """
@@ -41,8 +41,8 @@ GUIDED_KINDS: Mapping[type[msgspec.Struct], str] = {
 }
 
 
-def at_start(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Attributes:
-    """Before anything is checked, so that a refused request can be found by them."""
+def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Attributes:
+    """Of every request: a refused one can be found by them, too."""
     sampling = request.sampling
     asked = genai.GenAiRequest(
         operation="chat" if isinstance(request.prompt, Conversation) else "text_completion",
@@ -69,7 +69,7 @@ def at_start(telemetry: Telemetry, identity: Identity, request: GenerationReques
     return found
 
 
-def at_end(
+def answered(
     telemetry: Telemetry,
     request: GenerationRequest,
     tier: Tier,
@@ -82,7 +82,7 @@ def at_end(
 ) -> Attributes:
     """Of a request that was accepted."""
     statistics = generation.meter.statistics
-    answered = genai.GenAiResponse(
+    response = genai.GenAiResponse(
         model=request.model,
         finish_reasons=[outcome.name] if outcome.error is None else (),
         prompt_tokens=usage.prompt_tokens,
@@ -101,7 +101,7 @@ def at_end(
         names.E2E_MS: duration_s * 1000,
         names.ENGINE_ID: generation.engine,
         names.SPECULATIVE: statistics.drafted_tokens > 0,
-        **genai.response_attributes(answered, telemetry.semconv),
+        **genai.response_attributes(response, telemetry.semconv),
     }
     optional = (
         (names.TPOT_MS, None if tpot_s is None else tpot_s * 1000),

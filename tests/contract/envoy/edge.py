@@ -35,6 +35,7 @@ from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.context import CONTEXT_HEADER, from_header, sign, to_header, verify
+from services.deferred import Deferred
 from services.server import GrpcServer
 from services.supervisor.edge import envoy_binary
 
@@ -141,7 +142,9 @@ class Edge:
         directory = KeyDirectory(settings)
         store = MemoryLimitStore(lease_ttl_s=30, clock=unix_ms)
         tiers = Tiers(settings)
-        self._authorizer = Authorizer(directory, tiers, settings.security.secret(), telemetry, metrics)
+        self._authorizer = Authorizer(
+            directory, tiers, settings.security.secret(), telemetry, metrics, Deferred()
+        )
         counter = RequestCounter(RequestLimiter(store, directory), telemetry, metrics)
         callers = HttpCallers(self._authorizer, CallerVerifier(settings.security, tiers))
         self._face = Endpoint(callers, counter, self.faces.http)

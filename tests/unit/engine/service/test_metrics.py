@@ -50,7 +50,7 @@ def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 def _taken(step: StepDone) -> Metrics:
     metrics = Metrics()
-    EngineMetrics(metrics).step_done(step, lambda request_id: {7: "gold"}.get(request_id, ""))
+    EngineMetrics(metrics).steps_done([(step, {7: "gold"})])
     return metrics
 
 
@@ -68,7 +68,7 @@ def test_counters_of_the_core_are_not_counted_twice() -> None:
     metrics = Metrics()
     engine = EngineMetrics(metrics)
     for _ in range(3):
-        engine.step_done(StepDone(1, [], (), LOAD), lambda _: "")
+        engine.steps_done([(StepDone(1, [], (), LOAD), {})])
     assert _value(metrics, names.PREEMPTIONS.name) == 4
     assert _value(metrics, names.PREFIX_QUERIES.name) == 56
     assert _value(metrics, names.PREFIX_HITS.name) == 16

@@ -13,7 +13,7 @@ from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
 from gateway.limits.requests import RequestLimiter
-from gateway.limits.store import StoreLostError
+from gateway.limits.store import Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from services.errors import MillraceError, Reason
@@ -22,10 +22,26 @@ NOW_S = 1_790_000_000.0
 CHUNK = 100
 
 
+class SlowStore(MemoryLimitStore):
+    """Answers in a later turn of the event loop, as a shared store does."""
+
+    is_immediate = False
+
+    async def settle(self, settlement: Settlement) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await super().settle(settlement)
+
+
 class Rig:
     """A limiter over a memory store with a clock of its own."""
 
-    def __init__(self, tenant: dict[str, Any], key: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tenant: dict[str, Any],
+        key: dict[str, Any] | None = None,
+        store: type[MemoryLimitStore] = MemoryLimitStore,
+    ) -> None:
         self.now_s = NOW_S
         entry = {"id": "k", "tenant": "acme", "hash": hash_key("mr-k"), **(key or {})}
         settings = load_settings(
@@ -40,7 +56,7 @@ class Rig:
                 "keys": {"entries": [entry]},
             }
         )
-        self.store = MemoryLimitStore(lease_ttl_s=30, clock=lambda: round(self.now_s * 1000))
+        self.store = store(lease_ttl_s=30, clock=lambda: round(self.now_s * 1000))
         self.directory = KeyDirectory(settings)
         self.tier = Tiers(settings).named("standard")
         self.limiter = TokenLimiter(
@@ -182,7 +198,7 @@ async def test_unbounded_answer_ends_with_its_budget() -> None:
 
 
 async def test_settlement_survives_the_cancellation_of_its_caller() -> None:
-    rig = Rig({"max_concurrent_streams": 1})
+    rig = Rig({"max_concurrent_streams": 1}, store=SlowStore)
     reservation = await rig.reserve(1, 1)
     settling = asyncio.create_task(reservation.settle(1, 1))
     await asyncio.sleep(0)
