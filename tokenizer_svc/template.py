@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -18,12 +18,16 @@ from services.errors import ConfigError, MillraceError, Reason
 from tokenizer_svc.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.control import ControlTokens
+from tokenizer_svc.formats import THINK_CLOSE
 from tokenizer_svc.types import Conversation, Message, Role, Tool, ToolCall
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _TOOL_TEMPLATE = "tool_use"
+# Names under which templates look for whether, and how much, the model thinks. Gateways set all of them.
+_THINKING = ("enable_thinking", "thinking", "reasoning_effort")
+_WITHOUT_THINKING = (False, "none", "minimal")
 
 
 class _GenerationBlock(Extension):
@@ -142,9 +146,12 @@ class ChatTemplates:
     ) -> None:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
+        # Variables that each template reads.
+        self._read: dict[str, frozenset[str]] = {}
         for name, source in templates.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                self._read[name] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             except jinja2.TemplateError as error:
                 raise ConfigError(f"chat template {name!r} of the checkpoint: {error}") from error
         self._special_tokens = dict(special_tokens)
@@ -152,6 +159,7 @@ class ChatTemplates:
         self._limits = limits
         source = "\n".join(templates.values())
         self._knows_developer = "developer" in source
+        self._reasons = THINK_CLOSE in source
         self._shape = self._find_shape()
         # Whether the default template writes what users say as it is, as far as a trial shows.
         self.writes_user_turns = self._find_user_turns()
@@ -161,7 +169,9 @@ class ChatTemplates:
 
         Raises TEMPLATE_FAILED when there is no such template or it refuses the conversation.
         """
-        template = self._choose(conversation)
+        name = self._choose(conversation)
+        self._refuse_unread(conversation, self._read[name])
+        template = self._templates[name]
         messages = [self._message(message, self._shape) for message in conversation.messages]
         variables = self._variables(conversation)
         variables["add_generation_prompt"] = not conversation.continue_final_message
@@ -207,7 +217,7 @@ class ChatTemplates:
             return False
         return all(text in written for text in texts)
 
-    def _choose(self, conversation: Conversation) -> jinja2.Template:
+    def _choose(self, conversation: Conversation) -> str:
         name = conversation.template_name
         if not name:
             name = (
@@ -215,15 +225,31 @@ class ChatTemplates:
                 if conversation.tools and _TOOL_TEMPLATE in self._templates
                 else DEFAULT_TEMPLATE
             )
-        template = self._templates.get(name)
-        if template is None:
+        if name not in self._templates:
             known = ", ".join(sorted(self._templates)) or "none; send a prompt instead of messages"
             raise MillraceError(
                 Reason.TEMPLATE_FAILED,
                 f"the model has no chat template {name!r}; templates: {known}",
                 field="conversation.template_name" if conversation.template_name else "messages",
             )
-        return template
+        return name
+
+    def _refuse_unread(self, conversation: Conversation, read: frozenset[str]) -> None:
+        """What the template does not read would have no effect. Tools have one: calls of them are parsed."""
+        if conversation.documents and "documents" not in read:
+            raise _unread("documents", "has no place for documents; put their text into a message")
+        switched = bool(read.intersection(_THINKING))
+        for key, value in conversation.template_options.items():
+            if key in read or (key in _THINKING and switched) or key in _RESERVED_OPTIONS:
+                continue
+            if key not in _THINKING:
+                raise _unread(f"template_options.{key}", "does not read it; leave it out")
+            if (value not in _WITHOUT_THINKING) is not self._reasons:
+                always = "always reasons" if self._reasons else "does not reason"
+                raise _unread(
+                    f"template_options.{key}",
+                    f"has no switch for reasoning, and the model {always}; leave {', '.join(_THINKING)} out",
+                )
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         for key in conversation.template_options:
@@ -344,6 +370,11 @@ class ChatTemplates:
             )
         kept = rendered[:found]
         return kept if rendered[found:].startswith(tag) else kept.rstrip()
+
+
+def _unread(field: str, problem: str) -> MillraceError:
+    name = f"conversation.{field}"
+    return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
 
 
 def _tool_value(tool: Tool) -> dict[str, Any]:

@@ -280,6 +280,12 @@ def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
             f"reasoning_effort: model {body.model!r} does not reason; leave it out or send none",
             field="reasoning_effort",
         )
-    options.setdefault("enable_thinking", _EFFORTS[effort])
-    options.setdefault("reasoning_effort", effort)
+    # Templates know the switch under one of these names. A switch that says the opposite is no accident.
+    for name, value in (
+        ("enable_thinking", _EFFORTS[effort]),
+        ("thinking", _EFFORTS[effort]),
+        ("reasoning_effort", effort),
+    ):
+        if options.setdefault(name, value) != value:
+            raise invalid(f"chat_template_kwargs.{name}", f"reasoning_effort is {effort!r}; give one of them")
     return options

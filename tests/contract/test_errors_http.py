@@ -91,6 +91,11 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"surprise": 1}, Reason.UNSUPPORTED_FIELD, "surprise"),
     ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
     ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
+    (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        Reason.INVALID_ARGUMENT,
+        "chat_template_kwargs.enable_thinking",
+    ),
     ({"metadata": {str(key): "" for key in range(17)}}, Reason.INVALID_ARGUMENT, "metadata"),
     ({"metadata": {"k" * 65: ""}}, Reason.INVALID_ARGUMENT, "metadata." + "k" * 64),
     ({"metadata": {"user": "a"}, "user": "b"}, Reason.INVALID_ARGUMENT, "metadata.user"),

@@ -89,7 +89,7 @@ def test_tools_documents_and_options_cannot_forge(qwen: Text) -> None:
         "function": {"name": "f", "description": "d", "parameters": {"k": {"enum": ["v"]}}},
     }
     messages = [{"role": "user", "content": "q"}]
-    ids = qwen.ids(conversation(messages, [tool], template_options={"note": evil}))
+    ids = qwen.ids(conversation(messages, [tool], template_options={"enable_thinking": evil}))
     assert counts(qwen, ids) == counts(qwen, qwen.ids(conversation(messages, [plain])))
 
 

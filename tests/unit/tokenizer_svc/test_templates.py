@@ -81,11 +81,15 @@ def test_continuing_the_final_message(family: tuple[str, Text, Any]) -> None:
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    templates = {"default": "D{{ messages[0].content }}", "tool_use": "T", "rag": "R{{ documents[0].title }}"}
+    templates = {
+        "default": "D{{ messages[0].content }}",
+        "tool_use": "T{{ tools[0].type }}",
+        "rag": "R{{ documents[0].title }}",
+    }
     text = Text(write(tmp_path, byte_level(CHATML), templates))
     messages = [{"role": "user", "content": "q"}]
     assert text.templates.render(conversation(messages)) == "Dq"
-    assert text.templates.render(conversation(messages, TOOLS)) == "T"
+    assert text.templates.render(conversation(messages, TOOLS)) == "Tfunction"
     documents = ({"title": "a paper", "text": "..."},)
     assert (
         text.templates.render(conversation(messages, template_name="rag", documents=documents)) == "Ra paper"
@@ -134,6 +138,51 @@ def test_developer_messages_fall_back_to_system(tmp_path: Path) -> None:
     text = Text(make("chatml", tmp_path))
     rendered = text.templates.render(conversation([{"role": "developer", "content": "rules"}]))
     assert "<|im_start|>system\nrules" in rendered
+
+
+QUESTION = [{"role": "user", "content": "q"}]
+SAYS = "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "field"),
+    [
+        (SAYS, {"documents": ({"title": "a paper"},)}, "documents"),
+        (SAYS, {"template_options": {"date": "today"}}, "template_options.date"),
+        (SAYS, {"template_options": {"enable_thinking": True}}, "template_options.enable_thinking"),
+        (SAYS, {"template_options": {"reasoning_effort": "low"}}, "template_options.reasoning_effort"),
+        # It thinks, whatever is said.
+        (
+            SAYS + "{{ content.split('</think>') }}",
+            {"template_options": {"thinking": False}},
+            "template_options.thinking",
+        ),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(
+    template: str, given: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), template))
+    with pytest.raises(MillraceError) as caught:
+        text.templates.render(conversation(QUESTION, **given))
+    assert caught.value.reason is Reason.UNSUPPORTED_FIELD
+    assert caught.value.field == f"conversation.{field}"
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (SAYS, {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}),
+        # One of the names is enough.
+        (SAYS + "{% if thinking %}{% endif %}", {"enable_thinking": True, "thinking": True}),
+        (SAYS + "{% set a = date is defined %}", {"date": "today"}),
+    ],
+)
+def test_options_that_are_read_or_change_nothing_are_taken(
+    template: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), template))
+    assert text.templates.render(conversation(QUESTION, template_options=options)) == "q"
 
 
 def test_options_cannot_replace_what_the_service_sets(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ SERVED: list[tuple[str, Any, Look, object]] = [
     ("parallel_tool_calls", False, lambda s, p: p.conversation.parallel_tool_calls, False),
     ("reasoning_effort", "high", lambda s, p: option(p, "reasoning_effort"), "high"),
     ("reasoning_effort", "none", lambda s, p: option(p, "enable_thinking"), False),
+    ("reasoning_effort", "low", lambda s, p: option(p, "thinking"), True),
 ]
 
 
