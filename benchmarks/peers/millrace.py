@@ -56,6 +56,11 @@ def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, obje
                 model=state.model,
                 pid=process.pid,
                 start_s=time.monotonic() - began,
+                metrics_url=next(
+                    f"http://{each.addresses['metrics']}/metrics"
+                    for each in state.processes
+                    if each.name == "engine-0"
+                ),
             )
         finally:
             stop(process)

@@ -1,9 +1,11 @@
-"""Which process of our stack takes how much of the machine while it serves a load.
+"""Which process of our stack takes how much of the machine and of memory, and what a run's time is made of.
 
 `python -m benchmarks.peers.processes [--checkpoint llama-40m] [--ours bf16] [--loads 1 32] [--quick]
     [--environments DIR]`
 
-Everything beside the core takes cycles from the threads that compute: these rows say how many.
+Everything beside the core takes cycles from the threads that compute: these rows say how many. The second
+table has the steps by kind as the engine counts them; what they leave of the run is planning, publishing, and
+waiting for requests.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import time
+import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,12 +57,32 @@ def _use(process: psutil.Process) -> Use:
     return Use(times.user + times.system, switches.voluntary)
 
 
+def resident_bytes(server: Server) -> dict[str, int]:
+    """Memory of every process of the stack, shared pages counted by share; equal names are added up."""
+    total: dict[str, int] = {}
+    for process in [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]:
+        total[_name(process)] = total.get(_name(process), 0) + process.memory_full_info().pss
+    return total
+
+
+def steps(server: Server) -> dict[str, tuple[int, float]]:
+    """Number of the engine's steps so far and their seconds, by kind."""
+    with urllib.request.urlopen(server.metrics_url, timeout=5) as answer:
+        page = answer.read().decode()
+    found: dict[str, dict[str, float]] = {}
+    for part, kind, value in re.findall(
+        r'^millrace_engine_step_seconds_(count|sum)\{.*?kind="(\w+)".*?\} (\S+)$', page, re.MULTILINE
+    ):
+        found.setdefault(kind, {})[part] = float(value)
+    return {kind: (int(parts["count"]), parts["sum"]) for kind, parts in found.items()}
+
+
 def measure(server: Server, name: str, load: Load) -> None:
-    """Runs the load and prints a row for each process."""
-    before, began = uses(server), time.monotonic()
+    """Runs the load and prints a row for each process, and for each kind of step."""
+    before, steps_before, began = uses(server), steps(server), time.monotonic()
     run = asyncio.run(run_load(server, name, load, seed=0))
     seconds = time.monotonic() - began
-    after = uses(server)
+    after, steps_after = uses(server), steps(server)
     num_tokens = load.num_requests * load.output_tokens
     print(f"\nload {name}: {run.output_tokens_per_s:.1f} tokens/s, ITL p99 {run.itl_p99_ms:.1f} ms")
     print("| process | of the machine | CPU ms a token | wake-ups a token |\n|---|---|---|---|")
@@ -71,6 +95,13 @@ def measure(server: Server, name: str, load: Load) -> None:
             f"| {process} | {cpu_s / seconds / cores:.1%} | {1000 * cpu_s / num_tokens:.3f} | "
             f"{woken / num_tokens:.2f} |"
         )
+    print("\n| steps | number | of the run | ms each |\n|---|---|---|---|")
+    for kind, (count, total_s) in sorted(steps_after.items()):
+        was_count, was_s = steps_before.get(kind, (0, 0.0))
+        if count > was_count:
+            spent_s = total_s - was_s
+            each_ms = 1000 * spent_s / (count - was_count)
+            print(f"| {kind} | {count - was_count} | {spent_s / seconds:.1%} | {each_ms:.1f} |")
 
 
 def main() -> None:
@@ -91,6 +122,9 @@ def main() -> None:
             if arguments.quick:
                 load = replace(load, num_requests=load.concurrency)
             measure(server, name, load)
+        print("\n| process | resident MiB |\n|---|---|")
+        for process, num_bytes in sorted(resident_bytes(server).items(), key=lambda item: -item[1]):
+            print(f"| {process} | {num_bytes / 2**20:.0f} |")
 
 
 if __name__ == "__main__":

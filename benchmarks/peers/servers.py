@@ -39,6 +39,8 @@ class Server:
     model: str
     pid: int
     start_s: float
+    # Where an engine of ours says what its steps took; empty for peers.
+    metrics_url: str = ""
 
     def rss_bytes(self) -> int:
         """Resident memory of the process and its children, shared pages counted once."""

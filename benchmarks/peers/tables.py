@@ -183,7 +183,8 @@ def quality_table(results: Path, recorded: list[Recorded]) -> list[str]:
     head = ["form", "perplexity", "likeliest token is float32's", "weights"]
     head += [f"{name}, tokens/s at {', '.join(_numbered(each))}" for name, each in speeds.items()]
     lines = [
-        f"**Forms of weights.** {measured['title']}; speeds are those of the tables above.",
+        f"**Forms of weights.** {measured['title']}; speeds are those of the tables above, and of "
+        "runs of their own for forms that are not in them.",
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",
