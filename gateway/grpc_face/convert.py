@@ -59,6 +59,7 @@ _CHAT_NAMES: Mapping[str, str] = {
     "tool_choice": "conversation.tool_choice",
     "template_name": "conversation.template_name",
     "template_options": "conversation.template_options",
+    "documents": "conversation.documents",
     "continue_final_message": "conversation.continue_final_message",
     "prompt": "conversation.messages",
 }

@@ -54,6 +54,18 @@ RANGES: dict[str, tuple[float, float]] = {
     "beam_width": (1, 64),
 }
 
+# Options that beams do not know, and the value that asks for nothing.
+_NEUTRAL: Mapping[str, object] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+
 
 def refuse(request: GenerationRequest, name: str, problem: str) -> MillraceError:
     """An INVALID_ARGUMENT that names the field in the caller's terms."""
@@ -162,8 +174,17 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise refuse(request, "best_of", "the best answers are known at the end only; it cannot be streamed")
     if sampling.beam_width is not None and n > sampling.beam_width:
         raise refuse(request, "beam_width", f"{sampling.beam_width} beams cannot give n {n} answers")
+    if sampling.beam_width is not None:
+        _check_beams(request)
     if sampling.temperature == 0.0 and n > 1 and sampling.beam_width is None:
         raise refuse(request, "n", f"{n} greedy answers would be equal; use a temperature above 0, or n 1")
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    """Beams are ranked by the model's own log-probabilities: what changes those would have no effect."""
+    for name, neutral in _NEUTRAL.items():
+        if getattr(request.sampling, name) not in (None, neutral):
+            raise refuse(request, name, "it has no effect on a search with beam_width; leave one of them out")
 
 
 def _check_prompt(request: GenerationRequest) -> None:

@@ -76,6 +76,9 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
         Reason.INVALID_ARGUMENT,
         "response_format.json_schema",
     ),
+    ({"beam_width": 2, "temperature": 0.7}, Reason.INVALID_ARGUMENT, "temperature"),
+    ({"beam_width": 2, "logit_bias": {"7": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
+    ({"beam_width": 2, "repetition_penalty": 1.1}, Reason.INVALID_ARGUMENT, "repetition_penalty"),
     ({"allowed_token_ids": []}, Reason.INVALID_ARGUMENT, "allowed_token_ids"),
     (
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
