@@ -1,15 +1,18 @@
 """What one tenant's hostile requests do to the Prepare calls of others: nothing, is the aim.
 
-Starts the service and measures well-behaved tenants alone and while another tenant floods it, in turns,
-several times over: the machine's own ups and downs fall on both sides. Each calls at fixed times, whatever is
-still under way. Prints quantiles of all windows of a kind together, and the ratio of the two of each turn.
+Starts the service and measures well-behaved tenants in turns, several times over: alone, while another tenant
+floods the service, and while the same messages go elsewhere; so the machine's own ups and downs fall on all
+sides. Each calls at fixed times, whatever is still under way. Prints quantiles of all windows of a kind
+together, and ratios of each turn.
 
-The attacker is a process beside that sends again as soon as it is answered. In truth it sits on another
-machine: here its messages are serialized before a window begins, which makes it quicker, and it computes only
-when nobody else wants to and yields every millisecond (tokenizer_svc.grammar.courtesy), so that the figures
-are the service's.
+Calls come as from gateways, small and large ones each on a stream (`--over unary`: each by itself). The
+attacker is a process beside, like another gateway, that sends again as soon as it is answered. In truth it
+sits on another machine: here its messages are serialized before a window begins, which makes it quicker, and
+it computes only when nobody else wants to and yields every millisecond. What it takes all the same shows in
+the third kind of window, "sent elsewhere": it sends the same messages to a process that does nothing but
+refuse, at the pace at which the service has answered them. That process takes only what is left as well.
 
-    python -m benchmarks.tokenizer_isolation [--attack schemas] [--turns 5] [--seconds 5] [--json OUT]
+    python -m benchmarks.tokenizer_isolation [--attack schemas] [--turns 5] [--seconds 4] [--json OUT]
 """
 
 from __future__ import annotations
@@ -20,33 +23,32 @@ import contextlib
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 
-from benchmarks.tokenizer_requests import ATTACKS, SECRET, Request, context, good_request
+from benchmarks.tokenizer_attacker import WAYS, Hostile, hostile
+from benchmarks.tokenizer_requests import ATTACKS, SECRET, Request, good_request
+from gateway.tokenizer.stream import PrepareStreams
 from services.bench.report import machine
 from services.channels import CLIENT_OPTIONS
-from services.status import from_rpc_error
-from tokenizer_svc.grammar.courtesy import Courtesy
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Different hostile requests of each kind in one window; sent again when all have been.
-_ROUNDS = 8
-_PREPARE = "/millrace.tokenizer.v1.TokenizerService/Prepare"
+_TIMEOUT_S = 20.0
+# What the attack before has left behind comes to its end.
+_PAUSE_S = 1.0
 _QUANTILES = (("p50_ms", 0.5), ("p95_ms", 0.95), ("p99_ms", 0.99), ("max_ms", 1.0))
 # Latencies of one window by kind of request, in milliseconds.
 Latencies = dict[str, list[float]]
+Prepare = Callable[[Request], Awaitable[Any]]
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -55,14 +57,32 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-async def window(stub: Any, num_tenants: int, rate: float, seconds: float, numbers: Any) -> Latencies:
+@contextlib.asynccontextmanager
+async def preparing(way: str, target: str) -> AsyncIterator[Prepare]:
+    """Calls of well-behaved tenants, as gateways make them or one by one."""
+    if way == "unary":
+        async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+            yield tokenizer_pb2_grpc.TokenizerServiceStub(channel).Prepare
+        return
+    streams = PrepareStreams(target)
+
+    async def prepare(request: Request) -> Any:
+        return await streams.call(request, "", "", _TIMEOUT_S)
+
+    try:
+        yield prepare
+    finally:
+        await streams.close()
+
+
+async def window(prepare: Prepare, num_tenants: int, rate: float, seconds: float, numbers: Any) -> Latencies:
     """Well-behaved tenants for some seconds, each with so many calls a second."""
     found: Latencies = defaultdict(list)
 
     async def call(tenant: str) -> None:
         kind, request = good_request(tenant, next(numbers))
         start = time.perf_counter()
-        await stub.Prepare(request)
+        await prepare(request)
         found[kind].append((time.perf_counter() - start) * 1e3)
 
     async def behave(index: int) -> None:
@@ -81,65 +101,6 @@ async def window(stub: Any, num_tenants: int, rate: float, seconds: float, numbe
     return found
 
 
-async def flood(target: str, requests: list[tuple[str, bytes]], seconds: float, width: int) -> Counter[str]:
-    """So many hostile requests at a time, without a pause; what became of them."""
-    outcomes: Counter[str] = Counter()
-    waiting = itertools.cycle(requests)
-    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
-        prepare: Any = channel.unary_unary(_PREPARE)
-
-        async def one_after_the_other() -> None:
-            for kind, request in waiting:
-                try:
-                    await prepare(request)
-                    outcomes[f"{kind}: accepted"] += 1
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    outcomes[f"{kind}: {failure.reason} {failure.metadata.get('overrun', '')}".strip()] += 1
-
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(one_after_the_other() for _ in range(width))), seconds)
-    return outcomes
-
-
-def attacker(target: str, attack: str, width: int, orders: Connection) -> None:
-    """A process of its own that takes only what processor time is left: attackers sit elsewhere, and what
-    they compute is not the service's matter.
-    """
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    courtesy = Courtesy()
-    numbers = itertools.count(1_000_000)
-    while True:
-        rounds = [ATTACKS[attack](next(numbers)) for _ in range(_ROUNDS)]
-        requests = [(kind, _signed(request)) for each in rounds for kind, request in each.items()]
-        orders.send("ready")
-        seconds = orders.recv()
-        if not seconds:
-            return
-        with courtesy:
-            outcomes = asyncio.run(flood(target, requests, seconds, width))
-        orders.send(dict(outcomes))
-
-
-def _signed(request: Request) -> bytes:
-    request.context.CopyFrom(context("hostile"))
-    return request.SerializeToString()
-
-
-@contextlib.contextmanager
-def hostile_process(target: str, attack: str, width: int) -> Iterator[Connection]:
-    """The attacker, and the pipe that orders it about."""
-    processes = multiprocessing.get_context("spawn")
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=attacker, args=(target, attack, width, theirs))
-    process.start()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-
-
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All windows against a service of our own."""
     environment = {
@@ -154,60 +115,65 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         assert process.stdout is not None
         target = (await process.stdout.readline()).decode().partition("grpc=")[2].split()[0]
-        with hostile_process(target, arguments.attack, arguments.width) as orders:
-            return await turns(target, orders, arguments)
+        with hostile(arguments.over, arguments.attack, arguments.width) as attacker:
+            return await turns(target, attacker, arguments)
     finally:
         process.terminate()
         await process.wait()
 
 
-async def turns(target: str, orders: Connection, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Alone, attacked, alone, attacked, ..."""
+async def turns(target: str, attacker: Hostile, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Alone, attacked, sent elsewhere, alone, ..."""
     numbers = itertools.count(1)
-    alone: list[Latencies] = []
-    attacked: list[Latencies] = []
+    windows: dict[str, list[Latencies]] = {"alone": [], "under_attack": [], "sent_elsewhere": []}
     outcomes: Counter[str] = Counter()
-    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
-        stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    seconds = arguments.seconds
+    async with preparing(arguments.over, target) as prepare:
 
-        async def one(seconds: float) -> Latencies:
-            return await window(stub, arguments.tenants, arguments.rate, seconds, numbers)
+        async def one(kind: str, length_s: float) -> None:
+            found = await window(prepare, arguments.tenants, arguments.rate, length_s, numbers)
+            windows.setdefault(kind, []).append(found)
 
-        await one(1.0)
+        await one("first", 1.0)
         for _ in range(arguments.turns):
-            await asyncio.to_thread(orders.recv)
-            # What the attack before has left behind comes to its end.
-            await asyncio.sleep(1.0)
-            alone.append(await one(arguments.seconds))
-            orders.send(arguments.seconds)
-            attacked.append(await one(arguments.seconds))
-            outcomes.update(await asyncio.to_thread(orders.recv))
-        orders.send(0)
-    return report(alone, attacked, outcomes)
+            await attacker.ready()
+            await asyncio.sleep(_PAUSE_S)
+            await one("alone", seconds)
+            attacker.attack(target, seconds)
+            await one("under_attack", seconds)
+            became = await attacker.outcomes()
+            outcomes.update(became)
+            await attacker.ready()
+            await asyncio.sleep(_PAUSE_S)
+            attacker.attack_nothing(seconds, became.total())
+            await one("sent_elsewhere", seconds)
+            await attacker.outcomes()
+        await attacker.ready()
+    del windows["first"]
+    return report(windows, outcomes)
 
 
-def report(alone: list[Latencies], attacked: list[Latencies], outcomes: Counter[str]) -> dict[str, Any]:
-    """Quantiles of both sides, by kind as well, and the ratio turn by turn."""
-    p99s = [
-        [quantile(list(itertools.chain(*each.values())), 0.99) for each in side] for side in (alone, attacked)
-    ]
-    ratios = [under / without for without, under in zip(*p99s, strict=True)]
+def report(windows: dict[str, list[Latencies]], outcomes: Counter[str]) -> dict[str, Any]:
+    """Quantiles of all sides, by kind as well, and the ratios turn by turn."""
+    p99s = {
+        side: [quantile(list(itertools.chain(*each.values())), 0.99) for each in found]
+        for side, found in windows.items()
+    }
+    kinds = windows["alone"][0]
     return {
-        "alone": _summary(alone),
-        "under_attack": _summary(attacked),
-        "p99_alone_by_turn_ms": [round(each, 2) for each in p99s[0]],
-        "p99_under_attack_by_turn_ms": [round(each, 2) for each in p99s[1]],
-        "p99_ratio": {
-            "median": round(statistics.median(ratios), 2),
-            "least": round(min(ratios), 2),
-            "most": round(max(ratios), 2),
-        },
-        "by_kind": {
-            kind: {"alone": _summary(alone, kind), "under_attack": _summary(attacked, kind)}
-            for kind in alone[0]
-        },
+        **{side: _summary(found) for side, found in windows.items()},
+        "p99_by_turn_ms": {side: [round(each, 2) for each in found] for side, found in p99s.items()},
+        "p99_ratio": _ratios(p99s["under_attack"], p99s["alone"]),
+        "p99_ratio_sent_elsewhere": _ratios(p99s["sent_elsewhere"], p99s["alone"]),
+        "by_kind": {kind: {side: _summary(found, kind) for side, found in windows.items()} for kind in kinds},
         "hostile": dict(sorted(outcomes.items())),
     }
+
+
+def _ratios(above: list[float], below: list[float]) -> dict[str, float]:
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    found = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {name: round(each, 2) for name, each in found.items()}
 
 
 def _summary(windows: list[Latencies], kind: str | None = None) -> dict[str, float]:
@@ -218,30 +184,34 @@ def _summary(windows: list[Latencies], kind: str | None = None) -> dict[str, flo
 def main() -> int:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--over", choices=sorted(WAYS), default="stream", help="how calls come")
     parser.add_argument("--attack", choices=sorted(ATTACKS), default="schemas", help="what is sent")
     parser.add_argument("--turns", type=int, default=5, help="pairs of windows")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
     parser.add_argument("--tenants", type=int, default=4, help="well-behaved tenants")
     parser.add_argument("--rate", type=float, default=20.0, help="calls of each of them, per second")
     parser.add_argument("--width", type=int, default=8, help="hostile calls at a time")
-    parser.add_argument("--json", type=Path, help="write the figures there, beside those of the other attack")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
     arguments = parser.parse_args()
     found = asyncio.run(run(arguments))
-    print(f"{'Prepare of well-behaved tenants':34}{'alone':>10}{'under attack':>15}{'ratio':>8}")
-    rows = {"all": found, **found["by_kind"]}
-    for kind, sides in rows.items():
-        for key, without in sides["alone"].items():
-            under = sides["under_attack"][key]
-            print(f"{kind + ' ' + key:34}{without:>10}{under:>15}{under / without:>8.2f}")
-    print("p99 alone, turn by turn:       ", found["p99_alone_by_turn_ms"])
-    print("p99 under attack, turn by turn:", found["p99_under_attack_by_turn_ms"])
-    print("ratio of the two:              ", found["p99_ratio"])
+    sides = ("alone", "under_attack", "sent_elsewhere")
+    print(f"{'Prepare of well-behaved tenants':34}{'alone':>10}{'under attack':>15}{'sent elsewhere':>16}")
+    rows = {"all": {side: found[side] for side in sides}, **found["by_kind"]}
+    for kind, row in rows.items():
+        for key in row["alone"]:
+            alone, attacked, elsewhere = (row[side][key] for side in sides)
+            print(f"{kind + ' ' + key:34}{alone:>10}{attacked:>15}{elsewhere:>16}")
+    for side in sides:
+        print(f"p99 {side}, turn by turn:".replace("_", " "), found["p99_by_turn_ms"][side])
+    print("ratio under attack to alone:   ", found["p99_ratio"])
+    print("ratio sent elsewhere to alone: ", found["p99_ratio_sent_elsewhere"])
     print("outcomes of hostile calls:     ", found["hostile"])
     if arguments.json:
         kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         attacks = {**kept.get("attacks", {}), arguments.attack: found}
         settings = {
-            name: getattr(arguments, name) for name in ("turns", "seconds", "tenants", "rate", "width")
+            name: getattr(arguments, name)
+            for name in ("over", "turns", "seconds", "tenants", "rate", "width")
         }
         written = {"machine": machine(), **settings, "attacks": attacks}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -159,7 +159,7 @@ def hostile_inputs(number: int) -> dict[str, Request]:
         tools.conversation.tools.add(name=f"f{each}", parameters_json=json.dumps(schema))
     tools.conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
     return {
-        "prompt": Request(text=f"{number}" + megabytes * 15),
+        "prompt": Request(text=f"{number}" + megabytes * 7),
         "message": Request(conversation=_chat(f"{number}" + megabytes * 4)),
         "history": Request(conversation=_chat(*(f"{number}-{each}" + _WORDS * 10 for each in range(4000)))),
         "control tokens": Request(conversation=_chat(f"{number}" + "<|im_start|><think>" * 100_000)),

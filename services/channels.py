@@ -14,8 +14,8 @@ from services import tls
 # itself, and every message is spared a change of threads. Read when the first channel or server is made.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
-# Vocabularies and long prompts travel in one message.
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+# Vocabularies and long prompts travel in one message: some ten megabytes at most. Each may be kept whole.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _COMMON = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -17,8 +17,8 @@ BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "millra
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tokenizer.limits]`: the largest inputs that are looked at; beyond them a request is refused."""
 
-    # Text of a prompt, or of all strings of a conversation together.
-    max_prompt_bytes: int = 16 * 1024 * 1024
+    # Text of a prompt, or of all strings of a conversation together. A million tokens are 4 to 6 MB of text.
+    max_prompt_bytes: int = 8 * 1024 * 1024
     max_messages: int = 4096
     # Texts of one EncodeBatch or ValidateOutput.
     max_batch_texts: int = 8192

@@ -14,7 +14,13 @@ from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler, refusal
-from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, Prompted, PromptRequest
+from tokenizer_svc.grammar.request import (
+    EncodedGrammar,
+    EncodedPrompt,
+    GrammarRequest,
+    Prompted,
+    PromptRequest,
+)
 from tokenizer_svc.limits import num_characters
 from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.threads import TextThreads
@@ -107,8 +113,9 @@ class Preparer:
     ) -> Prepared:
         """The same for a request that is large (see `large`), in a worker."""
         field = self._limits.large(request.input, request.num_input_bytes, request.num_format_bytes, length)
-        prompt = PromptRequest(wire=request.wire, field=field, length=length, tenant=tenant)
-        prompted = await self._in_worker(prompt, tenant)
+        wire = [request.wire] if isinstance(request.wire, memoryview) else request.wire.parts
+        prompt = PromptRequest(field=field, length=length, tenant=tenant)
+        prompted = await self._in_worker(prompt.encoded(wire), tenant)
         start = time.perf_counter()
         compiled, cached = await self._compile(prompted.grammar, tenant)
         return Prepared(
@@ -127,10 +134,8 @@ class Preparer:
         self, wire: bytes, *, field: str, add_special_tokens: bool = True, tenant: str
     ) -> memoryview:
         """Packed ids of the prompt in a serialized PrepareRequest, from a worker; errors name `field`."""
-        prompt = PromptRequest(
-            wire=memoryview(wire), field=field, add_special_tokens=add_special_tokens, tenant=tenant
-        )
-        return (await self._in_worker(prompt, tenant)).packed_ids
+        prompt = PromptRequest(field=field, add_special_tokens=add_special_tokens, tenant=tenant)
+        return (await self._in_worker(prompt.encoded([memoryview(wire)]), tenant)).packed_ids
 
     async def prepare_text(
         self, text: str, form: ResponseFormat | None, *, tenant: str, length: LengthLimit = ANY_LENGTH
@@ -249,7 +254,7 @@ class Preparer:
             )
         return encoded.token_ids
 
-    async def _in_worker(self, request: PromptRequest, tenant: str) -> Prompted:
+    async def _in_worker(self, request: EncodedPrompt, tenant: str) -> Prompted:
         reply = await self._compiler.pool.run(request, tenant=tenant)
         if reply.prompted is None:
             assert reply.refused is not None

@@ -16,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from services.streams.messages import Pieces, takes_pieces
+
 _SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"]
 SERVICE_NAME: str = _SERVICE.full_name
 
@@ -35,12 +37,16 @@ _ANSWERS = tokenizer_pb2.PrepareStreamResponse.DESCRIPTOR.fields_by_name["answer
 _RESPONSE = tokenizer_pb2.PrepareAnswer.DESCRIPTOR.fields_by_name["response"].number
 
 
+# Serialized messages whose slices are no copies.
+Wire = memoryview | Pieces
+
+
 class LargeRequest(msgspec.Struct, frozen=True):
     """A PrepareRequest that a worker will parse."""
 
     # Its small fields: all but input and response format.
     head: tokenizer_pb2.PrepareRequest
-    wire: memoryview
+    wire: Wire
     # Field and bytes of the input ("" when there is none), bytes of the response format.
     input: str
     num_input_bytes: int
@@ -65,19 +71,22 @@ class LargeAnswer(msgspec.Struct, frozen=True):
     parts: tuple[bytes | memoryview, ...]
 
 
-def read_prepare(wire: bytes | memoryview) -> tokenizer_pb2.PrepareRequest | LargeRequest:
+def read_prepare(wire: bytes | Wire) -> tokenizer_pb2.PrepareRequest | LargeRequest:
     """The request, parsed unless it is large. Raises DecodeError."""
-    # Parsers take views as well, which their types do not say.
-    parse: Any = tokenizer_pb2.PrepareRequest.FromString
-    return parse(wire) if len(wire) <= MAX_PARSED_BYTES else large(wire)
+    if len(wire) > MAX_PARSED_BYTES:
+        return large(wire)
+    return tokenizer_pb2.PrepareRequest.FromString(wire if isinstance(wire, bytes) else bytes(wire))
 
 
-def read_calls(wire: bytes) -> list[Call]:
+@takes_pieces
+def read_calls(wire: bytes | Pieces) -> list[Call]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:
-        calls = tokenizer_pb2.PrepareStreamRequest.FromString(wire).calls
+        calls = tokenizer_pb2.PrepareStreamRequest.FromString(
+            wire if isinstance(wire, bytes) else bytes(wire)
+        ).calls
         return [Call(call, call.request) for call in calls]
-    view = memoryview(wire)
+    view = memoryview(wire) if isinstance(wire, bytes) else wire
     return [
         _call(view[content:end])
         for number, _, content, end in _fields(view, _MAX_CALLS)
@@ -86,12 +95,12 @@ def read_calls(wire: bytes) -> list[Call]:
     ]
 
 
-def _call(wire: memoryview) -> Call:
-    head: list[memoryview] = []
-    request: memoryview | None = None
+def _call(wire: Wire) -> Call:
+    head: list[bytes] = []
+    request: Wire | None = None
     for number, begin, content, end in _fields(wire):
         if number != _CALL_REQUEST:
-            head.append(wire[begin:end])
+            head.append(bytes(wire[begin:end]))
         elif request is None:
             request = wire[content:end]
         else:
@@ -99,17 +108,17 @@ def _call(wire: memoryview) -> Call:
     return Call(tokenizer_pb2.PrepareCall.FromString(b"".join(head)), read_prepare(request or b""))
 
 
-def large(whole: bytes | memoryview) -> LargeRequest:
+def large(whole: bytes | Wire) -> LargeRequest:
     """A serialized PrepareRequest in parts. Raises DecodeError where it is none, or has a field twice."""
-    wire = memoryview(whole)
-    head: list[memoryview] = []
+    wire = memoryview(whole) if isinstance(whole, bytes) else whole
+    head: list[bytes] = []
     sizes: dict[int, int] = {}
     for number, begin, content, end in _fields(wire):
         if number in sizes:
             raise DecodeError(f"field {number} occurs twice")
         sizes[number] = end - content
         if number not in _INPUTS and number != _FORMAT:
-            head.append(wire[begin:end])
+            head.append(bytes(wire[begin:end]))
     (name, num_bytes), *others = [
         (name, sizes[number]) for number, name in _INPUTS.items() if number in sizes
     ] or [("", 0)]
@@ -119,7 +128,7 @@ def large(whole: bytes | memoryview) -> LargeRequest:
     return LargeRequest(parsed, wire, name, num_bytes, sizes.get(_FORMAT, 0))
 
 
-def _fields(wire: memoryview, max_fields: int = _MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
+def _fields(wire: Wire, max_fields: int = _MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
     """Number, beginning, beginning of the content, and end of each field; contents are not looked at."""
     position = 0
     # One turn more, to see that nothing follows.
@@ -144,10 +153,10 @@ def _fields(wire: memoryview, max_fields: int = _MAX_FIELDS) -> Iterator[tuple[i
     raise DecodeError(f"there are more than {max_fields} fields")
 
 
-def _varint(wire: memoryview, position: int) -> tuple[int, int]:
+def _varint(wire: Wire, position: int) -> tuple[int, int]:
     """The number, and where it ends."""
     value = 0
-    for index, byte in enumerate(wire[position : position + _MAX_VARINT_BYTES]):
+    for index, byte in enumerate(bytes(wire[position : position + _MAX_VARINT_BYTES])):
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, position + index + 1

@@ -13,7 +13,7 @@ from services.channels import MAX_MESSAGE_BYTES
 from services.errors import MillraceError, Reason
 from services.streams import frames
 from services.streams.connection import Connection
-from services.streams.messages import Headers, StreamEnd, from_http_status, from_trailers
+from services.streams.messages import Headers, Pieces, StreamEnd, from_http_status, from_trailers
 from services.streams.stream import Stream
 
 _log = logging.getLogger(__name__)
@@ -72,12 +72,12 @@ class ClientStream:
         if not headers.get("content-type", "").startswith("application/grpc"):
             raise StreamEnd(grpc.StatusCode.UNKNOWN, "the peer's answer is not gRPC")
 
-    def message_received(self, message: bytes) -> None:
+    def message_received(self, message: bytes | Pieces) -> None:
         """See Receiver."""
         if self._on_end is None:
             return
         try:
-            self._on_message(message)
+            self._on_message(message if isinstance(message, bytes) else bytes(message))
         except MillraceError as error:
             self._finish(error)
         except Exception:

@@ -22,7 +22,7 @@ from services.streams.stream import STREAM_WINDOW, Stream
 _log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 * 1024
-MAX_FRAME_BYTES = 256 * 1024
+MAX_FRAME_BYTES = 64 * 1024
 # What the peer may send on all streams without being told that it was read.
 CONNECTION_WINDOW = 16 * 1024 * 1024
 KEEPALIVE_S = 30.0

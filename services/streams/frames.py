@@ -126,23 +126,35 @@ class FrameCutter:
 
     def feed(self, data: bytes) -> list[tuple[int, int, int, bytes]]:
         """(kind, flags, stream, payload) of each frame that `data` completes."""
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed:
-                return []
-            data = bytes(self._rest)
-        frames = []
-        position, size, self._needed = 0, len(data), HEAD_BYTES
+        frames: list[tuple[int, int, int, bytes]] = []
+        position, size = 0, len(data)
+        while self._rest:
+            # What has begun before is copied to its beginning, not what follows it.
+            end = position + self._needed - len(self._rest)
+            self._rest += data[position:end]
+            if end > size:
+                return frames
+            position = end
+            kind, flags, stream, length = self._read_head(self._rest, 0)
+            if self._needed == HEAD_BYTES < HEAD_BYTES + length:
+                self._needed = HEAD_BYTES + length
+                continue
+            frames.append((kind, flags, stream, bytes(self._rest[HEAD_BYTES:])))
+            self._rest, self._needed = bytearray(), HEAD_BYTES
         while size - position >= HEAD_BYTES:
-            high, low, kind, flags, stream = _HEAD.unpack_from(data, position)
-            length = high << 8 | low
-            if length > self._max:
-                raise Violation(FRAME_SIZE_ERROR, f"a frame of {length} bytes; the limit is {self._max}")
+            kind, flags, stream, length = self._read_head(data, position)
             end = position + HEAD_BYTES + length
             if end > size:
-                self._needed = end - position
+                self._needed = HEAD_BYTES + length
                 break
-            frames.append((kind, flags, stream & MAX_WINDOW, data[position + HEAD_BYTES : end]))
+            frames.append((kind, flags, stream, data[position + HEAD_BYTES : end]))
             position = end
         self._rest = bytearray(data[position:])
         return frames
+
+    def _read_head(self, data: bytes | bytearray, position: int) -> tuple[int, int, int, int]:
+        high, low, kind, flags, stream = _HEAD.unpack_from(data, position)
+        length = high << 8 | low
+        if length > self._max:
+            raise Violation(FRAME_SIZE_ERROR, f"a frame of {length} bytes; the limit is {self._max}")
+        return kind, flags, stream & MAX_WINDOW, length

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 import grpc
@@ -20,6 +22,7 @@ from services.status import from_code, from_status
 Headers: TypeAlias = "Sequence[tuple[str, str]]"
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+Parse = TypeVar("Parse", bound=Callable[..., Any])
 
 PREFIX_BYTES = 5
 _PREFIX = struct.Struct(">BI")
@@ -43,8 +46,11 @@ _CODE_OF_HTTP = {
 }
 # Of an incomplete message smaller pieces than this are put together as they come.
 _PIECE_BYTES = 8 * 1024
+# Larger messages are not put together, unless they have come in one frame.
+_WHOLE_BYTES = 256 * 1024
 _MAX_TOGETHER = 8
 _MAX_TOGETHER_BYTES = 256 * 1024
+_TAKE_PIECES: set[Callable[..., Any]] = set()
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -72,12 +78,53 @@ def prefix(size: int) -> bytes:
     return _PREFIX.pack(0, size)
 
 
-class MessageCutter:
-    """Cuts a stream's bytes into messages; one that is too large is refused before it is kept.
+class Pieces:
+    """A large message as it came: to put megabytes together would hold up everybody else for milliseconds.
 
-    What belongs to a message that is not complete waits as it came, and is copied once: for megabytes more
-    would hold up everybody else.
+    Slices are views, `bytes` a copy.
     """
+
+    __slots__ = ("_ends", "parts")
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+    def __getitem__(self, span: slice) -> Pieces:
+        begin, end, _ = span.indices(len(self))
+        parts = []
+        index = bisect_right(self._ends, begin)
+        while begin < end:
+            part, part_end = self.parts[index], self._ends[index]
+            part_begin, stop = part_end - len(part), min(end, part_end)
+            parts.append(part[begin - part_begin : stop - part_begin])
+            begin = stop
+            index += 1
+        return Pieces(parts)
+
+
+def takes_pieces(parse: Parse) -> Parse:
+    """Marks a request's deserializer that takes `Pieces` as well."""
+    _TAKE_PIECES.add(parse)
+    return parse
+
+
+def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes | Pieces], Any]:
+    """The deserializer for messages as they come."""
+    if parse in _TAKE_PIECES:
+        takes_all: Callable[..., Any] = parse
+        return takes_all
+    return lambda message: parse(message if isinstance(message, bytes) else bytes(message))
+
+
+class MessageCutter:
+    """Cuts a stream's bytes into messages; one that is too large is refused before it is kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
@@ -91,16 +138,25 @@ class MessageCutter:
         """Whether no message has begun."""
         return self._size is None and not self._rest
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The messages that `data` completes. Raises StreamEnd for one that cannot be taken."""
-        messages: list[bytes] = []
+    @property
+    def is_in_large(self) -> bool:
+        """Whether a large message has begun, and is not complete."""
+        return self._size is not None and self._size > _WHOLE_BYTES
+
+    def feed(self, data: bytes) -> list[bytes | Pieces]:
+        """The messages that `data` completes, large ones in pieces. Raises StreamEnd for one that cannot be
+        taken.
+        """
+        messages: list[bytes | Pieces] = []
         position = 0
         if self._size is not None:
             position = self._size - self._num_rest_bytes
             if position > len(data):
                 self._keep(data)
                 return messages
-            messages.append(b"".join((*self._taken(), data[:position])))
+            is_large = self._size > _WHOLE_BYTES
+            parts = (*self._taken(), data[:position])
+            messages.append(Pieces([memoryview(each) for each in parts]) if is_large else b"".join(parts))
         elif self._rest:
             data = b"".join((*self._taken(), data))
         size = len(data)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from services.streams import frames
 from services.streams.connection import Connection
-from services.streams.messages import StreamEnd, timeout_s, to_trailers
+from services.streams.messages import Pieces, StreamEnd, parser, timeout_s, to_trailers
 from services.streams.stream import Stream
 
 _log = logging.getLogger(__name__)
@@ -117,13 +117,13 @@ class ServerCall:
         self.task: asyncio.Task[None] | None = None
         self._stream = stream
         self._headers = headers
-        self._requests: deque[bytes] = deque()
+        self._requests: deque[bytes | Pieces] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._has_all = False
         self._has_begun = False
         self._is_over = False
-        self._deserialize: Callable[[bytes], Any] = bytes
+        self._deserialize: Callable[[bytes | Pieces], Any] = bytes
         self._aborted: StreamEnd | None = None
         self._callbacks: list[Callable[[Any], Any]] = []
         self._on_request: Callable[[Any], None] | None = None
@@ -146,7 +146,7 @@ class ServerCall:
                 f"{headers.get(':path', '')[:200]} is no stream that is served here",
             )
         # gRPC's handlers may have none: messages are bytes then.
-        self._deserialize = handler.request_deserializer or bytes
+        self._deserialize = parser(handler.request_deserializer or bytes)
         loop = asyncio.get_running_loop()
         self._serialize = handler.response_serializer or bytes
         self.task = loop.create_task(self._run(handler.stream_stream))
@@ -160,7 +160,7 @@ class ServerCall:
     def headers_received(self, headers: dict[str, str]) -> None:
         """See Receiver: a call is made with its headers."""
 
-    def message_received(self, message: bytes) -> None:
+    def message_received(self, message: bytes | Pieces) -> None:
         """See Receiver."""
         if self._on_request is not None:
             self._on_request(self._parsed(message))
@@ -207,12 +207,12 @@ class ServerCall:
             await self._waiter
         return self._parsed(self._next())
 
-    def _next(self) -> bytes:
+    def _next(self) -> bytes | Pieces:
         message = self._requests.popleft()
         self._stream.release(len(message) + _KEPT_BYTES)
         return message
 
-    def _parsed(self, message: bytes) -> Any:
+    def _parsed(self, message: bytes | Pieces) -> Any:
         try:
             return self._deserialize(message)
         except DecodeError as error:

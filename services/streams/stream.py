@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,13 +10,16 @@ import grpc
 
 from services.streams import frames
 from services.streams.frames import Violation
-from services.streams.messages import PREFIX_BYTES, Headers, MessageCutter, StreamEnd, prefix
+from services.streams.messages import PREFIX_BYTES, Headers, MessageCutter, Pieces, StreamEnd, prefix
 
 if TYPE_CHECKING:
     from services.streams.connection import Connection
 
-# What the peer may send without being told that it was read.
-STREAM_WINDOW = 4 * 1024 * 1024
+# What the peer may send without being told that it was read. The event loop reads as long as there is
+# something: of a large message no more at a time than takes about a millisecond.
+STREAM_WINDOW = 512 * 1024
+# Before more of a large message is asked for, so that others have most of the time: 64 MB/s.
+_LARGE_PAUSE_S = 0.004
 
 
 class Receiver(Protocol):
@@ -25,7 +29,7 @@ class Receiver(Protocol):
         """The peer's first headers; raises StreamEnd for what cannot be taken."""
         ...
 
-    def message_received(self, message: bytes) -> None:
+    def message_received(self, message: bytes | Pieces) -> None:
         """One message; raises StreamEnd for what cannot be taken."""
         ...
 
@@ -51,6 +55,7 @@ class Stream:
         "_cutter",
         "_held_bytes",
         "_num_sent",
+        "_pause",
         "_pending",
         "_receive_window",
         "_send_window",
@@ -74,6 +79,8 @@ class Stream:
         self._receive_window = STREAM_WINDOW
         # Received and not yet told to the peer as read.
         self._credit = 0
+        # Until more of a large message is asked for.
+        self._pause: asyncio.TimerHandle | None = None
         # Of messages that the receiver keeps.
         self._held_bytes = 0
         self._pending: deque[bytes] = deque()
@@ -124,6 +131,8 @@ class Stream:
         self._trailers = None
         self._pending.clear()
         self._num_sent = 0
+        if self._pause is not None:
+            self._pause.cancel()
         self.receiver = None
         self._connection.forget(self.number)
 
@@ -187,7 +196,10 @@ class Stream:
         for message in self._cutter.feed(data):
             if self.receiver is not None:
                 self.receiver.message_received(message)
-        self._give_credit()
+        if not self._cutter.is_in_large:
+            self._give_credit()
+        elif self._pause is None and self._credit >= STREAM_WINDOW // 2:
+            self._pause = asyncio.get_running_loop().call_later(_LARGE_PAUSE_S, self._go_on)
 
     def take_end(self, trailers: dict[str, str] | None) -> None:
         """The peer's side has ended. Raises StreamEnd in the middle of a message."""
@@ -205,6 +217,10 @@ class Stream:
         self.drop()
         if receiver is not None:
             receiver.failed(end)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._give_credit()
 
     def _give_credit(self) -> None:
         if self._credit >= STREAM_WINDOW // 2 and self._held_bytes < STREAM_WINDOW and not self.ended_there:

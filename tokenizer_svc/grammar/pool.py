@@ -24,7 +24,7 @@ from tokenizer_svc.grammar.accounts import Accounts
 from tokenizer_svc.grammar.nursery import Nursery, Payload, Worker
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
-    PromptRequest,
+    EncodedPrompt,
     Refused,
     ValidationRequest,
     WorkerReply,
@@ -117,7 +117,7 @@ class WorkerPool:
         await self._nursery.close()
 
     async def run(
-        self, request: EncodedGrammar | ValidationRequest | PromptRequest, *, tenant: str
+        self, request: EncodedGrammar | ValidationRequest | EncodedPrompt, *, tenant: str
     ) -> WorkerReply:
         """The worker's reply. Raises QUEUE_LIMIT_EXCEEDED when too many wait.
 
@@ -139,12 +139,12 @@ class WorkerPool:
         self._dispatch()
         return await job.done
 
-    def _job(self, request: EncodedGrammar | ValidationRequest | PromptRequest, tenant: str) -> _Job:
+    def _job(self, request: EncodedGrammar | ValidationRequest | EncodedPrompt, tenant: str) -> _Job:
         done: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
-        if isinstance(request, PromptRequest):
+        if isinstance(request, EncodedPrompt):
             return _Job(
                 tenant=tenant,
-                payload=request.encoded(),
+                payload=request.payload,
                 limit_s=self._prompt_limit_s,
                 field=request.field,
                 what="rendering and encoding",

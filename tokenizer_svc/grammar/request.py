@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -87,12 +88,22 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     length: LengthLimit = LengthLimit()
     tenant: str = ""
     # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
-    wire: memoryview
+    wire: memoryview = memoryview(b"")
 
-    def encoded(self) -> tuple[bytes, memoryview]:
-        """For the worker, in two parts: copying what is large would hold up everybody else."""
-        rest = msgspec.msgpack.encode(msgspec.structs.replace(self, wire=memoryview(b"")))
-        return rest.removesuffix(_NO_BYTES) + _BYTES.pack(_BYTES_MARK, len(self.wire)), self.wire
+    def encoded(self, wire: Sequence[memoryview]) -> EncodedPrompt:
+        """With this wire, as it crosses to a worker."""
+        rest = msgspec.msgpack.encode(self).removesuffix(_NO_BYTES)
+        return EncodedPrompt(
+            payload=(rest + _BYTES.pack(_BYTES_MARK, sum(map(len, wire))), *wire), field=self.field
+        )
+
+
+class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A PromptRequest in parts: to put them together would hold up everybody else."""
+
+    payload: tuple[bytes | memoryview, ...]
+    # Request field that holds the prompt.
+    field: str
 
 
 # What workers do.

@@ -198,10 +198,10 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         error = refused(running.stub.Prepare, beyond)
         assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH_EXCEEDED, "prompt")
         assert "at least" in error.message
-        beyond = tokenizer_pb2.PrepareRequest(context=signed(), text="x" * ((16 << 20) + 100))
+        beyond = tokenizer_pb2.PrepareRequest(context=signed(), text="x" * ((8 << 20) + 100))
         error = refused(running.stub.Prepare, beyond)
         assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "prompt")
-        assert f"limit is {16 << 20}" in error.message
+        assert f"limit is {8 << 20}" in error.message
         # Errors are the same as well.
         short = tokenizer_pb2.PrepareRequest(context=signed(max_context_tokens=9), conversation=request)
         error = refused(running.stub.Prepare, short)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from services.streams.messages import Pieces
 from tokenizer_svc.grammar.nursery import Replies
 from tokenizer_svc.grammar.request import PromptRequest
 from tokenizer_svc.large import is_large
@@ -120,6 +121,15 @@ def test_calls_of_a_stream_are_the_same_however_large_their_message_is() -> None
     assert isinstance(found[1].request, LargeRequest)
     assert found[1].request.wire == calls[1].request.SerializeToString()
     assert not found[1].head.HasField("request")
+    sent = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+    for size in (1000, 4096, 100_000):
+        pieces = Pieces([memoryview(sent[at : at + size]) for at in range(0, len(sent), size)])
+        in_pieces = read_calls(pieces)
+        assert [(each.head, each.id) for each in in_pieces] == [(each.head, each.id) for each in found]
+        assert (in_pieces[0].request, in_pieces[2].request) == (found[0].request, found[2].request)
+        large_one = in_pieces[1].request
+        assert isinstance(large_one, LargeRequest)
+        assert (large_one.head, bytes(large_one.wire)) == (found[1].request.head, found[1].request.wire)
     whole = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
     for broken in (whole[:-1], whole[: len(whole) // 2], whole + b"\x0a\x05"):
         with pytest.raises(DecodeError):
@@ -139,8 +149,10 @@ def test_large_answers_are_written_as_they_would_be_serialized(size: int) -> Non
 
 
 def test_a_workers_prompt_is_the_same_in_parts() -> None:
-    request = PromptRequest(field="prompt", tenant="a", wire=memoryview(b"x" * 300))
-    assert msgspec.msgpack.decode(b"".join(request.encoded()), type=PromptRequest) == request
+    request = PromptRequest(field="prompt", tenant="a")
+    encoded = request.encoded([memoryview(b"x" * 300), memoryview(b"y")])
+    found = msgspec.msgpack.decode(b"".join(encoded.payload), type=PromptRequest)
+    assert (found.field, found.tenant, bytes(found.wire)) == ("prompt", "a", b"x" * 300 + b"y")
 
 
 def test_many_small_parts_are_large_as_well() -> None:

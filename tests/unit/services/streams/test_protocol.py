@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from itertools import cycle, pairwise
+from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import grpc
@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from services.server import StreamHandlers
-from services.streams import frames, server
+from services.streams import frames, server, stream
 from services.streams.connection import CONNECTION_WINDOW, MAX_FRAME_BYTES, MAX_HEADER_BYTES, STREAM_WINDOW
 from services.streams.front import announces_streams
 from services.streams.messages import (
     MessageCutter,
+    Pieces,
     StreamEnd,
     from_http_status,
     from_trailers,
@@ -285,10 +286,10 @@ async def test_a_peer_that_sends_beyond_its_window_is_cut_off(monkeypatch: pytes
     connection, wire, _ = connected(max_message_bytes=1 << 30)
     connection.data_received(opening())
     sent = 0
-    piece = data(bytes(200_000))
+    piece = data(bytes(50_000))
     while not wire.closed and sent < 4 * CONNECTION_WINDOW:
         connection.data_received(piece)
-        sent += 200_000
+        sent += 50_000
     assert code_of(wire) == frames.FLOW_CONTROL_ERROR
     # Credit is given until the messages that nobody has taken fill a window.
     assert sent <= 3 * STREAM_WINDOW
@@ -390,20 +391,56 @@ def test_who_announces_itself_is_told_apart() -> None:
 
 @_PROPERTY
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 4, 5, 6, 300, 9_000, 40_000]), max_size=8),
+    sizes=st.lists(st.sampled_from([0, 1, 4, 5, 6, 300, 9_000, 40_000, 300_000]), max_size=8),
     pieces=st.lists(st.sampled_from([1, 2, 5, 100, 8_191, 8_192, 8_193, 20_000]), min_size=1, max_size=20),
 )
 def test_messages_are_the_same_however_they_are_cut(sizes: list[int], pieces: list[int]) -> None:
     messages = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
     sent = b"".join(prefix(len(each)) + each for each in messages)
-    cutter = MessageCutter(40_000)
+    cutter = MessageCutter(300_000)
     found: list[bytes] = []
     position = 0
     # Too many small pieces of the large messages would only take time.
     for size in cycle([max(each, len(sent) // 500) for each in pieces]):
         if position >= len(sent):
             break
-        found += cutter.feed(sent[position : position + size])
+        found += map(bytes, cutter.feed(sent[position : position + size]))
         position += size
         assert cutter.is_between == (sum(len(each) + 5 for each in found) == min(position, len(sent)))
     assert found == messages
+
+
+@given(sizes=st.lists(st.integers(0, 20), max_size=6), begin=st.integers(-30, 130), end=st.integers(-30, 130))
+def test_slices_of_pieces_are_those_of_the_whole(sizes: list[int], begin: int, end: int) -> None:
+    whole = bytes(random.Random(1).randbytes(sum(sizes)))
+    cuts = [0, *accumulate(sizes)]
+    pieces = Pieces([memoryview(whole[low:high]) for low, high in pairwise(cuts)])
+    assert (len(pieces), bytes(pieces)) == (len(whole), whole)
+    found = pieces[begin:end]
+    assert (len(found), bytes(found)) == (len(whole[begin:end]), whole[begin:end])
+
+
+async def test_more_of_a_large_message_is_asked_for_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_LARGE_PAUSE_S", 0.02)
+    connection, wire, _ = connected(max_message_bytes=1 << 24)
+    connection.data_received(opening())
+
+    def asked() -> int:
+        return sum(
+            frames.read_number(payload, "")
+            for kind, _, number, payload in wire.frames()
+            if kind == frames.WINDOW_UPDATE and number == 1
+        )
+
+    message = prefix(1_000_000) + bytes(1_000_000)
+    half = STREAM_WINDOW // 2
+    pieces = [message[at : at + 50_000] for at in range(0, len(message), 50_000)]
+    for piece in pieces[: -(-half // 50_000)]:
+        connection.data_received(frames.frame(frames.DATA, 0, 1, piece))
+    assert asked() == 0
+    async with asyncio.timeout(20):
+        while not (num_bytes := asked()):
+            await asyncio.sleep(0.001)
+    assert num_bytes >= half
+    connection.data_received(frames.frame(frames.RST_STREAM, 0, 1, bytes(4)))
+    connection.close()
