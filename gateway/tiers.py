@@ -65,6 +65,8 @@ class Tiers:
         caller does not learn the names of tiers beyond the own ones.
         """
         name = identity.tier if not requested or requested in OWN_TIER_ALIASES else requested
+        if name == identity.tier and name in self._tiers:
+            return self._tiers[name]
         allowed = self.allowed(identity)
         if name not in allowed or name not in self._tiers:
             raise MillraceError(

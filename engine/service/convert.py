@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import msgspec
 from millrace.common.v1 import context_pb2, error_pb2, grammar_pb2, output_pb2, sampling_pb2
@@ -25,6 +26,10 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.errors import MillraceError, Reason
+
+# A message's fields by their names. Messages inside messages are given so: protobuf copies a message into
+# another by writing and reading it.
+Fields: TypeAlias = dict[str, Any]
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -234,40 +239,38 @@ def to_info(
     )
 
 
-def to_load(load: SchedulerLoad, *, draining: bool) -> engine_pb2.EngineLoad:
-    """The load report that rides on every message."""
-    return engine_pb2.EngineLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        pending_prefill_tokens=load.pending_prefill_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_total_blocks=load.num_total_blocks,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_tokens_per_s=load.decode_tokens_per_s,
-        oldest_wait_s=load.oldest_wait_s,
-        draining=draining,
-    )
+def to_load(load: SchedulerLoad, *, draining: bool) -> Fields:
+    """The EngineLoad that rides on every message."""
+    return {
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "pending_prefill_tokens": load.pending_prefill_tokens,
+        "num_free_blocks": load.num_free_blocks,
+        "num_total_blocks": load.num_total_blocks,
+        "prefill_tokens_per_s": load.prefill_tokens_per_s,
+        "decode_tokens_per_s": load.decode_tokens_per_s,
+        "oldest_wait_s": load.oldest_wait_s,
+        "draining": draining,
+    }
 
 
-def to_output(event: TokenEvent, handle: int) -> engine_pb2.RequestOutput:
-    """One choice's news of one step."""
-    output = engine_pb2.RequestOutput(
-        handle=handle, choice_index=event.choice_index, token_ids=event.token_ids
-    )
+def to_output(event: TokenEvent, handle: int) -> Fields:
+    """The RequestOutput with one choice's news of one step."""
+    output: Fields = {"handle": handle, "choice_index": event.choice_index, "token_ids": event.token_ids}
     if event.logprobs:
-        output.logprobs.extend(_logprob(each) for each in event.logprobs)
+        output["logprobs"] = [_logprob(each) for each in event.logprobs]
     if event.prompt_logprobs:
-        output.prompt_logprobs.extend(_logprob(each) for each in event.prompt_logprobs)
+        output["prompt_logprobs"] = [_logprob(each) for each in event.prompt_logprobs]
     if event.finish_reason is not None:
-        output.finish_reason = output_pb2.FinishReason.ValueType(event.finish_reason)
+        output["finish_reason"] = int(event.finish_reason)
     if event.stop_token_id is not None:
-        output.stop_token_id = event.stop_token_id
+        output["stop_token_id"] = event.stop_token_id
     if event.failure is not None:
-        output.error.CopyFrom(to_error_detail(event.failure))
+        output["error"] = to_error_detail(event.failure)
     if event.first_token is not None:
-        output.first_token.CopyFrom(_first_token(event.first_token))
+        output["first_token"] = _first_token(event.first_token)
     if event.statistics is not None:
-        output.statistics.CopyFrom(_statistics(event.statistics))
+        output["statistics"] = _statistics(event.statistics)
     return output
 
 
@@ -310,24 +313,24 @@ def _logprob(logprob: TokenLogprobs) -> output_pb2.TokenLogprob:
     return output_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
 
 
-def _first_token(timings: FirstTokenTimings) -> engine_pb2.FirstTokenTimings:
-    return engine_pb2.FirstTokenTimings(
-        queue_s=timings.first_scheduled_s - timings.arrival_s,
-        prefill_s=timings.prefill_end_s - timings.first_scheduled_s,
-        first_decode_s=timings.first_token_s - timings.prefill_end_s,
-        cached_prompt_tokens=timings.cached_prompt_tokens,
-        num_prefill_chunks=len(timings.prefill_chunks),
-    )
+def _first_token(timings: FirstTokenTimings) -> Fields:
+    return {
+        "queue_s": timings.first_scheduled_s - timings.arrival_s,
+        "prefill_s": timings.prefill_end_s - timings.first_scheduled_s,
+        "first_decode_s": timings.first_token_s - timings.prefill_end_s,
+        "cached_prompt_tokens": timings.cached_prompt_tokens,
+        "num_prefill_chunks": len(timings.prefill_chunks),
+    }
 
 
-def _statistics(statistics: ChoiceStatistics) -> engine_pb2.ChoiceStatistics:
-    return engine_pb2.ChoiceStatistics(
-        num_steps=statistics.num_steps,
-        num_preemptions=statistics.num_preemptions,
-        recomputed_tokens=statistics.recomputed_tokens,
-        drafted_tokens=statistics.drafted_tokens,
-        accepted_tokens=statistics.accepted_tokens,
-        decode_s=statistics.decode_s,
-        grammar_s=statistics.grammar_s,
-        delayed_by_s=statistics.delayed_by_s,
-    )
+def _statistics(statistics: ChoiceStatistics) -> Fields:
+    return {
+        "num_steps": statistics.num_steps,
+        "num_preemptions": statistics.num_preemptions,
+        "recomputed_tokens": statistics.recomputed_tokens,
+        "drafted_tokens": statistics.drafted_tokens,
+        "accepted_tokens": statistics.accepted_tokens,
+        "decode_s": statistics.decode_s,
+        "grammar_s": statistics.grammar_s,
+        "delayed_by_s": statistics.delayed_by_s,
+    }

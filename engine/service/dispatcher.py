@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from millrace.engine.v1 import engine_pb2
-
 from engine.core import messages
 from engine.service import convert
 from engine.service.held_blocks import HeldBlocks
@@ -124,7 +122,7 @@ class Dispatcher:
         now = time.monotonic()
         self.load = step.load
         self._last_step_id = step.step_id
-        outputs: dict[GatewayStream, list[engine_pb2.RequestOutput]] = {}
+        outputs: dict[GatewayStream, list[convert.Fields]] = {}
         seen: list[_Seen] = []
         for event in step.events:
             opened = self.requests.get(event.request_id)

@@ -148,7 +148,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         response = engine_pb2.GetInfoResponse(info=self._engine.info())
         dispatcher = self._engine.dispatcher
         if dispatcher.load is not None:
-            response.load.CopyFrom(convert.to_load(dispatcher.load, draining=dispatcher.draining))
+            load = convert.to_load(dispatcher.load, draining=dispatcher.draining)
+            response.load.CopyFrom(engine_pb2.EngineLoad(**load))
         return response
 
     async def CheckInvariants(

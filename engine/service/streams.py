@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from millrace.engine.v1 import engine_pb2
 
+from engine.service.convert import Fields
 from services.errors import MillraceError
 from services.streams.server import ServerCall
 
@@ -46,19 +48,17 @@ class GatewayStream:
     def put(
         self,
         step_id: int,
-        outputs: Sequence[engine_pb2.RequestOutput],
-        load: engine_pb2.EngineLoad | None,
+        outputs: Sequence[Fields],
+        load: Fields | None,
         now: float,
     ) -> None:
         """Queues one step's message, with the cache events that have gathered."""
         if self._closed:
             return
-        message = engine_pb2.StepOutputs(step_id=step_id, outputs=outputs, kv_events=self.kv_events)
-        if load is not None:
-            message.load.CopyFrom(load)
+        step: Any = {"step_id": step_id, "outputs": outputs, "kv_events": self.kv_events, "load": load}
+        response = engine_pb2.AttachResponse(outputs=step)
         self.kv_events = []
         self.last_sent_s = now
-        response = engine_pb2.AttachResponse(outputs=message)
         direct = self._direct
         if direct is not None and not self._outbox and not direct.is_congested:
             direct.send(response)

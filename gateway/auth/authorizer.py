@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
-from gateway.auth.convert import Authenticated, context_of
+from gateway.auth.convert import Authenticated, context_of, identity_of
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.identity import MAX_CLIENT_REQUEST_ID
 from gateway.openai_error import error_body, error_headers
@@ -158,8 +158,11 @@ class Authorizer:
 
     def _allowed(self, authenticated: Authenticated) -> Answer:
         principal = authenticated.principal
+        context = context_of(
+            identity_of(authenticated), authenticated.tier, tenant_weight=principal.tenant_weight
+        )
         added = [
-            (CONTEXT_HEADER.encode(), to_header(sign(context_of(authenticated), self._secret)).encode()),
+            (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
             (TENANT_HEADER.encode(), header_value(principal.tenant)),
             (KEY_HEADER.encode(), header_value(principal.key_id)),
             _REMOVED,

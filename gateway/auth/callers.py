@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.auth.authorizer import Authorizer
-from gateway.auth.convert import context_of
+from gateway.auth.convert import identity_of
 from gateway.pipeline.caller import Caller, CallerVerifier
 from services.context import CONTEXT_HEADER
 
@@ -42,11 +42,11 @@ class HttpCallers:
                 tracestate=tracestate,
                 client_request_id=client_request_id,
             )
-        context = context_of(self._authorizer.authenticate(headers))
-        return self._verifier.caller(context, received_s=received_s, client_request_id=client_request_id)
+        identity = identity_of(self._authorizer.authenticate(headers))
+        return self._verifier.caller(identity, received_s=received_s, client_request_id=client_request_id)
 
     def is_counted(self, caller: Caller) -> bool:
         """Whether a limit of requests per minute applies that nobody has counted this request against."""
-        return not caller.was_signed and self._authorizer.is_counted(
+        return caller.context is None and self._authorizer.is_counted(
             caller.identity.tenant, caller.identity.key_id
         )

@@ -55,18 +55,38 @@ class Authenticated:
     tracestate: str
 
 
-def context_of(authenticated: Authenticated) -> context_pb2.RequestContext:
-    """The context of one request."""
+def identity_of(authenticated: Authenticated) -> Identity:
+    """The identity of one request that this process has authenticated itself."""
     principal = authenticated.principal
-    context = context_pb2.RequestContext(
+    return Identity(
         request_id=authenticated.request_id,
         tenant=principal.tenant,
         key_id=principal.key_id,
-        allowed_models=principal.allowed_models,
+        tier=authenticated.tier.name,
         cache_salt=principal.cache_salt,
+        allowed_models=principal.allowed_models,
         traceparent=authenticated.traceparent,
         tracestate=authenticated.tracestate,
-        issued_unix_ms=time.time_ns() // 1_000_000,
     )
-    write_tier(context, authenticated.tier, tenant_weight=principal.tenant_weight)
-    return context
+
+
+def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> context_pb2.RequestContext:
+    """The context of one request under `tier`, issued now."""
+    config = tier.config
+    return context_pb2.RequestContext(
+        request_id=identity.request_id,
+        tenant=identity.tenant,
+        key_id=identity.key_id,
+        allowed_models=identity.allowed_models,
+        cache_salt=identity.cache_salt,
+        traceparent=identity.traceparent,
+        tracestate=identity.tracestate,
+        issued_unix_ms=time.time_ns() // 1_000_000,
+        tier=tier.name,
+        priority=config.priority,
+        weight=config.weight * tenant_weight,
+        ttft_target_ms=config.ttft_target_ms,
+        tpot_target_ms=config.tpot_target_ms,
+        queue_limit_ms=config.queue_limit_ms,
+        max_context_tokens=config.max_context_tokens,
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from millrace.common.v1 import grammar_pb2, output_pb2, sampling_pb2
+from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2
 
 from gateway.engines.types import (
@@ -34,23 +35,21 @@ def hello(gateway: str, fingerprint: str) -> engine_pb2.AttachRequest:
 
 def submit(handle: int, submission: Submission) -> engine_pb2.AttachRequest:
     """Submission under a handle of this stream."""
-    grammar = submission.grammar
-    return engine_pb2.AttachRequest(
-        submit=engine_pb2.Submit(
-            handle=handle,
-            context=submission.context,
-            prompt_token_ids=submission.prompt_token_ids,
-            output_token_ids=submission.output_token_ids,
-            sampling=sampling_options(submission.sampling),
-            grammar=None
-            if grammar is None
-            else grammar_pb2.GrammarArtifact(
-                digest=grammar.digest, payload=grammar.payload, backend=grammar.backend
-            ),
-            choice_index=submission.choice_index,
-            adapter=submission.adapter,
-        )
-    )
+    grammar, context = submission.grammar, submission.context
+    # Messages inside messages as their fields: protobuf copies a message by writing and reading it.
+    fields: Any = {
+        "handle": handle,
+        "context": {"payload": context.payload, "signature": context.signature},
+        "prompt_token_ids": submission.prompt_token_ids,
+        "output_token_ids": submission.output_token_ids,
+        "sampling": _sampling(submission.sampling),
+        "grammar": None
+        if grammar is None
+        else {"digest": grammar.digest, "payload": grammar.payload, "backend": grammar.backend},
+        "choice_index": submission.choice_index,
+        "adapter": submission.adapter,
+    }
+    return engine_pb2.AttachRequest(submit=fields)
 
 
 def cancel(handle: int, reason: CancelReason) -> engine_pb2.AttachRequest:
@@ -65,29 +64,29 @@ def several(messages: Iterable[engine_pb2.AttachRequest]) -> engine_pb2.AttachRe
     return engine_pb2.AttachRequest(several=engine_pb2.Several(requests=messages))
 
 
-def sampling_options(sampling: Sampling) -> sampling_pb2.SamplingOptions:
+def _sampling(sampling: Sampling) -> dict[str, Any]:
     """Every option is set, so that no default of the engine's matters."""
-    return sampling_pb2.SamplingOptions(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=sampling.allowed_token_ids,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        n=sampling.n,
-        best_of=None if sampling.best_of == sampling.n else sampling.best_of,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        beam_width=sampling.beam_width or None,
-    )
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+        "n": sampling.n,
+        "best_of": None if sampling.best_of == sampling.n else sampling.best_of,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "beam_width": sampling.beam_width or None,
+    }
 
 
 def output(message: engine_pb2.RequestOutput) -> EngineOutput:

@@ -9,7 +9,7 @@ import msgspec
 from millrace.common.v1 import context_pb2
 from opentelemetry.trace import Span
 
-from gateway.auth.convert import identity_from_context, write_tier
+from gateway.auth.convert import context_of, identity_from_context, write_tier
 from gateway.identity import MAX_CLIENT_REQUEST_ID, Identity
 from gateway.tiers import Tier, Tiers
 from observability.tracing import RequestIdentity, remote_span
@@ -22,8 +22,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """A verified caller and its call. Moments are monotonic seconds."""
 
     identity: Identity
-    # The edge's context as it came.
-    context: context_pb2.RequestContext
     # When the call's first byte was read.
     received_s: float
     # Parent of this call's spans, with the request's identity for every span below.
@@ -32,8 +30,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     # The client's own x-request-id, cut to a length that every span can carry.
     client_request_id: str = ""
-    # Somebody in front has authenticated and counted the call, and signed its context.
-    was_signed: bool = False
+    # The context as it came, of a call that somebody in front has authenticated, counted and signed.
+    context: context_pb2.RequestContext | None = None
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, at least 0; infinity without one."""
@@ -75,41 +73,38 @@ class CallerVerifier:
             from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
         )
         return self._caller(
-            context,
+            identity_from_context(context),
             received_s=received_s,
             traceparent=traceparent or context.traceparent,
             tracestate=tracestate if traceparent else context.tracestate,
             client_request_id=client_request_id,
             timeout_s=timeout_s,
-            was_signed=True,
+            context=context,
         )
 
-    def caller(
-        self, context: context_pb2.RequestContext, *, received_s: float, client_request_id: str
-    ) -> Caller:
-        """The caller of a context that this process has made itself."""
+    def caller(self, identity: Identity, *, received_s: float, client_request_id: str) -> Caller:
+        """A caller whom this process has authenticated itself."""
         return self._caller(
-            context,
+            identity,
             received_s=received_s,
-            traceparent=context.traceparent,
-            tracestate=context.tracestate,
+            traceparent=identity.traceparent,
+            tracestate=identity.tracestate,
             client_request_id=client_request_id,
             timeout_s=None,
-            was_signed=False,
+            context=None,
         )
 
     def _caller(
         self,
-        context: context_pb2.RequestContext,
+        identity: Identity,
         *,
         received_s: float,
         traceparent: str,
         tracestate: str,
         client_request_id: str,
         timeout_s: float | None,
-        was_signed: bool,
+        context: context_pb2.RequestContext | None,
     ) -> Caller:
-        identity = identity_from_context(context)
         client_request_id = client_request_id[:MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
         deadline_s = None if timeout_s is None else now_s + timeout_s
@@ -118,7 +113,6 @@ class CallerVerifier:
             deadline_s = edge_s if deadline_s is None else min(deadline_s, edge_s)
         return Caller(
             identity=identity,
-            context=context,
             received_s=received_s,
             trace=remote_span(
                 traceparent,
@@ -127,18 +121,22 @@ class CallerVerifier:
             ),
             deadline_s=deadline_s,
             client_request_id=client_request_id,
-            was_signed=was_signed,
+            context=context,
         )
 
     def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> context_pb2.SignedContext:
         """The context under the effective tier, with the caller's deadline, below the given span."""
-        context = context_pb2.RequestContext()
-        context.CopyFrom(caller.context)
-        context.client_request_id = caller.client_request_id
-        write_tier(context, tier, tenant_weight=self._tiers.tenant_weight(context.tenant))
-        context.traceparent, context.tracestate = traceparent
+        weight = self._tiers.tenant_weight(caller.identity.tenant)
         now_unix_ms = time.time_ns() // 1_000_000
-        context.issued_unix_ms = now_unix_ms
+        if caller.context is None:
+            context = context_of(caller.identity, tier, tenant_weight=weight)
+        else:
+            context = context_pb2.RequestContext()
+            context.CopyFrom(caller.context)
+            write_tier(context, tier, tenant_weight=weight)
+            context.issued_unix_ms = now_unix_ms
+        context.client_request_id = caller.client_request_id
+        context.traceparent, context.tracestate = traceparent
         if caller.deadline_s is not None:
             context.deadline_unix_ms = now_unix_ms + round((caller.deadline_s - time.monotonic()) * 1000)
         return sign(context, self._secret)

@@ -83,6 +83,7 @@ class Pipeline:
         self._recorder = recorder
         self._metrics = metrics
         self._telemetry = telemetry
+        self._own_names = frozenset((model.served_name, *model.aliases))
         self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
         self._reader = AnswerReader(vocabulary)
         self.texts = self._reader.texts
@@ -105,6 +106,8 @@ class Pipeline:
 
     def check_model(self, caller: Caller, name: str) -> None:
         """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
+        if name in self._own_names and not caller.identity.allowed_models:
+            return
         served = self._all_names()
         if name not in served:
             raise MillraceError(
@@ -126,7 +129,7 @@ class Pipeline:
         return (self.model.served_name, *self.model.aliases, *self.fleet.adapters)
 
     def _adapter(self, name: str) -> str:
-        return "" if name == self.model.served_name or name in self.model.aliases else name
+        return "" if name in self._own_names else name
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""

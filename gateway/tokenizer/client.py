@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import grpc
+from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
@@ -73,10 +74,12 @@ class TokenizerClient:
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """
-        parts: dict[str, Any] = {"context": context, "model": model}
+        parts: dict[str, Any] = {"model": model}
+        if context is not None:
+            parts["context"] = {"payload": context.payload, "signature": context.signature}
         match prompt:
             case Conversation():
-                parts["conversation"] = convert.conversation_message(prompt)
+                parts["conversation"] = convert.conversation_fields(prompt)
             case TextPrompt(text=text):
                 parts["text"] = text
             case TokenPrompt(token_ids=ids):
@@ -127,7 +130,7 @@ class TokenizerClient:
         """Token ids of a text, or of a rendered conversation."""
         request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Conversation):
-            request.conversation.CopyFrom(convert.conversation_message(prompt))
+            request.conversation.CopyFrom(chat_pb2.Conversation(**convert.conversation_fields(prompt)))
         else:
             request.text = prompt.text
         answer = await self._call(self._stub.Tokenize(request, timeout=PREPARE_TIMEOUT_S))

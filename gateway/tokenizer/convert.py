@@ -42,44 +42,50 @@ _DECODERS = {
 }
 
 
-def conversation_message(conversation: Conversation) -> chat_pb2.Conversation:
-    """A conversation for the wire."""
-    message = chat_pb2.Conversation(
-        messages=[_turn_message(turn) for turn in conversation.messages],
-        tools=[
-            chat_pb2.Tool(
-                name=tool.name,
-                description=tool.description,
-                parameters_json=tool.parameters_json,
-                strict=tool.strict,
-            )
+def conversation_fields(conversation: Conversation) -> dict[str, Any]:
+    """The fields of a conversation's message, those alone that say something: most have only messages, and
+    protobuf takes fields without the copy that a message inside a message costs.
+    """
+    fields: dict[str, Any] = {"messages": [_turn_fields(turn) for turn in conversation.messages]}
+    if conversation.tools:
+        fields["tools"] = [
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters_json": tool.parameters_json,
+                "strict": tool.strict,
+            }
             for tool in conversation.tools
-        ],
-        parallel_tool_calls=conversation.parallel_tool_calls,
-        template_name=conversation.template_name,
-        continue_final_message=conversation.continue_final_message,
-        documents=[_struct(document) for document in conversation.documents],
-    )
+        ]
+    if conversation.documents:
+        fields["documents"] = [_struct(document) for document in conversation.documents]
     if conversation.tool_choice is not None:
-        message.tool_choice.mode = _MODES[conversation.tool_choice.mode]
-        message.tool_choice.name = conversation.tool_choice.name
+        choice = conversation.tool_choice
+        fields["tool_choice"] = {"mode": _MODES[choice.mode], "name": choice.name}
     if conversation.template_options:
-        message.template_options.update(dict(conversation.template_options))
-    return message
+        fields["template_options"] = _struct(conversation.template_options)
+    if conversation.template_name:
+        fields["template_name"] = conversation.template_name
+    # None is not set.
+    fields["parallel_tool_calls"] = conversation.parallel_tool_calls
+    fields["continue_final_message"] = conversation.continue_final_message
+    return fields
 
 
-def _turn_message(turn: Message) -> chat_pb2.Message:
-    return chat_pb2.Message(
-        role=_ROLES[turn.role],
-        content=turn.content,
-        name=turn.name,
-        tool_calls=[
-            chat_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
+def _turn_fields(turn: Message) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": _ROLES[turn.role], "content": turn.content}
+    if turn.name:
+        fields["name"] = turn.name
+    if turn.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json}
             for call in turn.tool_calls
-        ],
-        tool_call_id=turn.tool_call_id,
-        reasoning=turn.reasoning,
-    )
+        ]
+    if turn.tool_call_id:
+        fields["tool_call_id"] = turn.tool_call_id
+    if turn.reasoning:
+        fields["reasoning"] = turn.reasoning
+    return fields
 
 
 def _struct(value: Any) -> struct_pb2.Struct:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
+from millrace.common.v1 import context_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -28,13 +29,13 @@ from gateway.limits.counter import RequestCounter
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
-from gateway.pipeline.caller import CallerVerifier
+from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
-from services.context import CONTEXT_HEADER, from_header, sign, to_header, verify
+from services.context import CONTEXT_HEADER, from_header, to_header, verify
 from services.deferred import Deferred
 from services.server import GrpcServer
 from services.supervisor.edge import envoy_binary
@@ -70,6 +71,8 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.metadata: dict[str, str] = {}
+        # The context of a caller for the services behind.
+        self.sign: Callable[[Caller], context_pb2.SignedContext]
         self.items: asyncio.Queue[str | None] = asyncio.Queue()
 
     async def Chat(
@@ -90,7 +93,7 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
         # Tells what arrived, and from whom.
         headers = {name.decode(): value.decode() for name, value in exchange.headers.items()}
         if exchange.caller is not None:
-            headers[CONTEXT_HEADER] = to_header(sign(exchange.caller.context, SECRET.encode()))
+            headers[CONTEXT_HEADER] = to_header(self.sign(exchange.caller))
         body = {"headers": headers, "num_bytes": len(exchange.body())}
         exchange.respond(200, json.dumps(body).encode())
         return None
@@ -146,7 +149,13 @@ class Edge:
             directory, tiers, settings.security.secret(), telemetry, metrics, Deferred()
         )
         counter = RequestCounter(RequestLimiter(store, directory), telemetry, metrics)
-        callers = HttpCallers(self._authorizer, CallerVerifier(settings.security, tiers))
+        verifier = CallerVerifier(settings.security, tiers)
+        self.faces.sign = lambda caller: verifier.sign(
+            caller,
+            tiers.resolve(caller.identity, ""),
+            (caller.identity.traceparent, caller.identity.tracestate),
+        )
+        callers = HttpCallers(self._authorizer, verifier)
         self._face = Endpoint(callers, counter, self.faces.http)
         ratelimit = RateLimitServicer(counter)
         self.grpc.add(

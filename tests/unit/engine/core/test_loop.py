@@ -25,8 +25,11 @@ class ListMailbox:
     def __init__(self) -> None:
         self.commands: list[messages.Command] = []
         self.reports: list[messages.Report] = []
+        # How long the loop was last ready to wait.
+        self.patience_s = 0.0
 
     def receive(self, timeout_s: float) -> list[messages.Command]:
+        self.patience_s = timeout_s
         commands, self.commands = self.commands, []
         return commands
 
@@ -141,6 +144,29 @@ def test_a_lone_failure_is_the_requests_and_the_next_one_is_the_runners() -> Non
         "STEP_FAILED",
     ]
     assert loop.broken
+
+
+def test_what_is_left_of_the_last_request_waits_a_moment_for_the_next_one() -> None:
+    runner = CheckedRunner(MEMORY.num_blocks, MEMORY.block_size)
+    loop, mailbox = make_loop(runner)
+    mailbox.commands = [messages.Submit(request(1, (1, 2, 3), 1))]
+    run(loop, mailbox, 1)
+    assert runner.num_states() == 1
+    # The next one comes in time: one plan forgets the first and begins the second.
+    mailbox.commands = [messages.Submit(request(2, (4, 5), 1))]
+    num_reports = len(mailbox.reports)
+    loop.step()
+    assert 0.0 < mailbox.patience_s < 0.1
+    assert len(mailbox.tokens(2)) == 1
+    assert len(mailbox.reports) == num_reports + 1
+    assert runner.num_states() == 1
+    # Nobody comes: it goes by itself, and then there is nothing to do. It counts as no step.
+    loop.step()
+    assert runner.num_states() == 0
+    loop.step()
+    assert mailbox.patience_s > 0.1
+    totals = [each for report in mailbox.reports for each in getattr(report, "totals", ())]
+    assert [each.num_sequences for each in totals] == [1, 1]
 
 
 def test_checks_are_answered_between_steps() -> None:
