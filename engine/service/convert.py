@@ -110,34 +110,35 @@ def to_sampling(
     options: sampling_pb2.SamplingOptions, limits: ModelLimits, *, num_prompt_tokens: int
 ) -> SamplingParams:
     """Complete sampling parameters; unset options are neutral. Raises MillraceError naming the option."""
-    given = {field.name: value for field, value in options.ListFields()}
-    if not options.HasField("seed"):
+    has = options.HasField
+    if not has("seed"):
         raise _invalid("sampling.seed", "must be set, so that another engine can continue the same tokens")
     stop_ids = tuple(dict.fromkeys(options.stop_token_ids))
     if not options.ignore_eos:
         stop_ids = tuple(dict.fromkeys((*stop_ids, *limits.facts.eos_token_ids)))
     room = max(1, limits.max_tokens_total - num_prompt_tokens)
-    n = given.get("n", 1)
+    n = options.n if has("n") else 1
+    # Of those that are not asked about, protobuf's own default is the neutral value.
     sampling = SamplingParams(
-        temperature=given.get("temperature", 1.0),
-        top_k=given.get("top_k", 0),
-        top_p=given.get("top_p", 1.0),
-        min_p=given.get("min_p", 0.0),
-        presence_penalty=given.get("presence_penalty", 0.0),
-        frequency_penalty=given.get("frequency_penalty", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
+        temperature=options.temperature if has("temperature") else 1.0,
+        top_k=options.top_k,
+        top_p=options.top_p if has("top_p") else 1.0,
+        min_p=options.min_p,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty if has("repetition_penalty") else 1.0,
         logit_bias=dict(options.logit_bias),
         allowed_token_ids=tuple(options.allowed_token_ids),
         seed=options.seed,
-        max_tokens=given.get("max_tokens", room),
-        min_tokens=given.get("min_tokens", 0),
+        max_tokens=options.max_tokens if has("max_tokens") else room,
+        min_tokens=options.min_tokens,
         stop_token_ids=stop_ids,
         ignore_eos=options.ignore_eos,
         n=n,
-        best_of=given.get("best_of", n),
-        logprobs=given.get("logprobs"),
-        prompt_logprobs=given.get("prompt_logprobs"),
-        beam_width=given.get("beam_width", 0),
+        best_of=options.best_of if has("best_of") else n,
+        logprobs=options.logprobs if has("logprobs") else None,
+        prompt_logprobs=options.prompt_logprobs if has("prompt_logprobs") else None,
+        beam_width=options.beam_width,
     )
     _check_sampling(sampling, limits.facts.vocab_size)
     return sampling

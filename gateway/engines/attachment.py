@@ -137,6 +137,11 @@ class Attachment:
         """Own submissions that have not ended."""
         return len(self._legs)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something goes in the next turn of the event loop only, or when the engine takes it."""
+        return bool(self._outbox)
+
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
         self._task = asyncio.create_task(self._keep_attached(), name=f"attach {self.target}")
@@ -161,7 +166,7 @@ class Attachment:
         leg = Leg(self, next(self._handles), submission, inbox)
         self._legs[leg.handle] = leg
         self.unstarted_tokens += leg.prompt_tokens
-        self._send(convert.submit(leg.handle, submission))
+        self._send(convert.submit(leg.handle, submission), alone=len(self._legs) == 1)
         return leg
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
@@ -169,14 +174,17 @@ class Attachment:
         leg = self._legs.get(handle)
         if leg is not None:
             self._close(leg)
-            self._send(convert.cancel(handle, reason))
+            self._send(convert.cancel(handle, reason), alone=False)
             if not leg.started:
                 leg.worked = asyncio.get_running_loop().create_future()
                 self._taken_back[handle] = leg.worked
 
-    def _send(self, message: engine_pb2.AttachRequest) -> None:
+    def _send(self, message: engine_pb2.AttachRequest, *, alone: bool) -> None:
         self._outbox.append(message)
-        if not self._flush_is_due:
+        if alone:
+            # Nobody to go with.
+            self._flush()
+        elif not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 

@@ -103,6 +103,9 @@ class PrepareStream:
         if self._stream is None:
             if self._opening is None:
                 self._opening = loop.create_task(self._begin(), name="prepare stream")
+        elif len(self._open) == 1:
+            # Nobody to go with.
+            self._flush()
         elif not self._flush_is_due:
             # What comes in this turn of the event loop goes together.
             self._flush_is_due = True
