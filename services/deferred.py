@@ -1,8 +1,8 @@
 """What nobody waits for, done together some milliseconds later.
 
 A request leaves books to keep: spans, counters, the ledger. Done at once, they stand between this request's
-answer and whoever uses the processor next, and every time they find its caches filled with something else.
-Done for several requests together they take a fraction of the time.
+message and the process that it wakes, on whatever processor both share. Done for several requests together
+they take no less in all, but one request in many meets them.
 """
 
 from __future__ import annotations
