@@ -16,6 +16,7 @@ from typing import Literal
 
 import psutil
 
+from services.compiler import find_compiler
 from services.errors import ConfigError
 from services.supervisor.config import BUNDLED_MODEL, state_directory
 from services.supervisor.edge import envoy_binary
@@ -122,10 +123,10 @@ def _envoy() -> Finding:
 
 
 def _compiler() -> Finding:
-    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    if compiler is None:
+    compiler = find_compiler(os.environ)
+    if not compiler:
         return Finding("compiler", "note", "no C++ compiler; the native kernels cannot be built")
-    return Finding("compiler", "good", str(shutil.which(compiler)))
+    return Finding("compiler", "good", compiler)
 
 
 def _model() -> Finding:

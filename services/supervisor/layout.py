@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services import tls
+from services.compiler import find_compiler
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
@@ -136,10 +138,21 @@ class _Planner:
         )
 
     def _warnings(self) -> tuple[str, ...]:
+        warnings = []
+        # A machine with a GPU computes there.
+        on_cpu = not self._options.simulated and not shutil.which(
+            "nvidia-smi", path=self._environ.get("PATH")
+        )
+        if on_cpu and not find_compiler(self._environ):
+            warnings.append(
+                "no C++ compiler (g++ or clang++) is installed: unless the native kernels were built before, "
+                "torch computes instead, several times slower; install one, or name one with CXX"
+            )
         num = self._num_gateways
         if num == 1 or self._configured("gateway.limits.store"):
-            return ()
+            return tuple(warnings)
         return (
+            *warnings,
             f"gateway.limits.store is not set: each of the {num} gateways counts alone, so that a tenant can "
             f"get up to {num} times its limits; set it to the URL of a Redis that all of them share "
             "(redis://host:port/0), or start one gateway",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.compiler import find_compiler
 from services.config import read_tables
 from services.errors import ConfigError
 from services.supervisor import checkpoint
@@ -144,6 +145,23 @@ def test_missing_model_says_what_was_tried() -> None:
 def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         checkpoint.resolve(str(tmp_path))
+
+
+def test_a_machine_without_a_compiler_is_warned_of_the_slow_path(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    environ = {"PATH": str(folder)}
+    options = Options(config=None, model=str(model), port=0)
+    (warning,) = plan_layout(options, tmp_path, environ).warnings
+    assert "torch computes instead" in warning
+    simulated = Options(config=None, model=str(model), port=0, simulated=True)
+    assert not plan_layout(simulated, tmp_path, environ).warnings
+    for variables, name in (({}, "clang++"), ({"CXX": "my-c++ -O2"}, "my-c++")):
+        compiler = folder / name
+        compiler.touch(mode=0o755)
+        assert find_compiler({**environ, **variables}) == str(compiler)
+        assert not plan_layout(options, tmp_path, {**environ, **variables}).warnings
+        compiler.unlink()
 
 
 def test_several_gateways_without_a_shared_store_are_warned_about(tmp_path: Path, model: Path) -> None:
