@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from transformers import AutoTokenizer
 
+from gateway.tokenizer.stream import PrepareStreams
 from services.context import sign
 from services.errors import MillraceError, Reason
 from services.status import from_detail, from_rpc_error
@@ -53,7 +55,8 @@ class Service:
         )
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
-        self.channel = grpc.insecure_channel(self.ready.partition("grpc=")[2].split()[0])
+        self.target = self.ready.partition("grpc=")[2].split()[0]
+        self.channel = grpc.insecure_channel(self.target)
         self.stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
     def stop(self) -> int:
@@ -95,6 +98,21 @@ def refused(call: Any, request: Any) -> MillraceError:
     with pytest.raises(grpc.RpcError) as caught:
         call(request)
     return from_rpc_error(caught.value)
+
+
+async def prepared_by_stream(target: str, *texts: str) -> list[list[int]]:
+    """Ids of texts that are prepared at once, as gateways do it."""
+    streams = PrepareStreams(target)
+    try:
+        answers = await asyncio.gather(
+            *(
+                streams.call(tokenizer_pb2.PrepareRequest(context=signed(), text=text), "", "", 60.0)
+                for text in texts
+            )
+        )
+        return [list(answer.token_ids) for answer in answers]
+    finally:
+        await streams.close()
 
 
 def test_prepare_agrees_with_transformers(service: Service, path: Path) -> None:
@@ -178,6 +196,12 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         ids = tokenizer_pb2.EncodedPrompt(ids=whole.token_ids)
         again = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=ids))
         assert again.token_ids == whole.token_ids
+        by_stream = asyncio.run(prepared_by_stream(running.target, "me <think> " * 90_000, "Hi"))
+        long = running.stub.Prepare(
+            tokenizer_pb2.PrepareRequest(context=signed(), text="me <think> " * 90_000)
+        )
+        brief = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text="Hi"))
+        assert by_stream == [list(long.token_ids), list(brief.token_ids)]
         form = chat_pb2.ResponseFormat(choice=chat_pb2.Choice(options=[f"o{each}" for each in range(9_000)]))
         chosen = running.stub.Prepare(
             tokenizer_pb2.PrepareRequest(context=signed(), text="Hi", response_format=form)
