@@ -26,12 +26,17 @@ from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.library import Program
 from engine.kernels.native.streaming import StreamArgs
 
-# (outputs, inputs): projections of the 0.6 B and the 40 M checkpoint, of an 8 B model, and of none.
-SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072), (1024, 512), (3072, 512), (4096, 4096), (1720, 1344))
+# (outputs, inputs): projections and head of the 0.6 B checkpoint, of the 40 M one, of an 8 B model, of none.
+SHAPES = (
+    *((4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072), (151_936, 1024)),
+    *((1024, 512), (3072, 512), (4096, 4096), (1720, 1344)),
+)
 INT4_GROUP = 64
-ROWS = (1, 2, 4, 8, 16, 32, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 512)
 # From so many on, weights need not come from far.
 MANY_ROWS = 512
+# A head of so many outputs never has many rows.
+HEAD_OUTPUTS = 100_000
 # Copies of a weight, so that it comes from memory and not from a cache: last levels of 260 MB exist.
 FOOTPRINT_BYTES = 768 << 20
 REPEATS = 5
@@ -83,6 +88,8 @@ def measure(
     packer = NativePacker(library, num_threads=threads)
     packed = [packer.pack(weight) for _ in range(copies)]
     for rows in ROWS:
+        if rows >= MANY_ROWS and outputs >= HEAD_OUTPUTS:
+            continue
         used = packed if rows < MANY_ROWS else packed[:2]
         x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
         workspace, count = make_workspace(library, rows, inputs, threads), c_int64(rows)

@@ -232,12 +232,15 @@ inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const 
                               first, next, ahead, kept + column);
 }
 
-// Calls body(row, std::integral_constant height) for tiles that cover num_rows rows. Seven to eleven rows go as two
-// tiles of about equal height.
+// Tiles that cover so many rows.
+inline int64_t num_tiles(int64_t num_rows) { return (num_rows + kFewRows - 1) / kFewRows; }
+
+// Calls body(row, std::integral_constant height) for tiles of about equal height that cover num_rows rows: low ones
+// have too few sums to keep the units busy.
 template <class Body>
 inline void for_tiles(int64_t num_rows, Body body) {
-  for (int64_t row = 0; row < num_rows;) {
-    const int64_t left = num_rows - row, height = left >= 12 || left <= 6 ? std::min<int64_t>(left, 6) : (left + 1) / 2;
+  for (int64_t row = 0, tiles = num_tiles(num_rows); row < num_rows; --tiles) {
+    const int64_t height = (num_rows - row + tiles - 1) / tiles;
     switch (height) {
       case 1: body(row, std::integral_constant<int, 1>()); break;
       case 2: body(row, std::integral_constant<int, 2>()); break;
@@ -263,7 +266,7 @@ template <class Kind>
 inline void multiply(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
                      const typename Kind::Weight* panel, int64_t width, int64_t groups,
                      typename Kind::Total* totals, bool first, const Fetch& fetch) {
-  const int64_t tiles = (num_rows + 5) / 6;
+  const int64_t tiles = num_tiles(num_rows);
   const char* itself = reinterpret_cast<const char*>(panel);
   const int64_t line = width * Kind::kGroup * static_cast<int64_t>(sizeof(typename Kind::Weight));
   // One tile reads the panel as a stream; of several, each asks for a part of what comes next, at an even pace:

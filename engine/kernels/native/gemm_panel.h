@@ -20,6 +20,13 @@ constexpr int64_t kWideRowBlock = kTileRows == 32 ? 64 : 48;
 constexpr int64_t kInputBlock = 4096;
 // Inputs whose weights stay in the nearest cache while several tiles use them.
 constexpr int64_t kNearInputs = 64;
+// Inputs of a block that several tiles multiply, one after another, while its weights stay in the nearest cache; 0
+// where the second cache is fast enough, and for tile instructions.
+template <class Kind>
+constexpr int64_t kNearBlock =
+    std::is_same_v<Kind, HalfKind> || kTileRows == 32 ? 0 : 256 / sizeof(typename Kind::Weight);
+// Inputs of a block that one tile multiplies, half of the columns after the other.
+constexpr int64_t kTileInputs = 256;
 // How far ahead of its expansion a weight is asked for, in bytes.
 constexpr int64_t kFarAhead = 16384;
 
@@ -66,35 +73,85 @@ inline void finish_row(const float* totals, float scale, const float* scales, co
 
 // --- a panel against a block of rows ---
 
+// What is asked for while inputs [begin, begin + count) of a panel are multiplied, `line` bytes each: those that
+// come kFarAhead later in what the thread reads, be it in the panel that it takes next.
+inline const char* far_ahead(const Fetch& fetch, const char* panel, int64_t begin, int64_t line,
+                             int64_t distance = kFarAhead) {
+  if (fetch.next == nullptr) return nullptr;
+  const int64_t at = begin * line + distance;
+  return at < fetch.bytes ? panel + at : fetch.next + (at - fetch.bytes);
+}
+
 template <class Kind>
 inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t num_rows,
                         const typename Kind::Weight* panel, int64_t width, int64_t inputs,
                         typename Kind::Total* totals, const Fetch& fetch) {
   const int64_t line = width * static_cast<int64_t>(sizeof(typename Kind::Weight));
-  for (int64_t begin = 0; begin < inputs; begin += kInputBlock) {
-    const int64_t count = std::min(kInputBlock, inputs - begin);
+  // One tile reads a weight once; several find a block of inputs in the nearest cache.
+  const bool near = kNearBlock<Kind> != 0 && num_rows > kFewRows;
+  const int64_t block = near ? kNearBlock<Kind> : kInputBlock;
+  for (int64_t begin = 0; begin < inputs; begin += block) {
+    const int64_t count = std::min(block, inputs - begin);
     const bool last = begin + count == inputs;
     Fetch some = fetch;
-    if (!last)
-      some = {reinterpret_cast<const char*>(panel + (begin + count) * width), count * line, fetch.is_stream, nullptr, 0, 0};
+    if (near || !last) {
+      const auto* weights = reinterpret_cast<const char*>(panel);
+      some.next = near ? far_ahead(fetch, weights, begin, line) : weights + (begin + count) * line;
+      some.bytes = count * line;
+    }
+    if (!last) some.out = nullptr;
     multiply_rows<Kind>(rows + begin, stride, num_rows, panel + begin * width, width, count / Kind::kGroup, totals,
                         begin == 0, some);
   }
 }
 
 #if !defined(__AVX512BF16__)
+#if defined(__AVX512F__)
+// Seven to twelve rows in one tile, two vectors of columns at a time. By blocks of inputs, whose weights the second
+// half of the columns finds in the second cache.
+inline void one_tile_panel(const float* rows, int64_t stride, int64_t num_rows, const uint16_t* panel, int64_t width,
+                           int64_t inputs, float* totals, const Fetch& fetch) {
+  const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
+  const auto with = [&](auto height) {
+    constexpr int MR = decltype(height)::value;
+    for (int64_t begin = 0; begin < inputs; begin += kTileInputs) {
+      const int64_t count = std::min(kTileInputs, inputs - begin);
+      const char* next = far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line, kTileInputs * line);
+      if (begin + count == inputs) fetch_results(fetch, 0, num_rows);
+      const int64_t ahead = next ? 2 * kLanes * 4 : 0;
+      if (next == nullptr) next = reinterpret_cast<const char*>(panel);
+      int64_t column = 0;
+      for (; column + 2 * kLanes <= width; column += 2 * kLanes, next += ahead * count / 2)
+        tile<HalfKind, MR, 2, 2>(rows + begin, stride, panel + begin * width + column * 2, width, count / 2,
+                                 totals + column, begin == 0, next, ahead);
+      for (; column < width; column += kLanes)
+        tile<HalfKind, MR, 1, 1>(rows + begin, stride, panel + begin * width + column * 2, width, count / 2,
+                                 totals + column, begin == 0, next, ahead / 2);
+    }
+  };
+  switch (num_rows) {
+    case 7: return with(std::integral_constant<int, 7>());
+    case 8: return with(std::integral_constant<int, 8>());
+    case 9: return with(std::integral_constant<int, 9>());
+    case 10: return with(std::integral_constant<int, 10>());
+    case 11: return with(std::integral_constant<int, 11>());
+    default: return with(std::integral_constant<int, 12>());
+  }
+}
+#endif
+
 // The same sums as plain_panel<HalfKind> bit for bit: rows are floats in both. By blocks of inputs, whose weights
 // the first tile expands for the others.
 inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, const uint16_t* panel,
                            int64_t width, int64_t inputs, float* totals, const Fetch& fetch) {
   const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
-  const int64_t tiles = (num_rows + 5) / 6;
+  const int64_t tiles = num_tiles(num_rows);
   for (int64_t begin = 0; begin < inputs; begin += kNearInputs) {
     const int64_t count = std::min(kNearInputs, inputs - begin);
-    // What lies so far ahead in the stream is asked for, whichever panel it is of; at an even pace.
-    const char* weights = reinterpret_cast<const char*>(panel + begin * width);
-    const int64_t step = fetch.next ? line / tiles : 0;
-    const char* next = fetch.next ? weights + kFarAhead : weights;
+    // At an even pace.
+    const char* next = far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line);
+    const int64_t step = next ? line / tiles : 0;
+    if (next == nullptr) next = reinterpret_cast<const char*>(panel);
     for_tiles(num_rows, [&](int64_t row, auto height) {
       constexpr int MR = decltype(height)::value;
       if (begin + count == inputs) fetch_results(fetch, row, MR);
@@ -197,6 +254,12 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         const auto* halves = static_cast<const uint16_t*>(weight.data) + offset;
         const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
 #if !defined(__AVX512BF16__)
+#if defined(__AVX512F__)
+        if (num_rows > kFewRows && num_rows <= 2 * kFewRows) {
+          one_tile_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
+          break;
+        }
+#endif
         if (num_rows > kFewRows) {
           expanded_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
           break;

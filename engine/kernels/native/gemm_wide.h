@@ -249,7 +249,7 @@ inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t*
     return;
   }
 #endif
-  const int64_t share = bytes / ((num_rows + 5) / 6);
+  const int64_t share = bytes / num_tiles(num_rows);
   for_tiles(num_rows, [&](int64_t row, auto height) {
     constexpr int MR = decltype(height)::value;
     const WideRows some = rows.from(row);
