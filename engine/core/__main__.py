@@ -7,7 +7,6 @@ that gRPC, protobuf and tracing never take the GIL from a step.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import importlib
 import logging
@@ -96,7 +95,7 @@ def serve_core(connection: CoreSocket) -> int:
         runner,
         connection,
         overlap=_overlaps(config, facts),
-        memory_use=functools.partial(watch.use, memory),
+        memory_use=lambda touched: watch.use(memory, max(touched, runner.num_prefaulted_blocks())),
     )
     # What start-up left behind lives as long as the process; collections need not look at it again.
     gc.collect()

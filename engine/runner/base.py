@@ -60,6 +60,10 @@ class Runner(Protocol):
         """Sequences that the runner holds state for (token ids, penalties, grammar matchers)."""
         ...
 
+    def num_prefaulted_blocks(self) -> int:
+        """Blocks of the cache, from the first on, that hold memory though nobody may have used them yet."""
+        ...
+
     def close(self) -> None:
         """Frees the device. No step is outstanding; further calls do nothing."""
         ...

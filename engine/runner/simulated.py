@@ -96,6 +96,10 @@ class SimulatedRunner:
         results = tuple(self._compute(row) for row in plan.scheduled)
         return SimulatedStep(StepResult(plan.step_id, results, seconds), self._free_s, "")
 
+    def num_prefaulted_blocks(self) -> int:
+        """No memory is held."""
+        return 0
+
     def num_states(self) -> int:
         """Sequences that are remembered."""
         return len(self._states)

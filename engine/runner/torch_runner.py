@@ -53,6 +53,9 @@ from services.config import ModelConfig
 
 Progress = Callable[[str, float], None]
 
+# The cache's memory is had from the system for so many full steps ahead of its use.
+_AHEAD_STEPS = 2
+
 
 class PendingTorchStep:
     """A step in the runner's thread."""
@@ -135,6 +138,10 @@ class TorchRunner:
     def num_states(self) -> int:
         """Live sequences."""
         return len(self.table.states)
+
+    def num_prefaulted_blocks(self) -> int:
+        """See Runner."""
+        return self.storage.num_prefaulted_blocks
 
     def close(self) -> None:
         """Ends the threads; the memory goes with the object."""
@@ -349,7 +356,8 @@ def build(
         "device": device,
         "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
     }
-    storage = KvStorage(spec, num_blocks=plan.num_blocks, **storage_options)
+    ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
+    storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
     draft = _draft_model(given, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     parts: dict[str, Any] = {

@@ -113,6 +113,10 @@ class CheckedRunner:
         results = tuple(self._compute(row) for row in plan.scheduled)
         return FinishedStep(StepResult(plan.step_id, results, self.compute_s), self)
 
+    def num_prefaulted_blocks(self) -> int:
+        """No memory is held."""
+        return 0
+
     def num_states(self) -> int:
         return len(self.states)
 
