@@ -121,7 +121,7 @@ class Decoder:
         self.row_multiple = self.kernels.linear.row_multiple
         self.spec = spec
         self.max_model_len = max_model_len
-        self.embedding = weights.take(
+        self.embedding = weights.keep(
             "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         )  # [V, E]
         calibration = None
@@ -240,6 +240,7 @@ def load_decoder(
         scheme=spec.quantization,
         config=config,
         kernels=kernels,
+        is_packed=packing is not None,
     ) as weights:
         model = Decoder(weights, spec, max_model_len=max_model_len, packing=packing)
         weights.finish()

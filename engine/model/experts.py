@@ -35,7 +35,7 @@ class Router:
         self.product = Linear.of(weight, weights.kernels.linear, bias)
         self.correction: Tensor | None = None
         if experts.correction_bias:
-            self.correction = weights.take(f"{name}.e_score_correction_bias", shape[:1], dtype=torch.float32)
+            self.correction = weights.keep(f"{name}.e_score_correction_bias", shape[:1], dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, E] -> ids [T, A] and weights [T, A] in float32."""

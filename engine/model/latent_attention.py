@@ -40,14 +40,14 @@ class LatentAttention:
         if latent.query_rank:
             names, sizes = [f"{prefix}.q_a_proj"], [latent.query_rank]
             self.query_down = Linear(weights, names, sizes, spec.hidden_size, bias)
-            self.query_norm = weights.take(
+            self.query_norm = weights.keep(
                 f"{prefix}.q_a_layernorm.weight", (latent.query_rank,), dtype=torch.float32
             )
             query_name, query_inputs = "q_b_proj", latent.query_rank
         self.query_up = Linear(weights, [f"{prefix}.{query_name}"], [query_size], query_inputs, False)
         down_size = latent.kv_rank + latent.rope_dim
         self.down = Linear(weights, [f"{prefix}.kv_a_proj_with_mqa"], [down_size], spec.hidden_size, bias)
-        self.latent_norm = weights.take(
+        self.latent_norm = weights.keep(
             f"{prefix}.kv_a_layernorm.weight", (latent.kv_rank,), dtype=torch.float32
         )
         up_shape = (spec.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)

@@ -92,7 +92,7 @@ class Norm:
     def __init__(self, weights: WeightReader, name: str, size: int, spec: ModelSpec) -> None:
         self._backend = weights.kernels.norm
         self._rounds = isinstance(self._backend, QuantizingNorm)
-        weight = weights.take(f"{name}.weight", (size,), dtype=torch.float32)
+        weight = weights.keep(f"{name}.weight", (size,), dtype=torch.float32)
         self.weight = weight + 1.0 if spec.norm_offset else weight
         self.eps = spec.norm_eps
 
@@ -142,7 +142,7 @@ class Attention:
             self.k_norm = Norm(weights, f"{prefix}.k_norm", sizes[1] if whole else spec.head_dim, spec)
         self.sinks: Tensor | None = None
         if spec.attention_sinks:
-            self.sinks = weights.take(f"{prefix}.sinks", (spec.num_heads,), dtype=torch.float32)
+            self.sinks = weights.keep(f"{prefix}.sinks", (spec.num_heads,), dtype=torch.float32)
 
     @property
     def entry(self) -> Linear:

@@ -1,7 +1,8 @@
 """Reads weights: layers ask for tensors by name and shape, and what nobody asked for is an error.
 
 Files are memory-mapped; each tensor is converted to the target type and device once and alone, so the peak is
-the model plus one tensor.
+the model plus one tensor. A tensor that needs no conversion is a part of the mapping, which stays as long as
+one of them lives; where weights are packed, what stays is copied instead, and the mapping goes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, WeightFormat
 from engine.kernels.linear.formats import stack
+from engine.kernels.paged_cache.memory import empty_on_huge_pages
 from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.checkpoint import TensorHeader, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
@@ -58,8 +60,11 @@ class WeightReader:
         scheme: Scheme | None = None,
         config: EngineConfig | None = None,
         kernels: Kernels | None = None,
+        is_packed: bool = False,
     ) -> None:
+        """`is_packed`: weights of linear layers are copied by those who take them, and let go."""
         self.folder = folder
+        self._is_packed = is_packed
         self.scheme = scheme
         self.config = config or EngineConfig()
         # What the layers that are built from these weights compute with.
@@ -86,6 +91,14 @@ class WeightReader:
         """The tensor `name`, converted. Raises CheckpointError when it is missing or of another shape."""
         tensor = self.stored(name, shape)
         return tensor.to(dtype or self.dtype) if tensor.dtype.is_floating_point else tensor
+
+    def keep(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
+        """As `take`, for a tensor that is used as it is while the model lives."""
+        stored = self.stored(name, shape)
+        tensor = stored.to(dtype or self.dtype)
+        if not self._is_packed or tensor.data_ptr() != stored.data_ptr():
+            return tensor
+        return empty_on_huge_pages(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
     def linear(
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, calibrates: bool = False

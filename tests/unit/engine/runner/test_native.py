@@ -163,6 +163,19 @@ def test_the_bundled_model(kv_dtype: str) -> None:
     assert [job.output for job in ours] == [job.output for job in theirs]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", LOWERED)
+def test_packed_weights_leave_nothing_of_the_file_in_memory(tmp_path: Path, family: str, dtype: str) -> None:
+    model_type, changes = LOWERED[family]
+    make_checkpoint(tmp_path, model_type, **changes)
+    runner = open_runner(tmp_path, native="required", dtype=dtype)
+    try:
+        assert isinstance(runner.model, NativeDecoder)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        runner.close()
+
+
 def assert_near(ours: Job, theirs: Job, tolerance: float) -> None:
     """The log-probabilities of tokens that both report."""
     for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
