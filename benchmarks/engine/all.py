@@ -131,6 +131,17 @@ def _window(rows: Rows) -> list[Line]:
     ]
 
 
+def _waves(rows: Rows) -> list[Line]:
+    return [
+        (
+            f"tokens/s, ITL p99, {ours['clients']} clients with {ours['requests each']} requests each",
+            f"{whole['output tokens/s']:.3g}, {whole['ITL p99 ms']:.3g} ms",
+            f"{ours['output tokens/s']:.3g}, {ours['ITL p99 ms']:.3g} ms",
+        )
+        for whole, ours in zip(rows[::2], rows[1::2], strict=True)
+    ]
+
+
 def _process_split(rows: Rows) -> list[Line]:
     return [
         (
@@ -144,6 +155,7 @@ def _process_split(rows: Rows) -> list[Line]:
 
 BENCHMARKS: dict[str, Callable[[Rows], list[Line]]] = {
     "burst": _burst,
+    "waves": _waves,
     "convoy": _convoy,
     "fairness": _fairness,
     "tiers": _tiers,

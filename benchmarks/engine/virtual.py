@@ -146,7 +146,7 @@ def simulate(
     while (queue or scheduler.has_work) and (stop_s is None or now < stop_s):
         while queue and queue[0][0] <= now:
             _, index, arrival = heapq.heappop(queue)
-            scheduler.submit(_request(index, arrival, rng), now)
+            scheduler.submit(new_request(index, arrival, rng), now)
             refusals = scheduler.take_events()
             _book(refusals, served, now)
             served[index].accepted = not refusals
@@ -154,7 +154,7 @@ def simulate(
         if plan.scheduled:
             now += device.seconds(plan)
         if plan.scheduled or plan.released:
-            scheduler.update(_result(plan), now)
+            scheduler.update(plan_result(plan), now)
         elif queue:
             now = max(now, queue[0][0])
         _book(scheduler.take_events(), served, now)
@@ -175,7 +175,7 @@ def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
             one.num_preemptions = event.statistics.num_preemptions
 
 
-def _request(index: int, arrival: Arrival, rng: random.Random) -> Request:
+def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
     at = arrival.at_s
     return Request(
         request_id=index,
@@ -195,7 +195,7 @@ def _request(index: int, arrival: Arrival, rng: random.Random) -> Request:
     )
 
 
-def _result(plan: SchedulerOutput) -> StepResult:
+def plan_result(plan: SchedulerOutput) -> StepResult:
     results = tuple(
         SequenceResult(row.sequence_id, (_TOKEN,) if row.samples else ()) for row in plan.scheduled
     )

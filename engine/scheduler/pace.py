@@ -8,7 +8,7 @@ import math
 _ALPHA = 0.1
 # Tokens from which on a chunk is computed about as fast per token as a larger one, on any device that is slow
 # enough for a step to be cut by time: the rows that decode beside it are computed in any case.
-LEAST_CHUNK_TOKENS = 32
+LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
