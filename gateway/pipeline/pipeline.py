@@ -322,6 +322,9 @@ class Pipeline:
         meter = generation.meter
         if meter.ticket is not None:
             meter.ticket.ended()
+        if generation.num_engines_lost:
+            # Seldom, and whoever looks for it looks at once.
+            self._note_continuations(call, generation, outcome)
         self._deferred.call(self._tell, call, generation, outcome, usage, End.now())
 
     def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
@@ -331,8 +334,6 @@ class Pipeline:
             self._telemetry.record(
                 names.GATEWAY_STREAM, start_s=first_s, end_s=end.monotonic_s, parent=call.span
             )
-        if generation.num_engines_lost:
-            self._note_continuations(call, generation, outcome)
         self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome, usage, end)
 
     def _note_continuations(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
