@@ -107,7 +107,10 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
 
 #if !defined(__AVX512BF16__)
 #if defined(__AVX512F__)
-// Seven to twelve rows in one tile, two vectors of columns at a time. By blocks of inputs, whose weights the second
+// Most rows of one tile that leaves no expanded weights: twelve took half again as long as two tiles.
+constexpr int64_t kMostInOneTile = 8;
+
+// Seven or eight rows in one tile, two vectors of columns at a time. By blocks of inputs, whose weights the second
 // half of the columns finds in the second cache.
 inline void one_tile_panel(const float* rows, int64_t stride, int64_t num_rows, const uint16_t* panel, int64_t width,
                            int64_t inputs, float* totals, const Fetch& fetch) {
@@ -129,14 +132,8 @@ inline void one_tile_panel(const float* rows, int64_t stride, int64_t num_rows, 
                                  totals + column, begin == 0, next, ahead / 2);
     }
   };
-  switch (num_rows) {
-    case 7: return with(std::integral_constant<int, 7>());
-    case 8: return with(std::integral_constant<int, 8>());
-    case 9: return with(std::integral_constant<int, 9>());
-    case 10: return with(std::integral_constant<int, 10>());
-    case 11: return with(std::integral_constant<int, 11>());
-    default: return with(std::integral_constant<int, 12>());
-  }
+  if (num_rows == 7) return with(std::integral_constant<int, 7>());
+  with(std::integral_constant<int, 8>());
 }
 #endif
 
@@ -255,7 +252,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
 #if !defined(__AVX512BF16__)
 #if defined(__AVX512F__)
-        if (num_rows > kFewRows && num_rows <= 2 * kFewRows) {
+        if (num_rows > kFewRows && num_rows <= kMostInOneTile) {
           one_tile_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
           break;
         }
