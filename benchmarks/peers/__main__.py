@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.peers import llama_cpp, openvino, vllm_cpu
+from benchmarks.peers import llama_cpp, openvino, transformers, vllm_cpu
 from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
@@ -38,6 +38,7 @@ PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
     "vllm": vllm_cpu.prepare,
     "openvino": openvino.prepare,
     "llama.cpp-bf16": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "bf16"),
+    "transformers": transformers.prepare,
     "llama.cpp-q8_0": lambda folder, checkpoint: llama_cpp.prepare(folder, checkpoint, "q8_0"),
 }
 
