@@ -148,6 +148,8 @@ class ChatTemplates:
         self._templates: dict[str, jinja2.Template] = {}
         # Variables that each template reads.
         self._read: dict[str, frozenset[str]] = {}
+        # Roles of messages whose name each template does not write, as far as a trial shows.
+        self._nameless: dict[str, frozenset[Role]] = {}
         for name, source in templates.items():
             try:
                 self._templates[name] = environment.from_string(source)
@@ -161,6 +163,7 @@ class ChatTemplates:
         self._knows_developer = "developer" in source
         self._reasons = THINK_CLOSE in source
         self._shape = self._find_shape()
+        self._nameless = {name: self._find_nameless(name) for name in self._templates}
         # Whether the default template writes what users say as it is, as far as a trial shows.
         self.writes_user_turns = self._find_user_turns()
 
@@ -171,6 +174,7 @@ class ChatTemplates:
         """
         name = self._choose(conversation)
         self._refuse_unread(conversation, self._read[name])
+        self._refuse_names(conversation, self._nameless[name])
         template = self._templates[name]
         messages = [self._message(message, self._shape) for message in conversation.messages]
         variables = self._variables(conversation)
@@ -217,6 +221,30 @@ class ChatTemplates:
             return False
         return all(text in written for text in texts)
 
+    def _find_nameless(self, template: str) -> frozenset[Role]:
+        nameless = set()
+        for role in (Role.SYSTEM, Role.DEVELOPER, Role.USER, Role.ASSISTANT):
+            named = Message(role=role, content="probe", name="probe_name")
+            question = Message(role=Role.USER, content="q")
+            messages = {
+                Role.USER: (named,),
+                Role.ASSISTANT: (question, named, question),
+            }.get(role, (named, question))
+            variables = self._variables(Conversation(messages=messages))
+            variables["add_generation_prompt"] = True
+            try:
+                rendered = self._run(
+                    self._templates[template],
+                    [self._message(each, self._shape) for each in messages],
+                    variables,
+                )
+            except MillraceError:
+                # Not a conversation for this template: nothing is known.
+                continue
+            if "probe" in rendered and "probe_name" not in rendered:
+                nameless.add(role)
+        return frozenset(nameless)
+
     def _choose(self, conversation: Conversation) -> str:
         name = conversation.template_name
         if not name:
@@ -233,6 +261,16 @@ class ChatTemplates:
                 field="conversation.template_name" if conversation.template_name else "messages",
             )
         return name
+
+    def _refuse_names(self, conversation: Conversation, nameless: frozenset[Role]) -> None:
+        """Who speaks would stay unknown to the model. A tool's name says what its call's id says already."""
+        for index, message in enumerate(conversation.messages):
+            if message.name and message.role in nameless:
+                raise _unread(
+                    f"messages[{index}].name",
+                    f"does not write the names of {message.role.value} messages; leave it out, or put the "
+                    "name into the content",
+                )
 
     def _refuse_unread(self, conversation: Conversation, read: frozenset[str]) -> None:
         """What the template does not read would have no effect. Tools have one: calls of them are parsed."""

@@ -185,6 +185,48 @@ def test_options_that_are_read_or_change_nothing_are_taken(
     assert text.templates.render(conversation(QUESTION, template_options=options)) == "q"
 
 
+NAMED = (
+    "{% for each in messages %}{{ each.role }}"
+    "{% if each.role != 'system' and each.name is defined %} {{ each['name'] }}{% endif %}"
+    ": {{ each.content }};{% endfor %}"
+)
+
+
+def test_names_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    named = {"role": "user", "content": "q", "name": "ann"}
+    text = Text(make("chatml", tmp_path))
+    with pytest.raises(MillraceError) as caught:
+        text.templates.render(conversation([{"role": "system", "content": "s"}, named]))
+    assert caught.value.reason is Reason.UNSUPPORTED_FIELD
+    assert caught.value.field == "conversation.messages[1].name"
+    assert "names of user messages" in caught.value.message
+
+
+def test_each_role_has_its_own_place_for_a_name(tmp_path: Path) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), NAMED))
+    messages = [
+        {"role": "user", "content": "q", "name": "ann"},
+        {"role": "assistant", "content": "a", "name": "bob"},
+    ]
+    assert text.templates.render(conversation(messages)) == "user ann: q;assistant bob: a;"
+    with pytest.raises(MillraceError) as caught:
+        text.templates.render(conversation([{"role": "system", "content": "s", "name": "eve"}, *messages]))
+    assert caught.value.field == "conversation.messages[0].name"
+
+
+def test_a_tools_name_is_taken_by_every_template(tmp_path: Path) -> None:
+    text = Text(write(tmp_path, byte_level(CHATML), "{{ messages[-1].content }}"))
+    tool = {"role": "tool", "content": "r", "tool_call_id": "c", "name": "add"}
+    assert text.templates.render(conversation([*QUESTION, tool])) == "r"
+
+
+def test_nothing_is_refused_where_the_template_takes_no_such_trial(tmp_path: Path) -> None:
+    two = "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}{{ messages[0].name }}"
+    text = Text(write(tmp_path, byte_level(CHATML), two))
+    named = {"role": "user", "content": "q", "name": "ann"}
+    assert text.templates.render(conversation([named] * 4)) == "ann"
+
+
 def test_options_cannot_replace_what_the_service_sets(tmp_path: Path) -> None:
     text = Text(make("chatml", tmp_path))
     with pytest.raises(MillraceError, match="add_generation_prompt"):
