@@ -93,6 +93,14 @@ class Worker:
             os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
             os.sched_setscheduler(self._pid, policy, os.sched_param(0))
 
+    def stop(self) -> None:
+        """It does not compute until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Takes `stop` back."""
+        self._signal(signal.SIGCONT)
+
     def processor_s(self) -> float:
         """Processor time that it has used so far."""
         try:
@@ -119,12 +127,15 @@ class Worker:
         """Ends the process; again does no harm. How soon it is gone depends on its priority."""
         if self._handle < 0:
             return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         # Not `close`, which would wait until it has read all that was written.
         self._transport.abort()
         os.close(self._handle)
         self._handle = -1
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
 
 
 class Nursery:

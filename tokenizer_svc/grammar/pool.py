@@ -4,7 +4,8 @@ One request runs in one process at a time. A process that exceeds its time is ki
 memory dies; either way the sender is told why. What takes longer than most computes at low priority from then
 on, and counts against its tenant's account. Who is in debt is served by processes of the lowest priority,
 which run only when nothing else wants to and are kept for such work, so that nothing has to be started anew.
-A tenant uses one worker at a time while others wait.
+A tenant uses one worker at a time while others wait. Of its long work one part computes, the rest is stopped
+meanwhile: what is quick passes it, and others meet one of its workers, not all.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ class _Job(msgspec.Struct, eq=False):
     done: asyncio.Future[WorkerReply]
     # Whether it has lost its ordinary priority, or is done.
     stale: bool = False
+    # The process that computes it, once it has turned out to be long.
+    worker: Worker | None = None
+    # Since when it is stopped in favour of its tenant's other long work (None: it is not), and for how long
+    # it was before.
+    held_at_s: float | None = None
+    held_s: float = 0.0
+
+    def total_held_s(self) -> float:
+        now_s = time.monotonic()
+        return self.held_s + (0.0 if self.held_at_s is None else now_s - self.held_at_s)
 
 
 class WorkerPool:
@@ -71,6 +82,10 @@ class WorkerPool:
         # most half of the machine.
         self._fresh: dict[str, int] = {}
         self._max_fresh = max(1, (os.cpu_count() or 1) // 2)
+        # Long jobs of each tenant in the order in which they turned out to be; so many of them compute, the
+        # others are stopped.
+        self._long: dict[str, list[_Job]] = {}
+        self._max_long = max(1, (os.cpu_count() or 1) // 4)
         self._accounts = Accounts()
         self._num_charges = 0
         self._nursery = Nursery(setup)
@@ -220,6 +235,7 @@ class WorkerPool:
                 job.done.set_result(reply)
         finally:
             self._no_longer_fresh(job)
+            self._no_longer_long(job)
             self._running[job.tenant] -= 1
             if not self._running[job.tenant]:
                 del self._running[job.tenant]
@@ -265,6 +281,9 @@ class WorkerPool:
             left_s = max(left_s, _PATIENCE_S / 4) if left_s > 0 else 0.0
         worker.give_way()
         self._no_longer_fresh(job)
+        job.worker = worker
+        self._long.setdefault(job.tenant, []).append(job)
+        self._hold(job.tenant)
         self._dispatch()
         await asyncio.sleep(max(0.0, self._accounts.left_s(job.tenant)))
         worker.give_way(wholly=True)
@@ -276,6 +295,27 @@ class WorkerPool:
         self._fresh[job.tenant] -= 1
         if not self._fresh[job.tenant]:
             del self._fresh[job.tenant]
+
+    def _no_longer_long(self, job: _Job) -> None:
+        jobs = self._long.get(job.tenant, [])
+        if job not in jobs:
+            return
+        jobs.remove(job)
+        if jobs:
+            self._hold(job.tenant)
+        else:
+            del self._long[job.tenant]
+
+    def _hold(self, tenant: str) -> None:
+        for place, job in enumerate(self._long[tenant]):
+            held = place >= self._max_long
+            assert job.worker is not None
+            if held and job.held_at_s is None:
+                job.held_at_s = time.monotonic()
+                job.worker.stop()
+            elif not held and job.held_at_s is not None:
+                job.held_s, job.held_at_s = job.total_held_s(), None
+                job.worker.go_on()
 
     async def _within_limit(self, worker: Worker, job: _Job) -> bytearray:
         used_before_s, began_s = worker.processor_s(), time.monotonic()
@@ -291,7 +331,8 @@ class WorkerPool:
                     # Whoever asked is gone.
                     break
                 left_s = job.limit_s - (worker.processor_s() - used_before_s)
-                wait_s = min(left_s, began_s + job.limit_s * _MAX_STRETCH - time.monotonic())
+                until_s = began_s + job.limit_s * _MAX_STRETCH + job.total_held_s()
+                wait_s = min(left_s, until_s - time.monotonic())
                 if left_s < job.limit_s / 20:
                     break
             raise TimeoutError

@@ -17,6 +17,7 @@ from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler
+from tokenizer_svc.grammar.nursery import Worker
 from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, WorkerSetup
 from tokenizer_svc.types import JsonSchemaFormat
@@ -248,6 +249,44 @@ async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
         assert all(reply.refused is not None for reply in await asyncio.gather(*running))
         await asked(pool)
         assert not pool._fresh
+    finally:
+        await pool.close()
+
+
+def state(worker: Worker) -> str:
+    """Of the process, as the kernel says it: R, S, T (stopped), ..."""
+    with open(f"/proc/{worker._pid}/stat", encoding="ascii") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
+async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it() -> None:
+    pool = WorkerPool(CompileConfig(workers=4, time_limit_s=1.0), SETUP)
+    pool._max_fresh = pool._max_long = 1
+    await pool.start()
+    try:
+        slow_ones = [asyncio.ensure_future(pool.run(slow(30 + each), tenant="a")) for each in range(2)]
+        async with asyncio.timeout(10):
+            while len(pool._long.get("a", ())) < 2:
+                await asyncio.sleep(0.001)
+        first, second = (job.worker for job in pool._long["a"])
+        assert first is not None
+        assert second is not None
+        async with asyncio.timeout(10):
+            while state(second) != "T":
+                await asyncio.sleep(0.001)
+        assert state(first) != "T"
+        assert (await pool.run(QUICK, tenant="a")).built is not None
+        assert not any(task.done() for task in slow_ones)
+        # The second has all of its time once the first is done; to be stopped costs it none.
+        await asyncio.wait(slow_ones, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.done() for task in slow_ones] == [True, False]
+        used_s = second.processor_s()
+        async with asyncio.timeout(10):
+            while second.processor_s() <= used_s:
+                await asyncio.sleep(0.001)
+        assert all(reply.refused is not None for reply in await asyncio.gather(*slow_ones))
+        await asked(pool)
+        assert not pool._long
     finally:
         await pool.close()
 
