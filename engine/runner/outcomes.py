@@ -5,6 +5,7 @@ Shape letters: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.runner.inputs import StepInputs
-from engine.runner.sequence_table import SequenceTable
+from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.verification import LogitRows, confirmed
 from engine.sampling.grammar import GrammarError, GrammarMasks
 from engine.sampling.logprobs import token_logprobs
@@ -65,18 +66,23 @@ def _conclude_one(
     tokens = confirmed(sequence.draft_token_ids, step.drawn.tokens[rows].tolist())
     num_confirmed = len(tokens) - 1
     used = slice(rows.start, rows.start + len(tokens))
+    field, matcher = "", state.matcher
     if not problem and not step.drawn.finite[used].all():
         problem = "the model's logits are not finite"
-    elif not problem and not step.drawn.allowed[used].all():
-        problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
-    if not problem and state.matcher is not None:
+    allowed = step.drawn.allowed[used]
+    if not allowed.all():
+        tokens = tokens[: int(allowed.argmin())]
+    if not problem and matcher is not None:
         try:
-            tokens = tokens[: state.matcher.accept(tokens)]
+            tokens = tokens[: matcher.accept(tokens)]
         except GrammarError as error:
             problem = str(error)
+    # Behind the grammar's end, where drafts lead as well, nothing has to be allowed.
+    if not problem and not allowed.all() and not (matcher is not None and matcher.finished):
+        problem, field = no_token_allowed(state)
     if problem:
         state.failure = problem
-        return SequenceResult(sequence.sequence_id, (), failure=problem)
+        return SequenceResult(sequence.sequence_id, (), failure=problem, failure_field=field)
     return SequenceResult(
         sequence.sequence_id,
         tokens,
@@ -84,6 +90,26 @@ def _conclude_one(
         num_drafted=len(sequence.draft_token_ids),
         num_accepted=min(num_confirmed, len(tokens)),
         grammar_s=grammar_s if state.matcher is not None else 0.0,
+    )
+
+
+def no_token_allowed(state: SequenceState) -> tuple[str, str]:
+    """What to say when masks leave a sequence no token, and the option that is to blame, if it is one."""
+    excluding = [
+        name
+        for name, given in (
+            ("allowed_token_ids", bool(state.sampling.allowed_token_ids)),
+            ("logit_bias", -math.inf in state.sampling.logit_bias.values()),
+        )
+        if given
+    ]
+    if not excluding:
+        return "the grammar allows no token", ""
+    others = [*excluding[1:], *(["the grammar"] if state.matcher is not None else [])]
+    return (
+        f"no token is allowed by it and by {' and '.join(others) or 'the model'} at this place of the "
+        "answer; allow tokens that can continue it, or leave one of them out",
+        f"sampling.{excluding[0]}",
     )
 
 

@@ -49,7 +49,7 @@ class ResultHandler:
             if not failure and row.samples and not outcome.token_ids:
                 failure = "the runner returned no token"
             if failure:
-                self._state.fail_group(sequence.group, poisoned(failure))
+                self._state.fail_group(sequence.group, _refusal(failure, outcome.failure_field))
                 continue
             sequence.num_steps += 1
             sequence.grammar_s += outcome.grammar_s
@@ -190,6 +190,13 @@ class ResultHandler:
         taken = tuple(sequence.prompt_logprobs)
         sequence.prompt_logprobs.clear()
         return taken
+
+
+def _refusal(cause: str, field: str) -> RequestFailure:
+    """The error of a sequence that cannot go on: by the option's name where one is to blame."""
+    if not field:
+        return poisoned(cause)
+    return RequestFailure(reason="INVALID_ARGUMENT", message=f"{field}: {cause}", field=field)
 
 
 def poisoned(cause: str) -> RequestFailure:

@@ -91,6 +91,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int = 0
     num_accepted: int = 0
     grammar_s: float = 0.0
+    # The option of the request that `failure` comes from; empty when nothing that was asked for is to blame.
+    failure_field: str = ""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

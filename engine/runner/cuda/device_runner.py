@@ -29,6 +29,7 @@ from engine.runner.cuda.pending import DeviceStep, LogprobsOnTheWay
 from engine.runner.cuda.staging import NUM_BUFFERS, Mark, pinned
 from engine.runner.halving import halves, joined
 from engine.runner.inputs import prepare_inputs
+from engine.runner.outcomes import no_token_allowed
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.torch_runner import TorchRunner
 from engine.sampling.grammar import GrammarError
@@ -354,11 +355,11 @@ class DeviceRunner(TorchRunner):
         report: tuple[TokenLogprobs, ...],
     ) -> SequenceResult:
         state, sequence_id = step.states[row], step.sequence_ids[row]
-        problem = step.grammar_problems.get(row, "") or state.failure
+        problem, field = step.grammar_problems.get(row, "") or state.failure, ""
         if not problem and not finite:
             problem = "the model's logits are not finite"
         elif not problem and not allowed:
-            problem = "no token is allowed: grammar, allowed_token_ids and logit_bias exclude each other"
+            problem, field = no_token_allowed(state)
         matcher = state.matcher
         if not problem and matcher is not None:
             try:
@@ -367,7 +368,7 @@ class DeviceRunner(TorchRunner):
                 problem = str(error)
         if problem:
             state.failure = problem
-            return SequenceResult(sequence_id, (), failure=problem)
+            return SequenceResult(sequence_id, (), failure=problem, failure_field=field)
         return SequenceResult(
             sequence_id,
             (token,),
