@@ -24,7 +24,7 @@ from gateway.http.errors import error_event, unexpected
 from gateway.http.events import DONE, ChatEvents, CompletionEvents
 from gateway.http.exchange import Exchange
 from gateway.http.fields import WARNING_HEADER, check_unserved
-from gateway.http.requests import CommonBody
+from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
@@ -96,7 +96,7 @@ class GenerateEndpoints:
             exchange.respond(200, _encode(answer))
 
     def _warn(self, exchange: Exchange, body: CommonBody) -> None:
-        for warning in check_unserved(body):
+        for warning in [*check_unserved(body), *yielding(body)]:
             exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
 
     async def _stream(

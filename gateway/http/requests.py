@@ -145,6 +145,13 @@ def check_common(body: CommonBody) -> None:
         raise invalid("allowed_token_ids", "it is empty, so nothing could follow; leave it out")
 
 
+def yielding(body: CommonBody) -> list[str]:
+    """Warnings for fields that something else in the body overrules."""
+    if body.min_tokens and response_format(body)[0] is not None:
+        return ["min_tokens has no effect where the constraint leaves nothing but the answer's end"]
+    return []
+
+
 def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, str]:
     """Labels kept with the ledger entry: metadata, and the client's own ids of its users, which are bounded
     like it.

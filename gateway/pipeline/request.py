@@ -195,7 +195,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         known = self.field_names.get(head, head)
         if head == "response_format" and known != head:
             # The face has several names for a constraint, and has put down the one that was used.
-            return known
+            return name if name.startswith(f"{known}.") else known
         for part, own in self.field_parts.items():
             rest = rest.replace(part, own)
         return known + rest

@@ -10,6 +10,7 @@ from gateway.pipeline.request import (
     ChoiceFormat,
     Conversation,
     GenerationRequest,
+    JsonSchemaFormat,
     Message,
     Role,
     TextPrompt,
@@ -33,7 +34,8 @@ MAX_PROMPT_CACHE_KEY = 256
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
 
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Of tools and of schemas, as OpenAI has it.
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # Field: (lowest, highest).
 RANGES: dict[str, tuple[float, float]] = {
@@ -234,7 +236,7 @@ def _check_tool_choice(request: GenerationRequest, conversation: Conversation) -
     choice = conversation.tool_choice
     names = [tool.name for tool in conversation.tools]
     for index, name in enumerate(names):
-        if not _TOOL_NAME.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise refuse(
                 request,
                 f"tools[{index}].function.name",
@@ -258,7 +260,28 @@ def _check_tool_choice(request: GenerationRequest, conversation: Conversation) -
 
 def _check_format(request: GenerationRequest) -> None:
     format_ = request.response_format
+    if request.sampling.ignore_eos and _constrained(request):
+        raise refuse(
+            request,
+            "ignore_eos",
+            "it has no effect beside a constraint, which says where the answer ends; leave one of them out",
+        )
+    if isinstance(format_, JsonSchemaFormat) and format_.name and not _NAME.fullmatch(format_.name):
+        field = f"{request.field('response_format')}.name"
+        raise MillraceError(
+            Reason.INVALID_ARGUMENT,
+            f"{field}: {format_.name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
+            field=field,
+        )
     if isinstance(format_, ChoiceFormat) and not all(format_.options):
         raise refuse(request, "response_format", "an option is empty")
     if isinstance(format_, ChoiceFormat) and not format_.options:
         raise refuse(request, "response_format", "no options are given")
+
+
+def _constrained(request: GenerationRequest) -> bool:
+    """Whether a grammar decides where the answer ends."""
+    if request.response_format is not None:
+        return True
+    choice = request.prompt.tool_choice if isinstance(request.prompt, Conversation) else None
+    return choice is not None and choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)

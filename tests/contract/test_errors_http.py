@@ -13,6 +13,7 @@ from tests.unit.gateway.rig.deployment import Deployment, deployed
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -80,6 +81,27 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"beam_width": 2, "logit_bias": {"7": 1}}, Reason.INVALID_ARGUMENT, "logit_bias"),
     ({"beam_width": 2, "repetition_penalty": 1.1}, Reason.INVALID_ARGUMENT, "repetition_penalty"),
     ({"allowed_token_ids": []}, Reason.INVALID_ARGUMENT, "allowed_token_ids"),
+    (
+        {"ignore_eos": True, "response_format": {"type": "json_object"}},
+        Reason.INVALID_ARGUMENT,
+        "ignore_eos",
+    ),
+    ({"ignore_eos": True, "guided_regex": "a"}, Reason.INVALID_ARGUMENT, "ignore_eos"),
+    (
+        {"ignore_eos": True, "tools": [TOOL], "tool_choice": "required"},
+        Reason.INVALID_ARGUMENT,
+        "ignore_eos",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n" * 65, "schema": {}}}},
+        Reason.INVALID_ARGUMENT,
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        Reason.INVALID_ARGUMENT,
+        "response_format.json_schema.name",
+    ),
     (
         {"response_format": {"type": "json_object"}, "guided_regex": "a"},
         Reason.INVALID_ARGUMENT,
@@ -179,6 +201,26 @@ async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) ->
     warnings = response.headers.get_list("x-millrace-warning")
     assert len(warnings) == 1
     assert warnings[0].startswith("prompt_cache_retention ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [({}, 0), ({"response_format": {"type": "json_object"}}, 1), ({"response_format": {"type": "text"}}, 0)],
+)
+async def test_min_tokens_beside_a_constraint_is_said_to_yield(
+    stack: Deployment, extra: dict[str, Any], expected: int
+) -> None:
+    response = await stack.chat(min_tokens=2, **extra)
+    assert response.status_code == 200
+    warnings = response.headers.get_list("x-millrace-warning")
+    assert [each.split()[0] for each in warnings] == ["min_tokens"] * expected
+
+
+@pytest.mark.parametrize("extra", [{"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}])
+async def test_ignore_eos_is_taken_where_nothing_constrains_the_answer(
+    stack: Deployment, extra: dict[str, Any]
+) -> None:
+    assert (await stack.chat(ignore_eos=True, **extra)).status_code == 200
 
 
 async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Deployment) -> None:

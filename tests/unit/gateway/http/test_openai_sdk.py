@@ -203,6 +203,7 @@ async def test_headers_of_answers_and_of_refusals() -> None:
         ("sampling.max_tokens", {"max_tokens": 9}, "max_tokens"),
         ("max_tokens", {"max_completion_tokens": 9}, "max_completion_tokens"),
         ("sampling.logprobs", {}, "top_logprobs"),
+        ("sampling.allowed_token_ids", {}, "allowed_token_ids"),
         ("prompt_token_ids", {}, "messages"),
         ("grammar", {}, "response_format"),
     ],
