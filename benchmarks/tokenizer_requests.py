@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf import struct_pb2
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
@@ -18,6 +17,8 @@ from services.context import sign
 
 SECRET = "benchmark secret of at least 16"
 _MAX_GRAMMAR_BYTES = 1024 * 1024
+# Of the bundled checkpoint's template.
+_OPTION = "enable_thinking"
 _WORDS = "the rain in spain stays mainly in the plain, 17 of 42 times; 雨 and Grüße too. "
 
 Request = tokenizer_pb2.PrepareRequest
@@ -143,16 +144,30 @@ def hostile_schemas(number: int) -> dict[str, Request]:
     return {**requests, "tools": tools}
 
 
+def _calls(number: int, num_calls: int) -> Request:
+    """A history of so many calls of a tool and their results, which templates write as JSON."""
+    request = Request(conversation=_chat(f"{number}"))
+    messages = request.conversation.messages
+    for each in range(num_calls):
+        asked = messages.add(role=chat_pb2.ROLE_ASSISTANT)
+        arguments = {f"argument {name}": [number, each, _WORDS] for name in range(5)}
+        asked.tool_calls.add(id=f"c{each}", name="weather", arguments_json=json.dumps(arguments))
+        messages.add(role=chat_pb2.ROLE_TOOL, tool_call_id=f"c{each}", content=f"{each} {_WORDS}")
+    return request
+
+
 def hostile_inputs(number: int) -> dict[str, Request]:
-    """Prompts, histories, control tokens, tools, options and documents as large as they may be."""
+    """Prompts, histories, control tokens, calls, tools, their descriptions, an option: as large as may be."""
     megabytes = (_WORDS * 14_000)[: 1 << 20]
-    documents = Request(conversation=_chat("x"))
+    # An option that the bundled template reads: unknown ones are refused before anything is rendered.
     options = Request(conversation=_chat("x"))
-    options.conversation.template_options.update({f"o{each}": [number, each] for each in range(20_000)})
-    for each in range(2_000):
-        document = struct_pb2.Struct()
-        document.update({"title": f"{number}-{each}", "text": _WORDS * 3})
-        documents.conversation.documents.append(document)
+    options.conversation.template_options.update({_OPTION: [[number, each] for each in range(20_000)]})
+    descriptions = Request(conversation=_chat("x"))
+    for each in range(200):
+        descriptions.conversation.tools.add(
+            name=f"f{each}", description=f"{number}-{each} " + _WORDS * 100, parameters_json="{}"
+        )
+    descriptions.conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
     tools = Request(conversation=_chat("x"))
     for each in range(250):
         schema = {"properties": {f"{name}-{number}": {"type": "string"} for name in range(100)}}
@@ -164,7 +179,8 @@ def hostile_inputs(number: int) -> dict[str, Request]:
         "history": Request(conversation=_chat(*(f"{number}-{each}" + _WORDS * 10 for each in range(4000)))),
         "control tokens": Request(conversation=_chat(f"{number}" + "<|im_start|><think>" * 100_000)),
         "options": options,
-        "documents": documents,
+        "descriptions": descriptions,
+        "calls": _calls(number, 2_000),
         "tools": tools,
     }
 
@@ -182,11 +198,10 @@ def hostile_crumbs(number: int) -> dict[str, Request]:
     for each in range(200):
         schema = {"properties": {f"{number}{each}": {"type": "string"}}, "required": [f"{number}{each}"]}
         tools.conversation.tools.add(name=f"f{each}", parameters_json=json.dumps(schema))
-    documents = Request(conversation=_chat(f"{number}"))
-    for each in range(60):
-        document = struct_pb2.Struct()
-        document.update({"title": f"{number}-{each}", "text": _WORDS * 4})
-        documents.conversation.documents.append(document)
+    descriptions = Request(conversation=_chat(f"{number}"))
+    for each in range(40):
+        descriptions.conversation.tools.add(name=f"f{each}", description=f"{number}-{each} " + _WORDS * 3)
+    descriptions.conversation.tool_choice.mode = chat_pb2.TOOL_CHOICE_MODE_NONE
     options = [{"type": "object", "properties": {f"p{number}{each}": {"const": each}}} for each in range(60)]
     nested: dict[str, Any] = {"const": number}
     for _ in range(100):
@@ -197,7 +212,8 @@ def hostile_crumbs(number: int) -> dict[str, Request]:
     return {
         "messages": tiny,
         "tools": tools,
-        "documents": documents,
+        "descriptions": descriptions,
+        "calls": _calls(number, 45),
         "ids": Request(encoded=tokenizer_pb2.EncodedPrompt(ids=list(range(300, 700)) * 300)),
         "text": Request(text=f"{number}" + quarter),
         "control tokens": Request(conversation=_chat(f"{number}" + "<|im_start|><think>" * 12_000)),
