@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from services.channels import MAX_MESSAGE_BYTES
 from services.errors import MillraceError, Reason
 from services.status import from_detail
 from services.streams.client import ClientStream, open_stream
@@ -147,7 +148,13 @@ class PrepareStream:
             if not calls:
                 # Nobody waits for them any more.
                 continue
-            stream.send(tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString())
+            message = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+            if len(message) <= MAX_MESSAGE_BYTES:
+                stream.send(message)
+                continue
+            # The service would end the stream, and with it everybody else's calls.
+            for call in calls:
+                _set_failure(self._open[call.id], _too_large(call.request))
 
     def _take(self, data: bytes) -> None:
         for each in tokenizer_pb2.PrepareStreamResponse.FromString(data).answers:
@@ -175,6 +182,16 @@ class PrepareStream:
 def _set_failure(answer: asyncio.Future[Any], failure: MillraceError) -> None:
     if not answer.done():
         answer.set_exception(failure)
+
+
+def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:
+    field = "messages" if request.HasField("conversation") else "prompt"
+    return MillraceError(
+        Reason.REQUEST_TOO_LARGE,
+        f"{field}: more than {MAX_MESSAGE_BYTES} bytes on their way to the tokenizer service, tools and "
+        "documents included; send less in one request",
+        field=field,
+    )
 
 
 def _give_up(answer: asyncio.Future[Any]) -> None:

@@ -14,6 +14,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from gateway.pipeline.request import TextPrompt
 from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams
+from services.channels import MAX_MESSAGE_BYTES
 from services.errors import MillraceError, Reason
 from services.server import GrpcServer
 from services.status import to_detail
@@ -117,6 +118,19 @@ async def test_nobody_waits_behind_a_large_request() -> None:
             assert service.num_streams == 2
         finally:
             await streams.close()
+
+
+async def test_what_the_service_would_not_take_is_refused_and_leaves_the_others_alone() -> None:
+    async with streaming() as (service, stream):
+        held = asyncio.ensure_future(prepare(stream, "holdhold"))
+        await service.holds.wait()
+        # Documents take several times the bytes that they have as JSON.
+        with pytest.raises(MillraceError) as refused:
+            await prepare(stream, "x" * MAX_MESSAGE_BYTES)
+        assert (refused.value.reason, refused.value.field) == (Reason.REQUEST_TOO_LARGE, "prompt")
+        service.released.set()
+        assert await held == [8]
+        assert service.num_streams == 1
 
 
 async def test_call_that_is_given_up_leaves_the_others_alone() -> None:
