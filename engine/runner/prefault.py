@@ -2,8 +2,8 @@
 
 A page is zeroed when it is first written, and on a virtual machine the host has to find it first: 6 ms for a
 huge page were measured, and the layers' pages fall due together, since every layer's cache grows by the same
-blocks. A thread of the lowest priority takes them while a core has nothing to do, a bounded way ahead of
-the blocks in use. A step that is quicker than the thread takes its pages itself.
+blocks. A thread takes them a bounded way ahead of the blocks in use. A step that is quicker than the thread
+takes its pages itself.
 
 Shape letters: N blocks.
 """
@@ -72,10 +72,13 @@ class Prefault:
         self._thread.join()
 
     def _work(self) -> None:
-        if hasattr(os, "SCHED_IDLE"):
+        if hasattr(os, "SCHED_BATCH"):
+            # It interrupts nobody when it wakes. But its weight stays that of the others: it holds the
+            # interpreter's lock now and then, and the kernel's lock of the address space in every call, and
+            # with a lower priority it would hold them for seconds where other processes take all cores.
             # A sandbox may forbid it. 0 is this thread.
             with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         step = max(1, min(_PIECE_BYTES // max(1, tensor[0].nbytes) for tensor in self._tensors))
         while True:
             with self._changed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +107,23 @@ def test_a_system_that_does_not_know_how_is_asked_once() -> None:
         made.use(500)
         assert made.num_blocks == 0
     assert len(asked) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="priorities of threads are Linux's")
+def test_what_holds_the_interpreters_lock_gets_its_share_of_a_busy_machine() -> None:
+    policies: list[tuple[int, int]] = []
+
+    def populate(address: int, num_bytes: int) -> bool:
+        thread = threading.get_native_id()
+        policies.append((os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)))
+        return False
+
+    with prefault(tensors(1), 100, populate):
+        until(lambda: bool(policies))
+    (policy, nice), *_ = policies
+    # Steps wait for its locks: one of a lower weight held them for seconds.
+    assert policy in {os.SCHED_BATCH, os.SCHED_OTHER}
+    assert nice <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_plan_moves_the_border() -> None:
