@@ -301,6 +301,9 @@ class WorkerPool:
         if job not in jobs:
             return
         jobs.remove(job)
+        if job.held_at_s is not None and job.worker is not None:
+            # It had answered when it was stopped: whoever is next must not find it so.
+            job.worker.go_on()
         if jobs:
             self._hold(job.tenant)
         else:

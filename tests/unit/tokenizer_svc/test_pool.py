@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -287,6 +288,38 @@ async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it
         assert all(reply.refused is not None for reply in await asyncio.gather(*slow_ones))
         await asked(pool)
         assert not pool._long
+    finally:
+        await pool.close()
+
+
+async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, stopped = Worker.stop, []
+
+    def stop_once_it_has_answered(worker: Worker) -> None:
+        # Meanwhile nobody reads the answer.
+        until_s = time.monotonic() + 20
+        while state(worker) != "S" and time.monotonic() < until_s:
+            time.sleep(0.001)
+        stop(worker)
+        stopped.append(worker)
+
+    monkeypatch.setattr(Worker, "stop", stop_once_it_has_answered)
+    pool = WorkerPool(CompileConfig(workers=2, time_limit_s=30.0), SETUP)
+    # As if other long work of the tenant's were before it.
+    pool._max_long = 0
+    await pool.start()
+    try:
+        pool._accounts.charge("a", 0.5)
+        inner = {"type": "object", "properties": {f"b{each}": {"type": "integer"} for each in range(20)}}
+        long = {"type": "object", "properties": {f"a{each}": inner for each in range(200)}}
+        assert (await pool.run(request(long), tenant="a")).built is not None
+        await asked(pool)
+        assert pool._idle_slow == stopped
+        async with asyncio.timeout(10):
+            while state(stopped[0]) == "T":
+                await asyncio.sleep(0.001)
     finally:
         await pool.close()
 
