@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import msgspec
@@ -11,7 +12,9 @@ import pytest
 from grpc_status import rpc_status
 from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2
+from sqlalchemy import select
 
+from gateway.ledger.tables import REQUESTS, open_ledger
 from services.context import CONTEXT_HEADER
 from services.errors import Reason
 from services.status import from_status
@@ -80,3 +83,27 @@ async def test_stream_within_the_drain_limit_finishes() -> None:
         await drained
         assert rest[-1] == "data: [DONE]"
         assert (await stack.chat()).status_code == 503
+
+
+async def test_requests_that_ended_just_before_the_gateway_stopped_are_in_the_ledger(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.sqlite"
+    async with deployed(tables={"gateway": {"ledger": {"url": url}}}) as stack:
+        for _ in range(3):
+            assert (await stack.chat()).status_code == 200
+        await stack.gateway.drain()
+    with open_ledger(url).connect() as connection:
+        assert len(connection.execute(select(REQUESTS)).all()) == 3
+
+
+async def test_requests_that_the_stop_itself_ends_are_in_the_ledger(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.sqlite"
+    tables = {"gateway": {"ledger": {"url": url}}}
+    async with deployed(endless(), tables=tables) as stack:
+        response = await stack.http.send(
+            stack.http.build_request("POST", "/v1/chat/completions", json=BODY), stream=True
+        )
+        await anext(response.aiter_lines())
+        await stack.gateway.stop()
+        await response.aclose()
+    with open_ledger(url).connect() as connection:
+        assert len(connection.execute(select(REQUESTS)).all()) == 1
