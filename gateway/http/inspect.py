@@ -16,6 +16,7 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.request import Conversation, GenerationRequest, TextPrompt
 from gateway.pipeline.validate import check_conversation
 from gateway.text.detokenizer import decode as decode_ids
+from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode
 MODELS_PREFIX = "/v1/models/"
@@ -99,9 +100,13 @@ class InspectEndpoints:
             check_conversation(request, prompt)
         else:
             prompt = TextPrompt(body.prompt or "")
-        ids = await self._pipeline().tokenizer.tokenize(
-            self._pipeline().model.served_name, prompt, add_special_tokens=body.add_special_tokens
-        )
+            request = GenerationRequest(model="", prompt=prompt)
+        try:
+            ids = await self._pipeline().tokenizer.tokenize(
+                self._pipeline().model.served_name, prompt, add_special_tokens=body.add_special_tokens
+            )
+        except MillraceError as error:
+            raise request.tell(error) from error
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._pipeline().fleet.max_model_len or None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -42,6 +42,13 @@ _DECODERS = {
 }
 
 
+# Of documents and of template options. Protobuf reads no message that is nested more than a hundred levels
+# deep, of which each level here takes up to three: the service would end the stream, and everybody's calls
+# with it. A value takes Python some microseconds.
+_MAX_NESTING = 16
+_MAX_VALUES = 16 * 1024
+
+
 def conversation_fields(conversation: Conversation) -> dict[str, Any]:
     """The fields of a conversation's message, those alone that say something: most have only messages, and
     protobuf takes fields without the copy that a message inside a message costs.
@@ -58,11 +65,13 @@ def conversation_fields(conversation: Conversation) -> dict[str, Any]:
             for tool in conversation.tools
         ]
     if conversation.documents:
+        _check_values(conversation.documents, "documents")
         fields["documents"] = [_struct(document) for document in conversation.documents]
     if conversation.tool_choice is not None:
         choice = conversation.tool_choice
         fields["tool_choice"] = {"mode": _MODES[choice.mode], "name": choice.name}
     if conversation.template_options:
+        _check_values(conversation.template_options, "template_options")
         fields["template_options"] = _struct(conversation.template_options)
     if conversation.template_name:
         fields["template_name"] = conversation.template_name
@@ -88,6 +97,44 @@ def _turn_fields(turn: Message) -> dict[str, Any]:
     return fields
 
 
+def _check_values(value: Any, field: str) -> None:
+    """Raises INVALID_ARGUMENT for what is nested too deeply or has too many values, before either costs."""
+    level, num_values = [_parts(value) or ()], 0
+    for _ in range(_MAX_NESTING):
+        inner: list[Collection[Any]] = []
+        for each in level:
+            num_values += len(each)
+            if num_values > _MAX_VALUES:
+                raise _invalid(field, f"more than {_MAX_VALUES} values; write them as text")
+            inner += [parts for child in each if (parts := _parts(child))]
+        if not inner:
+            return
+        level = inner
+    raise _invalid(field, f"nested more than {_MAX_NESTING} levels deep")
+
+
+def _parts(value: Any) -> Collection[Any] | None:
+    """What a list or an object holds, as JSON has them or protobuf; None for everything else."""
+    match value:
+        case dict():
+            return value.values()
+        case list() | tuple():
+            return value
+        case struct_pb2.Struct():
+            return value.fields.values()
+        case struct_pb2.ListValue():
+            return value.values
+        case struct_pb2.Value():
+            kind = value.WhichOneof("kind")
+            return _parts(getattr(value, kind)) if kind in ("struct_value", "list_value") else None
+        case _:
+            return None
+
+
+def _invalid(field: str, problem: str) -> MillraceError:
+    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
+
+
 def _struct(value: Any) -> struct_pb2.Struct:
     result = struct_pb2.Struct()
     result.update(dict(value))
@@ -108,6 +155,8 @@ def conversation(message: chat_pb2.Conversation, field: str) -> Conversation:
             f"{field}.tool_choice.name: only the mode NAMED takes it; set the mode, or leave it out",
             field=f"{field}.tool_choice.name",
         )
+    _check_values(list(message.documents), f"{field}.documents")
+    _check_values(message.template_options, f"{field}.template_options")
     return Conversation(
         messages=tuple(
             _turn(turn, f"{field}.messages[{index}]") for index, turn in enumerate(message.messages)

@@ -236,12 +236,26 @@ async def test_labels_beside_the_metadata_do_not_count_as_metadata() -> None:
         ),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [0] * 20_000}},
+            "chat_template_kwargs",
+        ),
     ],
 )
 async def test_nothing_is_ignored_where_tokens_are_counted(body: dict[str, Any], field: str) -> None:
     async with deployed() as stack:
         refused = await stack.http.post("/tokenize", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+
+
+async def test_documents_that_the_tokenizer_service_could_not_read_are_refused() -> None:
+    nested: Any = "x"
+    for _ in range(30):
+        nested = {"a": nested}
+    async with deployed() as stack:
+        # Written as a message it is just too deep to be read: it would end the stream for everybody.
+        refused = await stack.chat(documents=[{"a": [nested]}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents"), refused.text
 
 
 async def test_roles_that_are_known_are_named() -> None:
