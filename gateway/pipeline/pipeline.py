@@ -75,7 +75,7 @@ class Pipeline:
         self._open: set[Generation] = set()
         # By tier.
         self._num_active: dict[str, int] = {}
-        # What is told of requests that have ended.
+        # What is told of requests.
         self._deferred = deferred
         self._admission = admission
         self._continuation = continuation
@@ -150,7 +150,7 @@ class Pipeline:
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
             call = _Call(caller, request, tier, span, self._telemetry)
-            return await self._accept(call)
+            generation = await self._accept(call)
         except BaseException as error:
             if call is not None:
                 self._deferred.call(call.tell)
@@ -161,6 +161,9 @@ class Pipeline:
             if told is error:
                 raise
             raise told from error
+        # Not with the answer's end: what is expected of a queue would overwrite what was expected later.
+        self._deferred.call(call.tell)
+        return generation
 
     async def _accept(self, call: _Call) -> Generation:
         caller, request = call.caller, call.request
@@ -328,7 +331,6 @@ class Pipeline:
         self._deferred.call(self._tell, call, generation, outcome, usage, End.now())
 
     def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
-        call.tell()
         first_s = generation.meter.first_output_s
         if first_s is not None:
             self._telemetry.record(
@@ -363,7 +365,7 @@ async def _let_go(stream: ContinuousStream) -> None:
 
 
 class _Call:
-    """What the steps of one request share, and what is told of them once the request has ended."""
+    """What the steps of one request share, and what is told of them once it is accepted or refused."""
 
     __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier")
 
