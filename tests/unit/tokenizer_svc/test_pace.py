@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.test_accounts import Clock
 from tokenizer_svc.pace import Pace
 
@@ -48,3 +52,24 @@ def test_tenants_that_are_even_are_forgotten() -> None:
         pace.wait_s(f"t{number}", 10)
         clock.now_s += 1.0
     assert len(pace._even_s) < 300
+
+
+async def test_what_waits_of_a_tenant_is_bounded() -> None:
+    pace = Pace(burst_bytes=1, bytes_per_s=0.1, max_waiting_bytes=100)
+    await pace.wait("a", 1000)
+    waiting = [asyncio.ensure_future(pace.wait("a", 50)) for _ in range(2)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        with pytest.raises(MillraceError, match="100 bytes wait") as refused:
+            await pace.wait("a", 1)
+    assert refused.value.reason is Reason.QUEUE_LIMIT_EXCEEDED
+    # Others are not in its way, nor is what has been given up.
+    await pace.wait("b", 1000)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert not pace._waiting
+    again = asyncio.ensure_future(pace.wait("a", 100))
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
