@@ -196,9 +196,9 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         ids = tokenizer_pb2.EncodedPrompt(ids=whole.token_ids)
         again = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), encoded=ids))
         assert again.token_ids == whole.token_ids
-        by_stream = asyncio.run(prepared_by_stream(running.target, "me <think> " * 90_000, "Hi"))
+        by_stream = asyncio.run(prepared_by_stream(running.target, "me <think> " * 40_000, "Hi"))
         long = running.stub.Prepare(
-            tokenizer_pb2.PrepareRequest(context=signed(), text="me <think> " * 90_000)
+            tokenizer_pb2.PrepareRequest(context=signed(), text="me <think> " * 40_000)
         )
         brief = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), text="Hi"))
         assert by_stream == [list(long.token_ids), list(brief.token_ids)]
