@@ -175,14 +175,19 @@ async def test_workers_come_back_when_the_process_they_are_copies_of_is_gone(poo
     assert all(reply.built is not None for reply in replies)
 
 
-async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(pool: WorkerPool) -> None:
+async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (await pool.run(slow(5), tenant="debtor")).refused is not None
     fast = set(pool._idle)
+    # The lowest priority has next to nothing of a machine that is busy with other tests.
+    monkeypatch.setattr("tokenizer_svc.grammar.pool._MAX_STRETCH", 60.0)
     assert (await pool.run(QUICK, tenant="debtor")).built is not None
     (slowest,) = pool._idle_slow
     assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
     assert (await pool.run(request({"const": 1}), tenant="debtor")).built is not None
     assert pool._idle_slow == [slowest]
+    monkeypatch.undo()
     # Long work does not raise it either.
     running = asyncio.ensure_future(pool.run(slow(10), tenant="debtor"))
     await asyncio.sleep(0.1)
