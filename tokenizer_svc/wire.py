@@ -75,16 +75,14 @@ def read_prepare(wire: bytes | Wire) -> tokenizer_pb2.PrepareRequest | LargeRequ
     """The request, parsed unless it is large. Raises DecodeError."""
     if len(wire) > MAX_PARSED_BYTES:
         return large(wire)
-    return tokenizer_pb2.PrepareRequest.FromString(wire if isinstance(wire, bytes) else bytes(wire))
+    return tokenizer_pb2.PrepareRequest.FromString(bytes(wire))
 
 
 @takes_pieces
 def read_calls(wire: bytes | Pieces) -> list[Call]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:
-        calls = tokenizer_pb2.PrepareStreamRequest.FromString(
-            wire if isinstance(wire, bytes) else bytes(wire)
-        ).calls
+        calls = tokenizer_pb2.PrepareStreamRequest.FromString(bytes(wire)).calls
         return [Call(call, call.request) for call in calls]
     view = memoryview(wire) if isinstance(wire, bytes) else wire
     return [

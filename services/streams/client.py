@@ -77,7 +77,7 @@ class ClientStream:
         if self._on_end is None:
             return
         try:
-            self._on_message(message if isinstance(message, bytes) else bytes(message))
+            self._on_message(bytes(message))
         except MillraceError as error:
             self._finish(error)
         except Exception:

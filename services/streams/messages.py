@@ -120,7 +120,8 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes | Pieces], Any]:
     if parse in _TAKE_PIECES:
         takes_all: Callable[..., Any] = parse
         return takes_all
-    return lambda message: parse(message if isinstance(message, bytes) else bytes(message))
+    # Of bytes that is no copy.
+    return lambda message: parse(bytes(message))
 
 
 class MessageCutter:
