@@ -148,8 +148,6 @@ class ChatTemplates:
         self._templates: dict[str, jinja2.Template] = {}
         # Variables that each template reads.
         self._read: dict[str, frozenset[str]] = {}
-        # Roles of messages whose name each template does not write, as far as a trial shows.
-        self._nameless: dict[str, frozenset[Role]] = {}
         for name, source in templates.items():
             try:
                 self._templates[name] = environment.from_string(source)
@@ -163,6 +161,7 @@ class ChatTemplates:
         self._knows_developer = "developer" in source
         self._reasons = THINK_CLOSE in source
         self._shape = self._find_shape()
+        # Roles of messages whose name each template does not write, as far as a trial shows.
         self._nameless = {name: self._find_nameless(name) for name in self._templates}
         # Whether the default template writes what users say as it is, as far as a trial shows.
         self.writes_user_turns = self._find_user_turns()
