@@ -53,6 +53,7 @@ _CHOICES = {
 _DECODERS = {
     DecoderKind.BYTE_LEVEL: tokenizer_pb2.DECODER_KIND_BYTE_LEVEL,
     DecoderKind.SENTENCEPIECE: tokenizer_pb2.DECODER_KIND_SENTENCEPIECE,
+    DecoderKind.METASPACE: tokenizer_pb2.DECODER_KIND_METASPACE,
 }
 
 
@@ -249,6 +250,7 @@ def vocabulary_response(
         decoder=_DECODERS[vocabulary.decoder],
         tokens=vocabulary.tokens,
         special_ids=vocabulary.special_ids,
+        byte_token_ids=sorted(vocabulary.byte_ids),
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
         tool_call_format=tool_call_format,

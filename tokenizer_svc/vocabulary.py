@@ -25,6 +25,8 @@ class DecoderKind(StrEnum):
     BYTE_LEVEL = "byte_level"
     # The same, and one leading space of the whole text is dropped.
     SENTENCEPIECE = "sentencepiece"
+    # The same, and all spaces of the first token are dropped.
+    METASPACE = "metaspace"
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,10 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
             else b"".join(self.tokens[token_id] for token_id in run)
             for are_bytes, run in groupby(shown, self.byte_ids.__contains__)
         )
-        if self.decoder is DecoderKind.SENTENCEPIECE and joined.startswith(b" "):
+        if self.decoder is DecoderKind.METASPACE and shown and shown[0] not in self.byte_ids:
+            first = self.tokens[shown[0]]
+            joined = first.replace(b" ", b"") + joined[len(first) :]
+        elif self.decoder is DecoderKind.SENTENCEPIECE and joined.startswith(b" "):
             joined = joined[1:]
         return joined.decode("utf-8", errors="replace")
 
@@ -83,18 +88,22 @@ def build_vocabulary(description: dict[str, Any], ids: dict[str, int], fingerpri
     special = {ids[content] for content, token in added.items() if token["special"] and content in ids}
     tokens = [b""] * (max(ids.values(), default=-1) + 1)
     byte_ids: frozenset[int] = frozenset()
-    if "ByteLevel" in kinds:
+    if kinds and kinds <= {"ByteLevel", "Fuse"}:
         table = byte_of_character()
         kind = DecoderKind.BYTE_LEVEL
         for text, token_id in ids.items():
             tokens[token_id] = text.encode() if text in added else _byte_level_bytes(text, table)
-    elif _spells_spaces(steps):
+    elif replaced := _replacements(steps):
         byte_fallback = "ByteFallback" in kinds
         for text, token_id in ids.items():
-            tokens[token_id] = text.encode() if text in added else _piece_bytes(text, byte_fallback)
+            # Of control tokens the spelling is kept: they are never shown, and parsers look for it.
+            tokens[token_id] = (
+                text.encode() if token_id in special else _piece_bytes(text, replaced, byte_fallback)
+            )
         if byte_fallback:
-            byte_ids = frozenset(token_id for text, token_id in ids.items() if _BYTE_TOKEN.fullmatch(text))
-        kind = DecoderKind.SENTENCEPIECE if _drops_leading_space(steps) else DecoderKind.BYTE_LEVEL
+            spelled = {token_id for text, token_id in ids.items() if _BYTE_TOKEN.fullmatch(text)}
+            byte_ids = frozenset(spelled - special)
+        kind = _spaces_in_front(steps)
     else:
         raise ConfigError(
             f"tokenizer.json: decoder {sorted(kinds) or 'missing'} is not supported; "
@@ -117,21 +126,40 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [decoder]
 
 
-def _spells_spaces(steps: list[dict[str, Any]]) -> bool:
-    return any(
-        step["type"] == "Metaspace"
-        or (step["type"] == "Replace" and step["pattern"] == {"String": "▁"} and step["content"] == " ")
-        for step in steps
-    )
+def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What is written in place of what in every token; empty where no token says where spaces are.
 
-
-def _drops_leading_space(steps: list[dict[str, Any]]) -> bool:
+    Raises ConfigError for a step that has no meaning here: leaving it out would change the model's text.
+    """
+    found: list[tuple[str, str]] = []
+    fused = False
     for step in steps:
-        if step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0:
-            return True
-        if step["type"] == "Metaspace":
-            return bool(step.get("prepend_scheme", "always") != "never")
-    return False
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
+                found.append((old, new))
+            case {"type": "Metaspace"} if not fused:
+                found.append((step["replacement"], " "))
+            case {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0} if fused:
+                pass
+            case {"type": "ByteFallback"} if not fused:
+                pass
+            case {"type": "Fuse"}:
+                fused = True
+            case _:
+                raise ConfigError(
+                    f"tokenizer.json: the decoder's step {step} is not supported; byte-level and "
+                    "SentencePiece-style tokenizers are"
+                )
+    return found if any(new == " " for _, new in found) else []
+
+
+def _spaces_in_front(steps: list[dict[str, Any]]) -> DecoderKind:
+    for step in steps:
+        if step["type"] == "Strip" and step["start"] > 0:
+            return DecoderKind.SENTENCEPIECE
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            return DecoderKind.METASPACE
+    return DecoderKind.BYTE_LEVEL
 
 
 def _byte_level_bytes(text: str, table: dict[str, int]) -> bytes:
@@ -142,8 +170,10 @@ def _byte_level_bytes(text: str, table: dict[str, int]) -> bytes:
         return text.encode()
 
 
-def _piece_bytes(text: str, byte_fallback: bool) -> bytes:
+def _piece_bytes(text: str, replaced: list[tuple[str, str]], byte_fallback: bool) -> bytes:
     match = _BYTE_TOKEN.fullmatch(text) if byte_fallback else None
     if match:
         return bytes((int(match.group(1), 16),))
-    return text.replace("▁", " ").encode()
+    for old, new in replaced:
+        text = text.replace(old, new)
+    return text.encode()

@@ -39,7 +39,8 @@ class TokenTexts:
     def __init__(self, vocabulary: Vocabulary, *, shown_ids: frozenset[int] = frozenset()) -> None:
         self.vocabulary = vocabulary
         self.hidden = vocabulary.special_ids - shown_ids
-        self._texts: dict[int, str | None] = {}
+        # What stands for a byte is text only together with the bytes around it, ASCII included.
+        self._texts: dict[int, str | None] = dict.fromkeys(vocabulary.byte_ids - self.hidden)
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes, empty when it is hidden."""
@@ -89,19 +90,21 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class SentencePieceDetokenizer:
-    """Drops one leading space of the text; holds back runs of byte tokens until they are complete.
+class PieceDetokenizer:
+    """Of SentencePiece-style vocabularies: drops spaces in front of the text; holds back runs of byte tokens
+    until they are complete.
 
     Hugging Face's ByteFallback decodes such a run as a whole or, when it is not valid UTF-8, shows one U+FFFD
     per byte. The text of a run is therefore certain only when the run ends.
     """
 
-    __slots__ = ("_run", "_started", "_texts")
+    __slots__ = ("_front", "_run", "_texts")
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._run = bytearray()
-        self._started = False
+        # Which spaces are dropped of what comes first; None once something has come.
+        self._front: DecoderKind | None = texts.vocabulary.decoder
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """See Detokenizer."""
@@ -112,6 +115,8 @@ class SentencePieceDetokenizer:
                 self._run += self._texts.raw(token_id)
             elif text:
                 pieces.append(self._end_run())
+                if self._front is DecoderKind.METASPACE:
+                    text, self._front = text.replace(" ", ""), None
                 pieces.append(text)
         return self._without_leading_space("".join(pieces))
 
@@ -123,23 +128,26 @@ class SentencePieceDetokenizer:
         if not self._run:
             return ""
         run, self._run = bytes(self._run), bytearray()
+        if self._front is DecoderKind.METASPACE:
+            self._front = None
         try:
             return run.decode("utf-8")
         except UnicodeDecodeError:
             return _REPLACEMENT * len(run)
 
     def _without_leading_space(self, text: str) -> str:
-        if self._started or not text:
+        if self._front is not DecoderKind.SENTENCEPIECE or not text:
             return text
-        self._started = True
+        self._front = None
         return text.removeprefix(" ")
 
 
 def detokenizer(texts: TokenTexts) -> Detokenizer:
     """A fresh detokenizer of the kind that the vocabulary asks for."""
-    if texts.vocabulary.decoder is DecoderKind.SENTENCEPIECE:
-        return SentencePieceDetokenizer(texts)
-    return ByteLevelDetokenizer(texts)
+    vocabulary = texts.vocabulary
+    if vocabulary.decoder is DecoderKind.BYTE_LEVEL and not vocabulary.byte_ids:
+        return ByteLevelDetokenizer(texts)
+    return PieceDetokenizer(texts)
 
 
 def decode(texts: TokenTexts, token_ids: Iterable[int]) -> str:

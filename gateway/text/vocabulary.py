@@ -12,9 +12,10 @@ class DecoderKind(StrEnum):
 
     # Bytes are concatenated.
     BYTE_LEVEL = "byte_level"
-    # Bytes are concatenated; one leading space of the whole text is dropped, and a run of byte tokens that is
-    # not valid UTF-8 shows one U+FFFD per byte.
+    # Bytes are concatenated; one leading space of the whole text is dropped.
     SENTENCEPIECE = "sentencepiece"
+    # Bytes are concatenated; all spaces of the first token are dropped.
+    METASPACE = "metaspace"
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,9 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     decoder: DecoderKind
     tokens: tuple[bytes, ...]
     special_ids: frozenset[int] = frozenset()
+    # Tokens that stand for one byte beside tokens that are whole text: a run of them that is not valid UTF-8
+    # shows one U+FFFD per byte.
+    byte_ids: frozenset[int] = frozenset()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     # Names of formats, "" when the model has none.

@@ -39,6 +39,7 @@ _DECODERS = {
     tokenizer_pb2.DECODER_KIND_UNSPECIFIED: DecoderKind.BYTE_LEVEL,
     tokenizer_pb2.DECODER_KIND_BYTE_LEVEL: DecoderKind.BYTE_LEVEL,
     tokenizer_pb2.DECODER_KIND_SENTENCEPIECE: DecoderKind.SENTENCEPIECE,
+    tokenizer_pb2.DECODER_KIND_METASPACE: DecoderKind.METASPACE,
 }
 
 
@@ -297,6 +298,7 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         decoder=_DECODERS[message.decoder],
         tokens=tuple(message.tokens),
         special_ids=frozenset(message.special_ids),
+        byte_ids=frozenset(message.byte_token_ids),
         eos_token_ids=tuple(message.eos_token_ids),
         bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
         tool_call_format=message.tool_call_format,

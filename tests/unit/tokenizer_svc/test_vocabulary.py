@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from millrace.tokenizer.v1.tokenizer_pb2 import GetVocabularyResponse
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from gateway.text.detokenizer import TokenTexts, decode
+from gateway.tokenizer.convert import vocabulary
 from services.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text
-from tests.unit.tokenizer_svc.checkpoints import write
-from tests.unit.tokenizer_svc.families import FAMILIES, make
+from tests.unit.tokenizer_svc.checkpoints import metaspace, write
+from tests.unit.tokenizer_svc.families import FAMILIES, GEMMA, make
 from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.convert import vocabulary_response
 from tokenizer_svc.vocabulary import DecoderKind
 
 
@@ -46,6 +50,56 @@ def test_kinds(text: Text) -> None:
     spelled = text.checkpoint.description["decoder"]["type"]
     expected = DecoderKind.BYTE_LEVEL if spelled == "ByteLevel" else DecoderKind.SENTENCEPIECE
     assert text.checkpoint.vocabulary.decoder is expected
+
+
+_REPLACE, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        decoders.Sequence([_REPLACE, _BYTES, _FUSE]),
+        decoders.Sequence([_REPLACE, _BYTES, _FUSE, decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Replace("é", "e"), _REPLACE, _FUSE]),
+        decoders.Sequence([_BYTES, decoders.Metaspace()]),
+        decoders.Metaspace(replacement="_", prepend_scheme="always"),
+        decoders.Metaspace(prepend_scheme="never"),
+    ],
+    ids=str,
+)
+def with_added_pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Text:
+    tokenizer = metaspace(GEMMA)
+    tokenizer.decoder = request.param
+    # As Gemma has them: runs of spaces that are added tokens as well.
+    pieces = ("▁▁", "▁▁▁", "\n\n", "a▁b", "_é", "<0x0a>")
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in pieces])
+    return Text(write(tmp_path_factory.mktemp("pieces"), tokenizer))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(picks=st.lists(st.integers(0, 10_000), max_size=12))
+def test_added_pieces_decode_as_the_library_does(with_added_pieces: Text, picks: list[int]) -> None:
+    checkpoint = with_added_pieces.checkpoint
+    num_tokens = len(checkpoint.vocabulary.tokens)
+    # Every other one is among the last, which are the added ones.
+    ids = [num_tokens - 1 - pick // 2 % 6 if pick % 2 else pick // 2 % num_tokens for pick in picks]
+    expected = Tokenizer.from_str(checkpoint.tokenizer_json).decode(ids, skip_special_tokens=True)
+    assert checkpoint.vocabulary.text(ids) == expected
+    # And so do gateways, by what they are told.
+    told = GetVocabularyResponse.FromString(vocabulary_response(checkpoint, "", "").SerializeToString())
+    assert decode(TokenTexts(vocabulary(told)), ids) == expected
+
+
+@pytest.mark.parametrize(
+    "step", [decoders.Strip(" ", 2, 0), decoders.Replace("a", "b"), decoders.Metaspace(), decoders.CTC()]
+)
+def test_a_step_of_the_decoder_that_would_be_left_out_is_refused(
+    step: decoders.Decoder, tmp_path: Path
+) -> None:
+    tokenizer = metaspace(GEMMA)
+    tokenizer.decoder = decoders.Sequence([_REPLACE, _FUSE, step])
+    with pytest.raises(ConfigError, match=type(step).__name__):
+        load_checkpoint(write(tmp_path, tokenizer))
 
 
 def test_other_decoders_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
@@ -18,12 +19,29 @@ VOCABULARY = Vocabulary(
     tokens=TOKENS,
     special_ids=frozenset(SPECIAL_IDS),
 )
-PIECES = (b"<0xE2>", b"<0x82>", b"<0xAC>", b"<0xFF>", "▁the".encode(), b"a", "▁é".encode())
-SENTENCEPIECE = Vocabulary(
-    fingerprint="f",
-    decoder=DecoderKind.SENTENCEPIECE,
-    tokens=(b"\xe2", b"\x82", b"\xac", b"\xff", b" the", b"a", " é".encode()),
-)
+# Bytes beside pieces: of characters, and some that are characters alone.
+BYTES = (0xE2, 0x82, 0xAC, 0xFF, 0x0A, 0x20, 0x41)
+PIECES = (*(f"<0x{byte:02X}>" for byte in BYTES), "▁the", "a", "▁é", "▁", "▁▁b▁")
+_REPLACE, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+# What a vocabulary of pieces says of the spaces in front, and the decoder that it stands for.
+REFERENCES = {
+    DecoderKind.SENTENCEPIECE: decoders.Sequence(
+        [_REPLACE, _BYTES, _FUSE, decoders.Strip(content=" ", left=1, right=0)]
+    ),
+    DecoderKind.BYTE_LEVEL: decoders.Sequence([_REPLACE, _BYTES, _FUSE]),
+    DecoderKind.METASPACE: decoders.Sequence([_BYTES, decoders.Metaspace()]),
+}
+
+
+def of_pieces(kind: DecoderKind) -> Vocabulary:
+    return Vocabulary(
+        fingerprint="f",
+        decoder=kind,
+        tokens=(*(bytes([byte]) for byte in BYTES), *(p.replace("▁", " ").encode() for p in PIECES[7:])),
+        byte_ids=frozenset(range(len(BYTES))),
+    )
+
+
 ids = st.lists(st.integers(0, len(TOKENS) - 1), max_size=40)
 cuts = st.lists(st.integers(0, 40), max_size=6)
 
@@ -50,17 +68,10 @@ def test_byte_level_equals_hugging_face(token_ids: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=12), cuts)
-def test_sentencepiece_equals_hugging_face(token_ids: list[int], at: list[int]) -> None:
-    reference = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    expected = reference.decode([PIECES[id_].decode() for id_ in token_ids])
-    assert in_pieces(SENTENCEPIECE, token_ids, at) == expected
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_pieces_and_bytes_equal_hugging_face(kind: DecoderKind, token_ids: list[int], at: list[int]) -> None:
+    expected = REFERENCES[kind].decode([PIECES[id_] for id_ in token_ids])
+    assert in_pieces(of_pieces(kind), token_ids, at) == expected
 
 
 def test_character_over_tokens_appears_with_its_last_byte() -> None:

@@ -57,6 +57,8 @@ class _DecoderKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecoderKi
     """Bytes are concatenated."""
     DECODER_KIND_SENTENCEPIECE: _DecoderKind.ValueType  # 2
     """Bytes are concatenated; one leading space of the whole text is dropped."""
+    DECODER_KIND_METASPACE: _DecoderKind.ValueType  # 3
+    """Bytes are concatenated; all spaces of the first token are dropped."""
 
 class DecoderKind(_DecoderKind, metaclass=_DecoderKindEnumTypeWrapper):
     """DecoderKind says how token bytes join to text."""
@@ -66,6 +68,8 @@ DECODER_KIND_BYTE_LEVEL: DecoderKind.ValueType  # 1
 """Bytes are concatenated."""
 DECODER_KIND_SENTENCEPIECE: DecoderKind.ValueType  # 2
 """Bytes are concatenated; one leading space of the whole text is dropped."""
+DECODER_KIND_METASPACE: DecoderKind.ValueType  # 3
+"""Bytes are concatenated; all spaces of the first token are dropped."""
 Global___DecoderKind: _TypeAlias = DecoderKind  # noqa: Y015
 
 @_typing.final
@@ -367,6 +371,7 @@ class GetVocabularyResponse(_message.Message):
     TOOL_CALL_FORMAT_FIELD_NUMBER: _builtins.int
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     GENERATION_CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    BYTE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 over kind, token bytes and special ids, lower-case hex."""
     decoder: Global___DecoderKind.ValueType
@@ -387,6 +392,12 @@ class GetVocabularyResponse(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def byte_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that stand for one byte beside tokens that are whole text. A run of them that is not valid UTF-8
+        becomes one U+FFFD per byte.
+        """
+
     def __init__(
         self,
         *,
@@ -399,10 +410,11 @@ class GetVocabularyResponse(_message.Message):
         tool_call_format: _builtins.str = ...,
         reasoning_format: _builtins.str = ...,
         generation_config_json: _builtins.str = ...,
+        byte_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "byte_token_ids", b"byte_token_ids", "decoder", b"decoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_config_json", b"generation_config_json", "reasoning_format", b"reasoning_format", "special_ids", b"special_ids", "tokens", b"tokens", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
