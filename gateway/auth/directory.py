@@ -20,6 +20,13 @@ _UNLIMITED = LimitValues()
 _NO_MODEL = ("",)
 _HASH_PREFIX = "sha256:"
 _SALT_BYTES = 16
+# A token of an identity provider begins with its header, an object of JSON in base64.
+_TOKEN_PREFIX = "eyJ"
+# Subjects are their issuer's words, of any length, with any characters; the ledger and headers have limits.
+_TOKEN_KEY_PREFIX = "jwt:"
+_MAX_KEY_ID = 128
+_DIGEST_DIGITS = 16
+_CONTROL_CHARACTERS = dict.fromkeys([*range(32), *range(127, 160)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,13 @@ class KeyDirectory:
     def authenticate(self, secret: str) -> Principal:
         """The caller with this API key; raises INVALID_CREDENTIALS."""
         key = self._snapshot.by_hash.get(hash_key(secret))
+        if key is None and self._claims.issuer and secret.startswith(_TOKEN_PREFIX):
+            # Envoy has not verified it: then it would have sent its claims.
+            raise _invalid(
+                f"the token was not accepted: it has expired or is not valid yet, its issuer is not "
+                f"{self._claims.issuer!r}, its audience is another one, or its signature does not fit the "
+                "issuer's keys; get a new token"
+            )
         if key is None:
             raise _invalid(
                 f"the API key is not known; keys of this deployment begin with {KEY_PREFIX!r} and are made "
@@ -117,7 +131,7 @@ class KeyDirectory:
                 f"the token's claim {self._claims.tier_claim!r} asks for tier {tier!r}, which tenant "
                 f"{tenant} may not use; add it to tenants.{tenant}.allowed_tiers",
             )
-        return self._principal(tenant, config, f"jwt:{claims.get('sub', '')}", tier or own, ())
+        return self._principal(tenant, config, _token_key_id(str(claims.get("sub", ""))), tier or own, ())
 
     def tenant_limits(self, tenant: str) -> LimitValues:
         """See LimitDirectory."""
@@ -161,6 +175,15 @@ class KeyDirectory:
         if not tenant.cache_shared:
             salt = hmac.digest(self._secret, b"cache-salt:" + name.encode(), "sha256")[:_SALT_BYTES]
         return Principal(name, key_id, tier, allowed, tenant.weight, salt)
+
+
+def _token_key_id(subject: str) -> str:
+    """Public name of a token's subject; one that had to be changed is told apart by its digest."""
+    plain = subject.translate(_CONTROL_CHARACTERS)
+    if plain == subject and len(_TOKEN_KEY_PREFIX + subject) <= _MAX_KEY_ID:
+        return _TOKEN_KEY_PREFIX + subject
+    digest = "~" + hashlib.sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_DIGITS]
+    return (_TOKEN_KEY_PREFIX + plain)[: _MAX_KEY_ID - len(digest)] + digest
 
 
 def _invalid(message: str) -> MillraceError:

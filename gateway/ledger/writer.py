@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import Engine, insert, select
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.config import LedgerConfig
 from gateway.ledger.tables import REQUESTS
@@ -22,6 +22,8 @@ from observability.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
+# Of one statement; databases have limits.
+_MAX_PARAMETERS = 1000
 
 
 class LedgerWriter:
@@ -29,7 +31,7 @@ class LedgerWriter:
 
     An entry is in the database at most `flush_interval_s` plus the time of one write after `record`: that is
     what a SIGKILL loses. A database that is away is tried again every second; beyond `max_waiting_entries`
-    the oldest entries are dropped, which is logged.
+    the oldest entries are dropped, which is logged; so is an entry that the database does not take.
     """
 
     def __init__(self, engine: Engine, prices: Prices, config: LedgerConfig, metrics: Metrics) -> None:
@@ -87,29 +89,45 @@ class LedgerWriter:
         return self._closing or len(self._waiting) >= self._config.flush_entries
 
     def _write(self, batch: list[dict[str, Any]]) -> bool:
+        """Whether all of the batch is done with; False when it has to be tried again."""
         try:
             with self._engine.begin() as connection:
                 connection.execute(insert(REQUESTS), batch)
-        except IntegrityError:
+        except IntegrityError as error:
             # A batch whose commit seemed to fail had been written after all.
-            return self._write_missing(batch)
+            return self._write_missing(batch, error)
+        except (DataError, ValueError, OverflowError) as error:
+            # The database will never take one of them, which must not keep the others from it.
+            return self._write_halves(batch, error)
         except SQLAlchemyError as error:
             _log.error("ledger: cannot write %d entries, will retry: %s", len(batch), error)
             return False
         return True
 
-    def _write_missing(self, batch: list[dict[str, Any]]) -> bool:
+    def _write_halves(self, batch: list[dict[str, Any]], error: Exception) -> bool:
+        if len(batch) == 1:
+            self._num_dropped += 1
+            _log.error("ledger: an entry is dropped, the database refuses it: %s", error)
+            return True
+        middle = len(batch) // 2
+        return self._write(batch[:middle]) and self._write(batch[middle:])
+
+    def _write_missing(self, batch: list[dict[str, Any]], refusal: Exception) -> bool:
+        there: set[str] = set()
         try:
-            with self._engine.begin() as connection:
-                among = REQUESTS.c.entry_id.in_([row["entry_id"] for row in batch])
-                there = set(connection.scalars(select(REQUESTS.c.entry_id).where(among)))
-                missing = [row for row in batch if row["entry_id"] not in there]
-                if missing:
-                    connection.execute(insert(REQUESTS), missing)
+            with self._engine.connect() as connection:
+                for first in range(0, len(batch), _MAX_PARAMETERS):
+                    ids = [row["entry_id"] for row in batch[first : first + _MAX_PARAMETERS]]
+                    there |= set(
+                        connection.scalars(select(REQUESTS.c.entry_id).where(REQUESTS.c.entry_id.in_(ids)))
+                    )
         except SQLAlchemyError as error:
             _log.error("ledger: cannot write %d entries, will retry: %s", len(batch), error)
             return False
-        return True
+        missing = [row for row in batch if row["entry_id"] not in there]
+        if len(missing) == len(batch):
+            return self._write_halves(batch, refusal)
+        return not missing or self._write(missing)
 
     def _put_back(self, batch: list[dict[str, Any]]) -> None:
         with self._changed:

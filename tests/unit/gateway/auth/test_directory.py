@@ -132,3 +132,22 @@ def test_development_key_belongs_to_a_tenant_of_its_own() -> None:
     found = directory(keys={"development_hash": hash_key("mr-dev-local")})
     principal = found.authenticate("mr-dev-local")
     assert (principal.tenant, principal.tier, principal.allowed_models) == ("development", "standard", ())
+
+
+def test_subject_of_a_token_has_a_bounded_printable_name() -> None:
+    def key_id(subject: str) -> str:
+        return directory().principal_of_claims({"sub": subject, "tenant": "org-7"}).key_id
+
+    assert key_id("müller") == "jwt:müller"
+    assert key_id("s" * 124) == "jwt:" + "s" * 124
+    names = [key_id(subject) for subject in ("s" * 125, "s" * 126, "s\0", "s\r\n", "s")]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 128 and name.isprintable() for name in names)
+
+
+def test_token_that_was_not_verified_is_not_called_an_unknown_key() -> None:
+    token = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmF0dXJl"
+    with pytest.raises(MillraceError, match=r"token was not accepted: it has expired.*'https://id\.example'"):
+        directory().authenticate(token)
+    with pytest.raises(MillraceError, match="API key is not known"):
+        directory(keys={}).authenticate(token)

@@ -63,6 +63,20 @@ def test_ledger(url: str) -> None:
     engine.dispose()
 
 
+def test_entry_that_the_database_never_takes_keeps_no_other_from_it(url: str) -> None:
+    ledger = writer(url)
+    good, bad, last = (ledger._row(finished(name)) for name in ("good", "bad", "last"))
+    wrong: list[dict[str, Any]] = [{"key_id": "k" * 129}, {"key_id": "k\0"}, {"prompt_tokens": 2**40}]
+    never = [{**bad, **field, "entry_id": str(index)} for index, field in enumerate(wrong)]
+    assert ledger._write([good, *never, last])
+    ledger.close()
+    engine = open_ledger(url)
+    written = {row["request_id"] for row in rows(engine)}
+    engine.dispose()
+    assert {"good", "last"} <= written
+    assert "bad" not in written
+
+
 def test_keys(url: str) -> None:
     store = KeyStore(url)
     assert store.revision() == 0
