@@ -27,7 +27,7 @@ def checkpoint_fingerprint(path: str | Path) -> str:
 
 
 def whole_tokenizer_json(path: str | Path) -> str:
-    """tokenizer.json with the tokens that only tokenizer_config.json declares.
+    """tokenizer.json with the added tokens as tokenizer_config.json declares them, which has the last word.
 
     Raises OSError or ValueError for files that cannot be read.
     """
@@ -40,28 +40,26 @@ def whole_tokenizer_json(path: str | Path) -> str:
     if not declared:
         return text
     description = json.loads(text)
-    added: list[dict[str, Any]] = description.setdefault("added_tokens", [])
-    known = {token["content"] for token in added} | _model_tokens(description.get("model", {}))
-    missing = [
-        {
-            "id": int(token_id),
-            "content": token["content"],
+    tokens: dict[str, dict[str, Any]] = {
+        token["content"]: token for token in description.get("added_tokens") or ()
+    }
+    changed = False
+    for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        content = token["content"]
+        known = tokens.get(content)
+        whole = {
+            "id": known["id"] if known else int(token_id),
+            "content": content,
             "single_word": token.get("single_word", False),
             "lstrip": token.get("lstrip", False),
             "rstrip": token.get("rstrip", False),
             "normalized": token.get("normalized", not token.get("special", False)),
             "special": token.get("special", False),
         }
-        for token_id, token in sorted(declared.items(), key=lambda item: int(item[0]))
-        if token["content"] not in known
-    ]
-    if not missing:
+        if known != whole:
+            tokens[content] = whole
+            changed = True
+    if not changed:
         return text
-    added += missing
+    description["added_tokens"] = sorted(tokens.values(), key=lambda token: int(token["id"]))
     return json.dumps(description, ensure_ascii=False)
-
-
-def _model_tokens(model: dict[str, Any]) -> set[str]:
-    vocabulary = model.get("vocab", ())
-    # Unigram models list pairs of a token and its score.
-    return {each if isinstance(each, str) else each[0] for each in vocabulary}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
 
 from tests.unit.tokenizer_svc.building import Text, conversation
-from tests.unit.tokenizer_svc.families import CHATML, FAMILIES, MARKUP, PLAIN, make
+from tests.unit.tokenizer_svc.checkpoints import byte_level, sentencepiece, write
+from tests.unit.tokenizer_svc.families import CHATML, FAMILIES, MARKUP, MISTRAL, PLAIN, make
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -144,10 +147,6 @@ def test_markup_tokens_are_known(qwen: Text) -> None:
 
 
 def test_tokens_declared_only_in_the_configuration_are_added(tmp_path: Path) -> None:
-    import json
-
-    from tests.unit.tokenizer_svc.checkpoints import byte_level, write
-
     tokenizer = byte_level(CHATML)
     next_id = tokenizer.get_vocab_size()
     config = {"added_tokens_decoder": {str(next_id): {"content": "<late>", "special": True}}}
@@ -155,6 +154,25 @@ def test_tokens_declared_only_in_the_configuration_are_added(tmp_path: Path) -> 
     assert text.ids(conversation([{"role": "user", "content": "x"}]))[-1] == next_id
     assert next_id in text.checkpoint.vocabulary.special_ids
     assert json.loads(text.checkpoint.tokenizer_json)["added_tokens"][-1]["content"] == "<late>"
+
+
+def test_the_configuration_says_which_tokens_are_added_and_how(tmp_path: Path) -> None:
+    """As in `transformers`: also those that the model has, or that tokenizer.json declares otherwise."""
+    tokenizer = Tokenizer.from_str(
+        json.dumps({**json.loads(sentencepiece(MISTRAL).to_str()), "added_tokens": []})
+    )
+    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=False, normalized=False)])
+    declared = {
+        str(tokenizer.token_to_id(each)): {"content": each, "special": True, "rstrip": each == "[INST]"}
+        for each in ("<s>", "</s>", "[INST]", "[TOOL_CALLS]")
+    }
+    path = write(tmp_path, tokenizer, "{{ messages }}", config={"added_tokens_decoder": declared})
+    text, oracle = Text(path), AutoTokenizer.from_pretrained(str(path))
+    written = "<s>[INST]  hello</s> [/INST] the[TOOL_CALLS]"
+    ids = text.encoder.encode_text(written, add_special_tokens=False)
+    assert ids == oracle(written, add_special_tokens=False)["input_ids"]
+    assert text.checkpoint.vocabulary.text(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert text.control.control == {"<s>", "</s>", "[INST]", "[TOOL_CALLS]"}
 
 
 def test_other_threads_go_on_while_a_text_is_encoded(tmp_path: Path) -> None:
