@@ -6,9 +6,11 @@ when it is made. Every change raises the revision, which is what gateways look a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from sqlalchemy import (
@@ -17,6 +19,7 @@ from sqlalchemy import (
     Connection,
     Integer,
     MetaData,
+    Row,
     String,
     Table,
     Text,
@@ -32,6 +35,7 @@ from gateway.auth.secret import new_secret
 from gateway.config import KeyEntry
 from gateway.database import open_database
 
+_log = logging.getLogger(__name__)
 _METADATA = MetaData()
 
 _KEYS = Table(
@@ -84,9 +88,13 @@ class KeyStore:
         self._engine.dispose()
 
     def revision(self) -> int:
-        """Number of the latest change; 0 before the first."""
+        """How many changes are committed; 0 before the first.
+
+        Not the latest one's number: of two that are made at once, the one with the lower number may be
+        committed last, and a revocation must not be overlooked for that.
+        """
         with self._engine.connect() as connection:
-            return connection.scalar(select(func.max(_CHANGES.c.revision))) or 0
+            return connection.scalar(select(func.count()).select_from(_CHANGES)) or 0
 
     def entries(self) -> list[KeyEntry]:
         """One entry for every secret that is not expired; revoked keys are `disabled`."""
@@ -96,11 +104,8 @@ class KeyStore:
         with self._engine.connect() as connection:
             rows = connection.execute(joined.order_by(_KEYS.c.id)).all()
         now_s = self._clock()
-        return [
-            self._entry(row.agreement, row.hash, row.secret_expires, row.revoked_unix_s)
-            for row in rows
-            if row.secret_expires is None or row.secret_expires > now_s
-        ]
+        alive = (row for row in rows if row.secret_expires is None or row.secret_expires > now_s)
+        return [entry for row in alive if (entry := self._readable(row)) is not None]
 
     def stored(self) -> list[StoredKey]:
         """All keys, revoked ones too, by name."""
@@ -162,6 +167,14 @@ class KeyStore:
             self._add_secret(connection, key_id, secret)
             self._changed(connection)
         return secret
+
+    def _readable(self, row: Row[Any]) -> KeyEntry | None:
+        """The entry; None for an agreement of another version, which must not keep others from being read."""
+        try:
+            return self._entry(row.agreement, row.hash, row.secret_expires, row.revoked_unix_s)
+        except msgspec.DecodeError as error:
+            _log.error("key %s of the store is not accepted, its agreement cannot be read: %s", row.id, error)
+            return None
 
     def _entry(
         self, agreement: str, hash_: str, secret_expires: int | None, revoked_unix_s: int | None

@@ -123,6 +123,20 @@ async def test_keys_of_an_unreadable_store_are_dropped_after_the_promised_time(r
     assert rig.accepts(secret)
 
 
+async def test_key_that_cannot_be_read_keeps_no_revocation_from_taking_effect(rig: Rig) -> None:
+    good, bad = rig.create("good"), rig.create("bad")
+    await rig.watch.refresh()
+    with open_database(str(rig.path), _nothing(), key="").begin() as connection:
+        connection.execute(
+            text("UPDATE keys SET agreement = :agreement WHERE id = 'bad'"),
+            {"agreement": '{"id": "bad", "tenant": "acme", "of_a_later_version": 1}'},
+        )
+    rig.store.revoke("good")
+    await rig.watch.refresh()
+    assert not rig.accepts(good)
+    assert not rig.accepts(bad)
+
+
 def _nothing():  # type: ignore[no-untyped-def]
     from sqlalchemy import MetaData
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from gateway.auth.key_store import KeyStore
 from gateway.config import KeyEntry
@@ -88,3 +89,18 @@ def test_keys(url: str) -> None:
     ] * 2
     assert store.revision() == 3
     store.close()
+
+
+def test_change_that_is_committed_after_a_later_one_is_seen(url: str) -> None:
+    store, database = KeyStore(url), open_ledger(url)
+    change = text("INSERT INTO key_changes (changed_unix_s) VALUES (1)")
+    before = store.revision()
+    with database.begin() as slow:
+        slow.execute(change)
+        with database.begin() as fast:
+            fast.execute(change)
+        seen = store.revision()
+        assert seen != before
+    assert store.revision() != seen
+    store.close()
+    database.dispose()
