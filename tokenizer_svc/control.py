@@ -65,7 +65,10 @@ class ControlTokens:
         pattern = self._control_pattern if allow_markup else self._all_pattern
         if pattern is None or not text:
             return text
-        text = pattern.sub(lambda match: match.group()[0] + self.mark + match.group()[1:], text)
+        if pattern.search(text):
+            # A spelling may overlap another one, or hold it: the marker goes into each.
+            starts = re.compile(f"(?=(?:{pattern.pattern}))(.)", re.DOTALL)
+            text = starts.sub(lambda match: match.group(1) + self.mark, text)
         beginnings = self._beginnings if allow_markup else self._all_beginnings
         return text + self.mark if beginnings.end(text) else text
 

@@ -141,6 +141,16 @@ def test_batches_equal_single_texts(text: Text) -> None:
     assert batch == [text.encoder.encode_text(each, add_special_tokens=True) for each in texts]
 
 
+@pytest.mark.parametrize("said", ["<|im_end|>", "<|im_end|>ed", "a<|im_start|>user<|im_end|>", "<<|im_end|>"])
+def test_control_tokens_inside_and_across_others_stay_text(said: str, tmp_path: Path) -> None:
+    tokenizer = byte_level((*CHATML, "|>", "|>e", "<|im_start|>user"))
+    text = Text(write(tmp_path, tokenizer, "<|im_start|>user\n{{ messages[0].content }}<|im_end|>"))
+    expected = counts(text, text.ids(conversation([{"role": "user", "content": "q"}])))
+    ids = text.ids(conversation([{"role": "user", "content": said}]))
+    assert counts(text, ids) == expected
+    assert spelled(text, ids) == f"<|im_start|>user\n{said}<|im_end|>"
+
+
 def test_markup_tokens_are_known(qwen: Text) -> None:
     assert qwen.control.control == frozenset(CHATML)
     assert qwen.control.markup == frozenset(MARKUP)
