@@ -17,6 +17,7 @@ from gateway.config import (
     GatewayConfig,
     KeyEntry,
     KeysConfig,
+    LimitValues,
     TenantConfig,
     TierConfig,
 )
@@ -188,11 +189,15 @@ def _check_limits(settings: Settings) -> None:
     owners = {f"tenants.{name}": tenant.limits for name, tenant in settings.tenants.items()}
     owners |= {f"keys.entries ({entry.id})": entry.limits for entry in settings.keys.entries}
     for owner, limits in owners.items():
-        if limits.monthly_budget is not None and not settings.gateway.prices:
-            raise ConfigError(
-                f'{owner}.monthly_budget: a budget needs prices; add [gateway.prices."*"], '
-                "or use monthly_tokens"
-            )
+        check_budget(f"{owner}.monthly_budget", limits, settings.gateway)
+
+
+def check_budget(key: str, limits: LimitValues, gateway: GatewayConfig) -> None:
+    """Raises ConfigError for a budget that nothing could be counted against."""
+    if limits.monthly_budget is not None and not gateway.prices:
+        raise ConfigError(
+            f'{key}: a budget needs prices; add [gateway.prices."*"], or use monthly tokens instead'
+        )
 
 
 def _check_addresses(settings: Settings) -> None:

@@ -80,7 +80,7 @@ class KeyDirectory:
         self._snapshot = self._build(entries)
 
     def authenticate(self, secret: str) -> Principal:
-        """The caller with this API key; raises INVALID_CREDENTIALS."""
+        """The caller with this API key; raises INVALID_CREDENTIALS or TIER_NOT_ALLOWED."""
         key = self._snapshot.by_hash.get(hash_key(secret))
         if key is None and self._claims.issuer and secret.startswith(_TOKEN_PREFIX):
             # Envoy has not verified it: then it would have sent its claims.
@@ -99,7 +99,18 @@ class KeyDirectory:
             raise _invalid(f"the API key {entry.id} is revoked; use another one")
         if entry.expires_unix_s is not None and self._clock() >= entry.expires_unix_s:
             raise _invalid(f"the API key {entry.id} has expired; use another one")
+        if not self._may_use(entry.tenant, key.principal.tier):
+            # Of the store: the agreement is older than the configuration.
+            raise MillraceError(
+                Reason.TIER_NOT_ALLOWED,
+                f"the API key {entry.id} is of tier {entry.tier!r}, which tenant {entry.tenant} may not use; "
+                f"add it to tenants.{entry.tenant}.allowed_tiers, or make another key",
+            )
         return key.principal
+
+    def _may_use(self, tenant: str, tier: str) -> bool:
+        config = self._settings.tenants[tenant]
+        return tier in {config.tier or self._settings.gateway.default_tier, *config.allowed_tiers}
 
     def principal_of_claims(self, claims: Mapping[str, Any]) -> Principal:
         """The caller with these verified JWT claims.
@@ -125,7 +136,7 @@ class KeyDirectory:
             )
         tier = str(claims.get(self._claims.tier_claim, "")) if self._claims.tier_claim else ""
         own = config.tier or self._settings.gateway.default_tier
-        if tier and tier not in {own, *config.allowed_tiers}:
+        if tier and not self._may_use(tenant, tier):
             raise MillraceError(
                 Reason.TIER_NOT_ALLOWED,
                 f"the token's claim {self._claims.tier_claim!r} asks for tier {tier!r}, which tenant "

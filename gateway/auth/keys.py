@@ -17,7 +17,7 @@ from gateway.auth.directory import hash_key
 from gateway.auth.key_store import KeyStore, KeyStoreError, StoredKey
 from gateway.auth.secret import new_secret
 from gateway.config import KeyEntry, LimitValues
-from gateway.settings import Settings, check_keys, check_name, load_settings
+from gateway.settings import Settings, check_budget, check_keys, check_name, load_settings
 from services.config import read_tables
 from services.errors import ConfigError
 
@@ -109,6 +109,7 @@ def _create(settings: Settings, options: argparse.Namespace) -> None:
 def _check(settings: Settings, entry: KeyEntry) -> None:
     check_name("--id", entry.id)
     check_keys((entry,), settings.tenants, settings.tiers, settings.gateway.default_tier)
+    check_budget("--monthly-budget", entry.limits, settings.gateway)
     try:
         # The constraints of the numbers.
         msgspec.convert(msgspec.to_builtins(entry), KeyEntry)

@@ -53,7 +53,9 @@ async def _dns(host: str, port: int) -> list[str]:
 
 
 def _file(path: Path) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    # With or without a byte order mark; what is not UTF-8 can only be a comment, or no address.
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
@@ -68,7 +70,8 @@ async def follow(
     while True:
         try:
             found = await lookup()
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # A name that cannot be looked up is a ValueError.
             _log.warning("discovery of engines failed, the known ones stay: %s", error)
         else:
             if found != known:

@@ -151,3 +151,16 @@ def test_token_that_was_not_verified_is_not_called_an_unknown_key() -> None:
         directory().authenticate(token)
     with pytest.raises(MillraceError, match="API key is not known"):
         directory(keys={}).authenticate(token)
+
+
+def test_stored_key_of_a_tier_that_its_tenant_lost_is_told_so() -> None:
+    keys = directory()
+    stored = (("gone", "mr-1", "platinum"), ("lost", "mr-2", "gold"), ("own", "mr-3", ""))
+    keys.replace_stored(
+        [KeyEntry(id=id_, tenant="shared", hash=hash_key(key), tier=tier) for id_, key, tier in stored]
+    )
+    for _, key, tier in stored[:2]:
+        with pytest.raises(MillraceError, match=f"tier '{tier}', which tenant shared may not use") as caught:
+            keys.authenticate(key)
+        assert caught.value.reason is Reason.TIER_NOT_ALLOWED
+    assert keys.authenticate("mr-3").tier == "standard"

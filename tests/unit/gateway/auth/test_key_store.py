@@ -200,6 +200,7 @@ def test_command_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["create", "--tenant", "acme", "--tier", "gold"], "may not use tier 'gold'"),
         (["create", "--tenant", "acme", "--id", "a/b"], "--id"),
         (["create", "--tenant", "acme", "--tokens-per-minute", "0"], "tokens_per_minute"),
+        (["create", "--tenant", "acme", "--monthly-budget", "5"], "--monthly-budget: a budget needs prices"),
         (["revoke", "nothing"], "no key nothing"),
     ],
 )
