@@ -281,13 +281,17 @@ def plan(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def keys(context: typer.Context) -> None:
     """Create, list and revoke API keys."""
-    raise typer.Exit(owners.run_module("gateway.auth.keys", context.args))
+    with _errors_told():
+        status = owners.run_configured("gateway.auth.keys", context.args)
+    raise typer.Exit(status)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def usage(context: typer.Context) -> None:
     """Report tokens and cost by tenant, key and model."""
-    raise typer.Exit(owners.run_module("gateway.ledger", context.args))
+    with _errors_told():
+        status = owners.run_configured("gateway.ledger", context.args)
+    raise typer.Exit(status)
 
 
 @schema_app.command("check", context_settings=_PASS_ON, add_help_option=False)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 from services.cli.target import running_stack
+from services.config import read_tables
 from services.supervisor import checkpoint
-from services.supervisor.config import BUNDLED_MODEL, state_directory
+from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
 
 
 def run_module(
@@ -23,8 +27,69 @@ def run_module(
 
     `settings` are overrides that the command line gives; they win over everything.
     """
+    return _run(module, arguments, {**stack_environment(environ), **(settings or {})})
+
+
+def run_configured(module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """`run_module` for one that takes `--config`: the file that is named, else the running stack's, else the
+    one that `millrace up` takes. Raises ConfigError for a file that cannot be read.
+    """
+    arguments, environment = configured(arguments, environ)
+    return _run(module, arguments, environment)
+
+
+def configured(
+    arguments: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a command that reads a configuration file.
+
+    What was decided for the running stack goes with that stack's own file alone; beside another file, a local
+    stack's defaults fill what the file leaves out.
+    """
+    named, state = _named_config(arguments), running_stack(environ)
+    if state is not None and (named is None or _is_file(named, state.config)):
+        path = Path(state.config) if state.config else None
+        settings = dict(state.environment)
+    else:
+        path = named or (DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None)
+        settings = _local_settings(read_tables(path, environ), environ)
+    added = [] if named or path is None else ["--config", str(path)]
+    return [*added, *arguments], {**settings, **environ}
+
+
+def _named_config(arguments: Sequence[str]) -> Path | None:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    try:
+        return cast("Path | None", parser.parse_known_args(list(arguments))[0].config)
+    except argparse.ArgumentError:
+        # It has no value, which the module itself will say.
+        return None
+
+
+def _is_file(path: Path, other: str) -> bool:
+    return bool(other) and path.resolve() == Path(other).resolve()
+
+
+def _local_settings(tables: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Where a local stack keeps what `tables` give no place to."""
+    directory = state_directory(environ)
+    found: dict[str, str] = {}
+    for (*parents, key), value in (
+        (("keys", "store"), str(directory / "keys.sqlite")),
+        (("gateway", "ledger", "url"), f"sqlite:///{directory / 'ledger.sqlite'}"),
+        (("observability", "store"), str(directory / "traces.sqlite")),
+    ):
+        table: Any = tables
+        for parent in parents:
+            table = table.get(parent, {})
+        if key not in table:
+            found["MILLRACE_" + "__".join((*parents, key)).upper()] = value
+    return found
+
+
+def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command = [sys.executable, "-P", "-m", module, *arguments]
-    environment = {**stack_environment(environ), **(settings or {})}
     try:
         return subprocess.run(command, env=environment, check=False).returncode
     except KeyboardInterrupt:
@@ -34,15 +99,7 @@ def run_module(
 def stack_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with the running stack's settings, or with the defaults of a local one."""
     state = running_stack(environ)
-    if state is not None:
-        return {**state.environment, **environ}
-    directory = state_directory(environ)
-    local = {
-        "MILLRACE_KEYS__STORE": str(directory / "keys.sqlite"),
-        "MILLRACE_GATEWAY__LEDGER__URL": f"sqlite:///{directory / 'ledger.sqlite'}",
-        "MILLRACE_OBSERVABILITY__STORE": str(directory / "traces.sqlite"),
-    }
-    return {**local, **environ}
+    return {**(_local_settings({}, environ) if state is None else state.environment), **environ}
 
 
 def model_settings(

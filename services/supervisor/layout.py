@@ -189,8 +189,13 @@ class _Planner:
     def _plan_security(self) -> str:
         if not self._configured("security.context_secret_file"):
             self._default("security.context_secret", secrets.token_hex(32))
-        self._default("gateway.ledger.url", f"sqlite:///{self._state / 'ledger.sqlite'}")
-        self._default("keys.store", str(self._state / "keys.sqlite"))
+        for place, local in (
+            ("gateway.ledger.url", f"sqlite:///{self._state / 'ledger.sqlite'}"),
+            ("keys.store", str(self._state / "keys.sqlite")),
+        ):
+            # An empty one says that there shall be none.
+            if self._configured(place) is None:
+                self._set(place, local)
         if not _is_loopback(self._options.host):
             return ""
         key = development_key(self._environ)

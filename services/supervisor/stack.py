@@ -165,7 +165,7 @@ class Stack:
             api_key=layout.api_key,
             model=layout.model_name,
             trace_store=layout.trace_store,
-            config=str(layout.config or ""),
+            config="" if layout.config is None else str(layout.config.absolute()),
             environment=dict(layout.environment),
             processes=processes,
         )

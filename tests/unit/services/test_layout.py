@@ -89,6 +89,12 @@ def test_configured_values_are_left_alone(tmp_path: Path, model: Path) -> None:
     assert tables["keys"]["store"] == "keys.db"
 
 
+def test_place_that_is_emptied_stays_empty(tmp_path: Path, model: Path) -> None:
+    layout = plan(tmp_path, model, '[keys]\nstore = ""\n[gateway.ledger]\nurl = ""\n')
+    tables = read_tables(layout.config, layout.environment)
+    assert (tables["keys"]["store"], tables["gateway"]["ledger"]["url"]) == ("", "")
+
+
 def test_secrets_differ_between_stacks(tmp_path: Path, model: Path) -> None:
     variable = "MILLRACE_SECURITY__CONTEXT_SECRET"
     first, second = plan(tmp_path, model), plan(tmp_path, model)
