@@ -65,7 +65,7 @@ class ResilientLimitStore:
         self._meters_seen: dict[str, int] = {}
         # What was charged to meters while the shared store was away.
         self._owed: dict[str, int] = {}
-        # Leases and windows charged locally are returned locally, whatever the shared store does meanwhile.
+        # Leases taken locally are returned locally, whatever the shared store does meanwhile.
         self._local_leases: set[tuple[str, str]] = set()
         self.is_up = True
 
@@ -166,7 +166,9 @@ class ResilientLimitStore:
             try:
                 await self._shared.ping()
                 if not self.is_up:
-                    await self._pay()
+                    # What is charged while a payment is under way is owed as well.
+                    while self._owed:
+                        await self._pay()
                     self.is_up = True
                     self._on_change(True)
                     _log.warning("limit store found again")

@@ -130,3 +130,43 @@ async def test_meters_go_on_from_what_was_seen_and_are_paid_back(own_redis: Redi
         # This Redis came back empty; what was used meanwhile is in it.
         assert client.get("millrace:m") == b"15"
     await rig.store.close()
+
+
+class SlowToSettle(RedisLimitStore):
+    """Settles when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, lease_ttl_s=30, timeout_s=1)
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def settle(self, settlement: Settlement) -> None:
+        self.asked.set()
+        await self.go.wait()
+        await super().settle(settlement)
+
+
+async def test_what_is_charged_while_debts_are_paid_is_paid_too(own_redis: RedisServer) -> None:
+    shared, is_up = SlowToSettle(own_redis.url), asyncio.Event()
+    store = ResilientLimitStore(
+        shared,
+        MemoryLimitStore(lease_ttl_s=30),
+        policy="local_share",
+        num_gateways=1,
+        on_change=lambda up: is_up.set() if up else is_up.clear(),
+    )
+    store.start()
+
+    async def charge(units: int) -> Granted | Refused:
+        return await store.acquire(Demand(meters=(MeterDemand("m", 100, 0, 1, units),)))
+
+    own_redis.kill()
+    assert isinstance(await charge(10), Granted)
+    own_redis.start()
+    await shared.asked.wait()
+    # The store answers again, and what is owed is on its way.
+    assert isinstance(await charge(7), Granted)
+    shared.go.set()
+    await is_up.wait()
+    with redis.Redis.from_url(own_redis.url) as client:
+        assert client.get("millrace:m") == b"17"
+    await store.close()
