@@ -21,7 +21,7 @@ from engine.types import (
 )
 from engine.types.kv_events import BlocksEvicted
 from observability import names
-from observability.metrics import Metrics, set_build_info
+from observability.metrics import NO_EXEMPLAR, Metrics, set_build_info
 
 # Reasons for which a client, and not the model, ended a request.
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
@@ -86,9 +86,9 @@ class EngineMetrics:
         if step.memory is not None:
             self._take_memory(step.memory)
         for totals in step.totals:
-            self.metrics.observe(names.STEP_SECONDS, totals.seconds, kind=totals.kind)
-            self.metrics.observe(names.STEP_TOKENS, totals.num_tokens)
-            self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences)
+            self.metrics.observe(names.STEP_SECONDS, totals.seconds, span=NO_EXEMPLAR, kind=totals.kind)
+            self.metrics.observe(names.STEP_TOKENS, totals.num_tokens, span=NO_EXEMPLAR)
+            self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences, span=NO_EXEMPLAR)
 
     def _take_memory(self, memory: MemoryUse) -> None:
         for part, num_bytes in (
@@ -151,12 +151,16 @@ class EngineMetrics:
 
     def _take_first_token(self, first: FirstTokenTimings, tier: str) -> None:
         metrics = self.metrics
-        metrics.observe(names.QUEUE_SECONDS, first.first_scheduled_s - first.arrival_s, tier=tier)
-        metrics.observe(names.PREFILL_SECONDS, first.prefill_end_s - first.first_scheduled_s, tier=tier)
+        metrics.observe(
+            names.QUEUE_SECONDS, first.first_scheduled_s - first.arrival_s, span=NO_EXEMPLAR, tier=tier
+        )
+        metrics.observe(
+            names.PREFILL_SECONDS, first.prefill_end_s - first.first_scheduled_s, span=NO_EXEMPLAR, tier=tier
+        )
 
     def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
         metrics = self.metrics
-        metrics.observe(names.DECODE_SECONDS, statistics.decode_s, tier=tier)
+        metrics.observe(names.DECODE_SECONDS, statistics.decode_s, span=NO_EXEMPLAR, tier=tier)
         metrics.add(names.DRAFTED, statistics.drafted_tokens)
         metrics.add(names.ACCEPTED, statistics.accepted_tokens)
         metrics.add(names.GRAMMAR_SECONDS, statistics.grammar_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from bisect import bisect_left
 
@@ -128,3 +129,49 @@ def test_merged_observations_equal_single_ones(values: list[float]) -> None:
         name = f"{names.ITL.name}_bucket"
         assert _value(merged, name, le=bound, **labels) == _value(single, name, le=bound, **labels)
     assert _value(merged, f"{names.ITL.name}_sum", model="m", tier="t") == pytest.approx(sum(values))
+
+
+def test_nothing_is_lost_while_threads_count_and_others_look() -> None:
+    metrics = Metrics()
+    num_threads, num_each = 4, 5000
+
+    def count() -> None:
+        for _ in range(num_each):
+            metrics.add(names.COST, 1, tier="t", tenant="a")
+            metrics.observe(names.PREPARE_SECONDS, 0.02)
+
+    threads = [threading.Thread(target=count) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    seen = []
+    while any(thread.is_alive() for thread in threads):
+        seen.append(_value(metrics, names.COST.name, tier="t", tenant="a") or 0)
+    assert seen == sorted(seen)
+    assert _value(metrics, names.COST.name, tier="t", tenant="a") == num_threads * num_each
+    assert _value(metrics, f"{names.PREPARE_SECONDS.name}_count") == num_threads * num_each
+
+
+def test_what_nobody_looks_at_does_not_pile_up() -> None:
+    metrics = Metrics()
+    for _ in range(10_000):
+        metrics.add(names.COST, 1, tier="t", tenant="a")
+        metrics.observe(names.PREPARE_SECONDS, 0.02)
+    series = (*metrics._counted.values(), *metrics._observed.values())
+    assert all(len(each.waiting) < 10_000 for each in series)
+
+
+def test_one_name_alone_can_be_scraped_and_is_up_to_date() -> None:
+    metrics = Metrics()
+    metrics.add(names.COST, 3, tier="t", tenant="a")
+    server = metrics.serve("127.0.0.1:0")
+    try:
+        url = f"http://{server.address}/metrics?name[]={names.COST.name}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            assert b'{tenant="a",tier="t"} 3.0' in response.read()
+    finally:
+        server.close()
+
+
+def test_a_counter_does_not_go_down() -> None:
+    with pytest.raises(ValueError):
+        Metrics().add(names.COST, -1, tier="t", tenant="a")
