@@ -61,6 +61,10 @@ def _field(tag: bytes, body: bytes) -> bytes:
     return tag + _size(len(body)) + body
 
 
+# Attributes that are texts, whole, by key and text: most are one of few names.
+_named: dict[tuple[str, Any], bytes] = {}
+_MAX_NAMED = 2048
+_MAX_NAME = 64
 # All of an attribute but its text, by the key and the size of the text; but the eight bytes of its float.
 _texts: dict[tuple[str, int], bytes] = {}
 _floats: dict[str, bytes] = {}
@@ -85,7 +89,10 @@ def _pair(key: str, value: Any) -> bytes:
             found = _whole(key, _field(b"\x0a", text))[: -size or None]
             if size <= _MAX_TEXT and len(_texts) < _MAX_KEPT:
                 _texts[key, size] = found
-        return found + text
+        whole = found + text
+        if size <= _MAX_NAME and len(_named) < _MAX_NAMED:
+            _named[key, value] = whole
+        return whole
     kept: dict[Any, bytes]
     if kind is int:
         kept = _numbers
@@ -126,7 +133,9 @@ def _any(value: Any) -> bytes:
 def _pairs(tag: bytes, attributes: Mapping[str, Any]) -> bytes:
     if not attributes:
         return b""
-    return tag + tag.join([_pair(key, value) for key, value in attributes.items()])
+    return tag + tag.join(
+        [(_named.get(each) if type(each[1]) is str else None) or _pair(*each) for each in attributes.items()]
+    )
 
 
 def encode_inherited(attributes: Mapping[str, Any]) -> bytes:
@@ -159,9 +168,10 @@ _names: dict[tuple[str, int], bytes] = {}
 
 def encode_span(span: RecordedSpan) -> bytes:
     """One Span."""
-    lineage = span.lineage
+    trace, identity = span.lineage.encoded
     parent_id = span.parent_id
-    kind = span.kind.value
+    # Enumerations' `value` is a property written in Python.
+    kind = span.kind._value_
     name = _names.get((span.name, kind))
     if name is None:
         # OTLP counts kinds from 1.
@@ -169,13 +179,13 @@ def encode_span(span: RecordedSpan) -> bytes:
         if len(_names) < _MAX_KEPT:
             _names[span.name, kind] = name
     parts = [
-        lineage.encoded_trace,
+        trace,
         _IDS.pack(b"\x12\x08", span.span_id, b"\x22\x08", parent_id)
         if parent_id
         else _ROOT_ID.pack(b"\x12\x08", span.span_id),
         name,
         _TIMES.pack(b"\x39", span.start_ns, b"\x41", span.end_ns),
-        lineage.encoded_identity,
+        identity,
     ]
     if span.attributes:
         parts.append(_pairs(_SPAN_ATTRIBUTE, span.attributes))

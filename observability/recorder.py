@@ -141,7 +141,7 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
     ) -> Span:
         """A span below `parent`, with its identity; `parent` itself where its trace is not recorded."""
         if type(parent) is RecordedSpan:
-            return self._started(parent.lineage, parent.span_id, name, kind, attributes, links, start_time)
+            return self.start_inside(parent, name, kind, attributes, links, start_time)
         if type(parent) is not RemoteSpan:
             return parent
         if parent.trace_id and parent.span_id:
@@ -155,6 +155,28 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
             return NonRecordingSpan(SpanContext(trace_id, span_id, False, _NOT_SAMPLED))
         return self._started(
             Lineage(trace_id, None, parent.identity), 0, name, kind, attributes, links, start_time
+        )
+
+    def start_inside(
+        self,
+        parent: RecordedSpan,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, AttributeValue] | None,
+        links: Sequence[Link] | None,
+        start_ns: int | None,
+    ) -> RecordedSpan:
+        """The same where the parent is one of ours, as nearly always."""
+        return RecordedSpan(
+            self,
+            parent.lineage,
+            name,
+            self._random_bits(64) or 1,
+            parent.span_id,
+            kind,
+            dict(attributes) if attributes else {},
+            links or (),
+            start_ns or time.time_ns(),
         )
 
     def _started(

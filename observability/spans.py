@@ -34,7 +34,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 class Lineage:
     """A trace as far as one service takes part in it, and the attributes that each span of it has."""
 
-    __slots__ = ("encoded_identity", "encoded_trace", "identity", "trace_id", "trace_state")
+    __slots__ = ("_encoded", "identity", "trace_id", "trace_state")
 
     def __init__(
         self,
@@ -45,8 +45,15 @@ class Lineage:
         self.trace_id = trace_id
         self.trace_state = trace_state or None
         self.identity = identity or {}
-        self.encoded_trace = encode_lineage(trace_id, self.trace_state)
-        self.encoded_identity = encode_inherited(identity) if identity else b""
+        self._encoded: tuple[bytes, bytes] | None = None
+
+    @property
+    def encoded(self) -> tuple[bytes, bytes]:
+        """Trace and identity in bytes. Spans begin while somebody waits; they are encoded when they end."""
+        if self._encoded is None:
+            identity = encode_inherited(self.identity) if self.identity else b""
+            self._encoded = encode_lineage(self.trace_id, self.trace_state), identity
+        return self._encoded
 
     def identified(self, identity: Mapping[str, AttributeValue]) -> Lineage:
         """The same trace with other attributes on each span."""

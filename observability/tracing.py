@@ -153,6 +153,8 @@ class Telemetry:
         get it by `parent=span`.
         """
         start_ns = None if start_s is None else unix_ns(start_s)
+        if type(parent) is RecordedSpan:
+            return parent.recorder.start_inside(parent, name, kind, attributes, links, start_ns)
         return self._start(name, parent, kind, attributes, links, start_ns)
 
     def _start(
@@ -210,6 +212,12 @@ class Telemetry:
         """A span over a time that has passed, in monotonic seconds. Returned, ended, for use as a parent."""
         offset = offset_ns()
         start_ns = offset + round(start_s * 1e9)
+        if type(parent) is RecordedSpan:
+            below = parent.recorder.start_inside(parent, name, kind, attributes, links, start_ns)
+            if error:
+                below.set_status(Status(StatusCode.ERROR, error))
+            below.end(max(start_ns, offset + round(end_s * 1e9)))
+            return below
         span = self._start(name, parent, kind, attributes, links, start_ns)
         if span.is_recording() and span is not parent:
             if error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import msgspec
@@ -161,14 +162,16 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+_numbers = attrgetter(*(name for name, _, _ in _RANGES))
+
+
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    for name, low, high in _RANGES:
-        value = getattr(sampling, name)
+    for value, (name, low, high) in zip(_numbers(sampling), _RANGES, strict=True):
         if value is not None and not low <= value <= high:
             raise _invalid(f"sampling.{name}", f"is {value:g}; it must be from {low:g} to {high:g}")
-    for name in ("top_p", "repetition_penalty"):
-        if getattr(sampling, name) == 0:
-            raise _invalid(f"sampling.{name}", "is 0; it must be above 0")
+    if not (sampling.top_p and sampling.repetition_penalty):
+        name = "repetition_penalty" if sampling.top_p else "top_p"
+        raise _invalid(f"sampling.{name}", "is 0; it must be above 0")
     if sampling.min_tokens > sampling.max_tokens:
         raise _invalid(
             "sampling.min_tokens", f"is {sampling.min_tokens}, above max_tokens = {sampling.max_tokens}"
@@ -187,8 +190,8 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             raise _invalid("sampling.logit_bias", f"of token {token_id} is {bias}; it must be finite")
 
 
-def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    worst = max(token_ids, default=0)
+def _check_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    worst = max(token_ids, default=0) if token_ids else 0
     if worst >= vocab_size:
         raise _invalid(field, f"holds token id {worst}; the vocabulary has {vocab_size} tokens")
 

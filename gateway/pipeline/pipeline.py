@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -180,41 +179,41 @@ class Pipeline:
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
-            with call.span_below(names.GATEWAY_ADMIT) as span:
-                self._admit(call, num_prompt_tokens, span)
-            with call.span_below(names.GATEWAY_ROUTE) as route:
+            with call.step(names.GATEWAY_ADMIT) as admitting:
+                self._admit(call, num_prompt_tokens, admitting)
+            with call.step(names.GATEWAY_ROUTE) as routing:
                 stream = self._route(call, prepared, sampling, context)
                 submitted_s = time.monotonic()
                 await _let_go(stream)
-                call.later(self._note_route, route, stream.engine, stream.route)
+                call.later(self._note_route, routing.attributes, stream.engine, stream.route)
             return self._generation(call, prepared, sampling, stream, submitted_s, reservation, context)
         except BaseException:
             await reservation.cancel()
             raise
 
-    def _admit(self, call: _Call, num_prompt_tokens: int, span: Span) -> None:
+    def _admit(self, call: _Call, num_prompt_tokens: int, step: _Step) -> None:
         queues = engine_queues(self.fleet, call.tier.config.pool)
         estimate = self._admission.admit(call.tier, num_prompt_tokens, queues)
-        call.later(self._note_wait, span, estimate.wait_s, call.tier.name)
+        call.later(self._note_wait, step.attributes, estimate.wait_s, call.tier.name)
 
-    def _note_wait(self, span: Span, wait_s: float, tier: str) -> None:
-        span.set_attribute(names.EXPECTED_WAIT_MS, wait_s * 1000)
+    def _note_wait(self, attributes: dict[str, Any], wait_s: float, tier: str) -> None:
+        attributes[names.EXPECTED_WAIT_MS] = wait_s * 1000
         self._metrics.set(names.EXPECTED_WAIT, wait_s, tier=tier)
 
     async def _prepare(self, call: _Call, context: Any) -> Prepared:
-        started_s = time.monotonic()
-        with call.span_below(names.GATEWAY_PREPARE) as span:
+        with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
                 model=self.model.served_name if self._adapter(call.request.model) else call.request.model,
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
-                traceparent=traceparent_of(span),
+                # What the service does is below this step.
+                traceparent=traceparent_of(step.begun()),
                 timeout_s=call.caller.remaining_s(),
                 max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),
             )
-        call.later(self._metrics.observe, names.PREPARE_SECONDS, time.monotonic() - started_s)
+        call.later(self._metrics.observe, names.PREPARE_SECONDS, step.end_s - step.start_s)
         if prepared.vocabulary_fingerprint != self.vocabulary.fingerprint:
             raise MillraceError(
                 Reason.VOCABULARY_MISMATCH,
@@ -225,7 +224,7 @@ class Pipeline:
 
     async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: Sampling) -> Reservation:
         asked = call.request.sampling.max_tokens
-        with call.span_below(names.GATEWAY_RESERVE):
+        with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
                 call.caller.identity,
                 num_prompt_tokens,
@@ -256,11 +255,11 @@ class Pipeline:
         stream.start()
         return stream
 
-    def _note_route(self, span: Span, engine: str, route: Route | None) -> None:
+    def _note_route(self, attributes: dict[str, Any], engine: str, route: Route | None) -> None:
         assert route is not None, "a stream that was started has a route"
-        span.set_attribute(names.ENGINE_ID, engine)
-        span.set_attribute(names.ROUTE_REASON, route.reason.value)
-        span.set_attribute(names.ROUTE_PREFIX_TOKENS, route.prefix_tokens)
+        attributes[names.ENGINE_ID] = engine
+        attributes[names.ROUTE_REASON] = route.reason.value
+        attributes[names.ROUTE_PREFIX_TOKENS] = route.prefix_tokens
         self._metrics.add(names.ROUTED, engine=engine, reason=route.reason.value)
 
     def _generation(
@@ -389,33 +388,53 @@ class _Call:
         for work, arguments in untold:
             work(*arguments)
 
-    def span_below(self, name: SpanName) -> _Step | nullcontext[Span]:
-        """A span around a block; the request's own where it is not recorded."""
-        if not self.span.is_recording():
-            return nullcontext(self.span)
-        return _Step(self, self._telemetry.start(name, parent=self.span))
+    def step(self, name: SpanName) -> _Step:
+        """Around a block that is a step of this request; it becomes a span when it is told."""
+        return _Step(self, name)
 
-    def end(self, span: Span, end_s: float, failure: BaseException | None) -> None:
-        """Ends a step's span."""
+    def start(self, name: SpanName, start_s: float) -> Span:
+        """A span below the request's; the request's own where it is not recorded."""
+        if not self.span.is_recording():
+            return self.span
+        return self._telemetry.start(name, parent=self.span, start_s=start_s)
+
+    def end(self, step: _Step, failure: BaseException | None) -> None:
+        """Tells of a step that is over."""
+        if not self.span.is_recording():
+            return
         error = "" if failure is None else type(failure).__name__
         if error and self._telemetry.config.capture_content:
             error = f"{error}: {failure}"
-        self._telemetry.end(span, end_s=end_s, error=error)
+        self._telemetry.end(step.begun(), end_s=step.end_s, attributes=step.attributes, error=error)
 
 
 class _Step:
-    """A span that ends with its block. It is not made current: no step looks for a current span."""
+    """A step of a request. Its span is made when it is told, or when somebody has to know of it before: it is
+    not current, no step looks for a current span.
+    """
 
-    __slots__ = ("_call", "_span")
+    __slots__ = ("_call", "_name", "_span", "attributes", "end_s", "start_s")
 
-    def __init__(self, call: _Call, span: Span) -> None:
+    def __init__(self, call: _Call, name: SpanName) -> None:
         self._call = call
-        self._span = span
+        self._name = name
+        self._span: Span | None = None
+        self.attributes: dict[str, Any] = {}
+        # In monotonic seconds; the end is 0 until it is over.
+        self.start_s = time.monotonic()
+        self.end_s = 0.0
 
-    def __enter__(self) -> Span:
+    def begun(self) -> Span:
+        """Its span, from its start on; to be ended with it."""
+        if self._span is None:
+            self._span = self._call.start(self._name, self.start_s)
         return self._span
+
+    def __enter__(self) -> _Step:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._call.later(self._call.end, self._span, time.monotonic(), failure)
+        self.end_s = time.monotonic()
+        self._call.later(self._call.end, self, failure)

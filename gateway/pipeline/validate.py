@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from gateway.pipeline.request import (
     ChoiceFormat,
@@ -55,6 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "beam_width": (1, 64),
 }
+_numbers = attrgetter(*RANGES)
 
 # Options that beams do not know, and the value that asks for nothing.
 _NEUTRAL: Mapping[str, object] = {
@@ -111,10 +113,11 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 def _check_numbers(request: GenerationRequest) -> None:
     sampling = request.sampling
-    for name, (lowest, highest) in RANGES.items():
-        value = getattr(sampling, name)
-        if value is not None and not lowest <= value <= highest:
-            raise refuse(request, name, f"{value} is not between {lowest} and {highest}")
+    for value, name in zip(_numbers(sampling), RANGES, strict=True):
+        if value is not None:
+            lowest, highest = RANGES[name]
+            if not lowest <= value <= highest:
+                raise refuse(request, name, f"{value} is not between {lowest} and {highest}")
     if sampling.top_p == 0.0:
         raise refuse(request, "top_p", "0 would keep no token; use temperature 0 for greedy decoding")
 
