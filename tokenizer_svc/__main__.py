@@ -16,6 +16,7 @@ from observability.config import ObservabilityConfig
 from observability.metrics import Metrics, MetricsServer
 from services import tls
 from services.config import load_section, read_tables
+from services.deferred import Deferred
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal
 from tokenizer_svc.checkpoint import load_checkpoint, locate
@@ -61,10 +62,12 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         limits=settings.limits,
         turn_cache_tokens=settings.turn_cache_tokens,
     )
+    deferred = Deferred()
     servicer = TokenizerServicer(
         preparer,
         config.model,
         telemetry,
+        deferred,
         secret=secret,
         max_context_age_s=config.security.max_context_age_s,
         allow_unsigned=settings.allow_unsigned,
@@ -93,6 +96,7 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         await pool.close()
         if metrics_server is not None:
             metrics_server.close()
+        deferred.flush()
         telemetry.shutdown()
 
 

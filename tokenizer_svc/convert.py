@@ -70,7 +70,7 @@ def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conv
         tool_choice=mode,
         tool_choice_name=message.tool_choice.name,
         parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
-        template_options=_struct(message.template_options),
+        template_options=_struct(message.template_options) if message.HasField("template_options") else {},
         documents=tuple(_struct(document) for document in message.documents),
         template_name=message.template_name,
         continue_final_message=message.continue_final_message,
@@ -201,6 +201,16 @@ def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.Prepar
         return LargeAnswer((prepared.token_ids, response.SerializeToString()))
     response.token_ids.extend(prepared.token_ids)
     return response
+
+
+def short_answer(prepared: Prepared, fingerprint: str) -> dict[str, Any]:
+    """The same as fields, for what has no grammar."""
+    return {
+        "token_ids": prepared.token_ids,
+        "vocabulary_fingerprint": fingerprint,
+        "assistant_prefix": prepared.assistant_prefix,
+        "timings": {"render_s": prepared.render_s, "encode_s": prepared.encode_s},
+    }
 
 
 def _prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse:

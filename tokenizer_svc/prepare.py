@@ -36,6 +36,8 @@ from tokenizer_svc.types import (
 from tokenizer_svc.wire import LargeRequest
 
 ANY_LENGTH = LengthLimit()
+# What is shorter, and rendered as well, is prepared in less time than anything takes to wait for it.
+_SHORT_CHARACTERS = 4 * 1024
 
 
 class Preparer:
@@ -95,6 +97,50 @@ class Preparer:
             encode_s=encoded_at - rendered_at,
             compile_s=time.perf_counter() - encoded_at if request is not None else 0.0,
         )
+
+    def prepare_short(
+        self, conversation: Conversation, *, tenant: str, length: LengthLimit
+    ) -> tuple[Prepared, float] | None:
+        """The same, now, for a short conversation without tools or format; and the monotonic second at which
+        it began, for `tell_short`. None for all others.
+        """
+        if conversation.tools or num_characters(conversation) >= _SHORT_CHARACTERS:
+            return None
+        self._limits.conversation(conversation, length)
+        begin_s = time.monotonic()
+        rendered = self._prompts.templates.render(conversation)
+        if len(rendered) >= _SHORT_CHARACTERS:
+            return None
+        rendered_s = time.monotonic()
+        token_ids = self._prompts.encoder.encode_rendered(rendered, tenant=tenant).token_ids
+        self._limits.length(len(token_ids), length, "messages")
+        encoded_s = time.monotonic()
+        prefix = self._prompts.assistant_prefix(conversation, rendered)
+        if self._prompts.grammar_request(conversation, None, prefix) is not None:
+            return None
+        prepared = Prepared(
+            token_ids=token_ids,
+            num_tokens=len(token_ids),
+            compiled=None,
+            grammar_cached=False,
+            assistant_prefix=prefix,
+            render_s=rendered_s - begin_s,
+            encode_s=encoded_s - rendered_s,
+            compile_s=0.0,
+        )
+        return prepared, begin_s
+
+    def tell_short(self, prepared: Prepared, begin_s: float, parent: Span) -> None:
+        """Spans below `parent`, and metrics, of what `prepare_short` did."""
+        context = parent.get_span_context()
+        for name, stage, seconds in (
+            (names.TOKENIZER_RENDER, "render", prepared.render_s),
+            (names.TOKENIZER_ENCODE, "encode", prepared.encode_s),
+        ):
+            self._telemetry.record(name, start_s=begin_s, end_s=begin_s + seconds, parent=parent)
+            self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, seconds, span=context, stage=stage)
+            begin_s += seconds
+        self._metrics.observe(names.PROMPT_LENGTH, prepared.num_tokens, span=context)
 
     def check_whole(self, num_bytes: int, *, num_messages: int, num_tools: int) -> None:
         """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes and parts."""

@@ -14,9 +14,16 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
 from observability import names
-from observability.tracing import RequestIdentity, Telemetry, context_from_traceparent, with_identity
+from observability.tracing import (
+    RequestIdentity,
+    Telemetry,
+    context_from_traceparent,
+    remote_span,
+    with_identity,
+)
 from services.config import ModelConfig
 from services.context import verify
+from services.deferred import Deferred
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
@@ -39,6 +46,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         preparer: Preparer,
         model: ModelConfig,
         telemetry: Telemetry,
+        deferred: Deferred,
         *,
         secret: bytes,
         max_context_age_s: float,
@@ -49,6 +57,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._model = model
         self._names = frozenset({"", model.served_name, *model.aliases})
         self._telemetry = telemetry
+        # What is told of requests that are answered already.
+        self._deferred = deferred
         self._secret = secret
         self._max_context_age_s = max_context_age_s
         self._allow_unsigned = allow_unsigned
@@ -73,9 +83,52 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             trace = context_from_traceparent(call.head.traceparent, call.head.tracestate)
             return await self._answer(call.request, trace, call.head.timeout_s or None)
 
-        async with aclosing(CallStream(answer).serve(requests)) as answers:
+        async with aclosing(CallStream(answer, self._at_once).serve(requests)) as answers:
             async for message in answers:
                 yield message
+
+    def _at_once(self, call: Call) -> dict[str, Any] | None:
+        """The answer to a call that asks for a short conversation alone, as most do: a task, a time limit and
+        spans that are current take as long as the prompt. What fails here is left to fail on the way of all
+        others, which tells why.
+        """
+        request = call.request
+        if (
+            isinstance(request, LargeRequest)
+            or not request.HasField("conversation")
+            or request.HasField("response_format")
+            or is_large(request)
+        ):
+            return None
+        begin_s = time.monotonic()
+        try:
+            who = self._verify(request)
+            self._check_model(request.model, who)
+            short = self._preparer.prepare_short(
+                self._conversation(request.conversation),
+                tenant=who.tenant,
+                length=convert.length_limit(request, who),
+            )
+        except Exception:
+            return None
+        if short is None:
+            return None
+        self._deferred.call(self._tell_short, call.head, who, begin_s, time.monotonic(), *short)
+        return convert.short_answer(short[0], self._vocabulary.fingerprint)
+
+    def _tell_short(
+        self,
+        head: tokenizer_pb2.PrepareCall,
+        who: context_pb2.RequestContext,
+        begin_s: float,
+        end_s: float,
+        prepared: Prepared,
+        render_s: float,
+    ) -> None:
+        identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
+        parent = remote_span(head.traceparent, head.tracestate, identity)
+        span = self._telemetry.record(names.TOKENIZER_PREPARE, start_s=begin_s, end_s=end_s, parent=parent)
+        self._preparer.tell_short(prepared, render_s, span)
 
     async def _answer(
         self,

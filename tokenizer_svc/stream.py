@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
@@ -22,16 +23,23 @@ _log = logging.getLogger(__name__)
 MAX_IN_WORK = 1024
 
 Answer = Callable[[Call], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
+# The fields of a response, or None where it takes longer than a task for it would.
+AnswerAtOnce = Callable[[Call], "dict[str, Any] | None"]
 # What is sent; large answers are messages of their own, and serialized.
 StreamResponse = tokenizer_pb2.PrepareStreamResponse | bytes
 
 
 class CallStream:
-    """One stream. `answer` prepares one call; what it raises is the call's answer, not the stream's end."""
+    """One stream. `answer` prepares one call; what it raises is the call's answer, not the stream's end.
 
-    def __init__(self, answer: Answer) -> None:
+    `at_once` is asked first, and raises nothing.
+    """
+
+    def __init__(self, answer: Answer, at_once: AnswerAtOnce = lambda call: None) -> None:
         self._answer = answer
-        self._ready: list[tokenizer_pb2.PrepareAnswer] = []
+        self._at_once = at_once
+        # Messages, or their fields: protobuf copies a message inside a message by writing and reading it.
+        self._ready: list[Any] = []
         self._ready_large: deque[tuple[int, LargeAnswer]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         # Something is ready to be sent, or the last call has been answered.
@@ -64,9 +72,18 @@ class CallStream:
     async def _read(self, requests: AsyncIterator[list[Call]]) -> None:
         async for calls in requests:
             for call in calls:
+                fields = self._at_once(call)
+                if fields is not None:
+                    self._ready.append({"id": call.id, "response": fields})
+                    continue
                 task = asyncio.ensure_future(self._one(call))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
+            if self._ready:
+                # Those of one message go together.
+                self._flush()
+                if self._ready:
+                    self._changed.set()
             while len(self._tasks) + len(self._ready) + len(self._ready_large) >= MAX_IN_WORK:
                 self._room.clear()
                 await self._room.wait()

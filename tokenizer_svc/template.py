@@ -150,7 +150,10 @@ class ChatTemplates:
         self._read: dict[str, frozenset[str]] = {}
         for name, source in templates.items():
             try:
-                self._templates[name] = environment.from_string(source)
+                template = environment.from_string(source)
+                # Jinja keeps them as a ChainMap and copies that for each rendering, name by name in Python.
+                template.globals = dict(template.globals)
+                self._templates[name] = template
                 self._read[name] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             except jinja2.TemplateError as error:
                 raise ConfigError(f"chat template {name!r} of the checkpoint: {error}") from error

@@ -63,3 +63,39 @@ async def test_large_answers_are_messages_of_their_own() -> None:
             assert len(message.answers) == 1
         found |= {each.id: list(each.response.token_ids) for each in message.answers}
     assert found == {number: [number] * 300 for number in range(5)}
+
+
+async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "MAX_IN_WORK", 8)
+    slow = asyncio.Event()
+    read = 0
+
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        await slow.wait()
+        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+    def at_once(call: Call) -> dict[str, list[int]] | None:
+        return None if call.id == 0 else {"token_ids": [call.id]}
+
+    async def calls() -> AsyncIterator[list[Call]]:
+        nonlocal read
+        for number in range(_NUM_CALLS):
+            read += 1
+            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
+
+    answers = CallStream(answer, at_once).serve(calls())
+    first = await anext(answers)
+    assert isinstance(first, tokenizer_pb2.PrepareStreamResponse)
+    found = {each.id: list(each.response.token_ids) for each in first.answers}
+    assert found
+    assert 0 not in found
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert read <= len(found) + 2 + 8
+    slow.set()
+    async for message in answers:
+        assert isinstance(message, tokenizer_pb2.PrepareStreamResponse)
+        found |= {each.id: list(each.response.token_ids) for each in message.answers}
+    assert found == {number: [number] for number in range(_NUM_CALLS)}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from transformers import AutoTokenizer
 
 from gateway.tokenizer.stream import PrepareStreams
+from observability import names
 from services.context import sign
 from services.errors import MillraceError, Reason
 from services.status import from_detail, from_rpc_error
@@ -527,3 +529,102 @@ def test_bad_configuration_ends_with_one_line(path: Path, settings: dict[str, st
     assert done.returncode == 2
     assert part in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SHORT_AND_OTHER = [
+    user("Hello, how are you?"),
+    user("Spells <|im_start|>system and é, 漢字, <think>"),
+    user("What ends in the beginning of one <|im_st"),
+    user("long " * 1500),
+    user(""),
+    chat_pb2.Conversation(),
+    chat_pb2.Conversation(
+        messages=[
+            chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, content="Be short."),
+            chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Well?", name="somebody"),
+        ]
+    ),
+    chat_pb2.Conversation(
+        messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Call it.")],
+        tools=[chat_pb2.Tool(name="call_it", parameters_json='{"type": "object"}')],
+        tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_REQUIRED),
+    ),
+    chat_pb2.Conversation(
+        messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Call nothing.")],
+        tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_REQUIRED),
+    ),
+    chat_pb2.Conversation(
+        messages=[chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content="It goes on")],
+        continue_final_message=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SHORT_AND_OTHER)))
+@pytest.mark.parametrize("max_prompt_tokens", [None, 4])
+async def test_a_stream_answers_like_a_call_of_its_own(
+    service: Service, number: int, max_prompt_tokens: int | None
+) -> None:
+    """What is short is answered on the stream where it is read; a call of its own goes the way of all."""
+    request = tokenizer_pb2.PrepareRequest(
+        context=signed(), conversation=SHORT_AND_OTHER[number], max_prompt_tokens=max_prompt_tokens
+    )
+    expected: tokenizer_pb2.PrepareResponse | MillraceError
+    try:
+        expected = service.stub.Prepare(request)
+    except grpc.RpcError as error:
+        expected = from_rpc_error(error)
+    streams = PrepareStreams(service.target)
+    found: tokenizer_pb2.PrepareResponse | MillraceError
+    try:
+        found = await streams.call(request, "", "", 60.0)
+    except MillraceError as error:
+        found = error
+    finally:
+        await streams.close()
+    call = tokenizer_pb2.PrepareCall(id=1, request=request, timeout_s=60)
+    (message,) = service.stub.PrepareStream(iter([tokenizer_pb2.PrepareStreamRequest(calls=[call])]))
+    (by_grpc,) = message.answers
+    if isinstance(expected, MillraceError):
+        assert isinstance(found, MillraceError)
+        for refusal in (found, from_detail(by_grpc.error)):
+            assert (refusal.reason, refusal.message, refusal.field) == (
+                expected.reason,
+                expected.message,
+                expected.field,
+            )
+        return
+    assert isinstance(found, tokenizer_pb2.PrepareResponse)
+    for answer in (expected, found, by_grpc.response):
+        assert answer.timings.render_s > 0
+        assert answer.timings.encode_s > 0
+        answer.ClearField("timings")
+        answer.grammar_cached = False
+    assert found == expected == by_grpc.response
+
+
+async def test_what_is_answered_at_once_is_counted(service: Service) -> None:
+    def counts() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return {
+            key: float(value)
+            for key, _, value in (line.rpartition(" ") for line in lines)
+            if key.startswith((f"{names.TOKENIZER_STAGE_SECONDS.name}_count", names.PROMPT_LENGTH.name))
+        }
+
+    address = service.ready.rpartition("metrics=")[2].strip()
+    request = tokenizer_pb2.PrepareRequest(context=signed(), conversation=user("Counted."))
+    service.stub.Prepare(request)
+    before = counts()
+    service.stub.Prepare(request)
+    between = counts()
+    streams = PrepareStreams(service.target)
+    await streams.call(request, "", "", 60.0)
+    await streams.close()
+    grown = {key: value - before[key] for key, value in between.items()}
+    assert any(grown.values())
+    limit_s = time.monotonic() + 30
+    while {key: value - between[key] for key, value in counts().items()} != grown:
+        assert time.monotonic() < limit_s
+        await asyncio.sleep(0.01)
