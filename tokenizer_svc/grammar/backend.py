@@ -8,6 +8,8 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher
 
+from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, for_back_end
+
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
 Grammar = dict[str, Any]
 
@@ -45,7 +47,7 @@ def serialize(grammars: list[Grammar]) -> str:
 def string_schema_is_empty(parts: list[Any]) -> bool:
     """Whether the library proves that no string matches all `parts` (schemas of strings)."""
     try:
-        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": parts})
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": for_back_end(parts)})
     except ValueError:
         return False
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -53,7 +55,8 @@ def string_schema_is_empty(parts: list[Any]) -> bool:
 
 
 def pattern_is_readable(pattern: str) -> bool:
-    """Whether the library takes the pattern as it is."""
-    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    """Whether the library takes the pattern."""
+    schema = {"type": "string", "pattern": back_end_pattern(pattern)}
+    grammar = LLMatcher.grammar_from_json_schema(schema)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return not failed or messages[0].startswith("Unsatisfiable")

@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
+from tokenizer_svc.grammar.schema.back_end_patterns import for_back_end
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
 from tokenizer_svc.grammar.schema.document import Document
 from tokenizer_svc.grammar.schema.negative import negative
@@ -76,7 +77,8 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
             + "; change the schema, or set strict to false and check the answer",
             report,
         )
-    return CompiledSchema(schema=_assembled(rewritten, context.definitions), enforcement=report)
+    schema = for_back_end(_assembled(rewritten, context.definitions))
+    return CompiledSchema(schema=schema, enforcement=report)
 
 
 def _check_shapes(schema: Any) -> None:

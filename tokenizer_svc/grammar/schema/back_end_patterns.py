@@ -1,0 +1,147 @@
+"""Patterns as the back end must be told them where it reads them otherwise than ECMA-262, as schemas mean it.
+
+Its classes know set operations (`[a[b]]`, `&&`, `~~`), its `\\s` is Unicode's. And a class that holds every
+control character takes all escapes of a JSON string with them, `\\"` and `\\\\` included, whether it holds
+quote and backslash or not (llguidance 1.9): those classes are left without U+0000.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from tokenizer_svc.grammar.schema.shapes import Schema
+
+_SPACES = "\\t-\\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_NO_SPACES = (
+    "\\x00-\\x08\\x0e-\\x1f!-\u009f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e"
+    "\u2060-\u2fff\u3001-\ufefe\uff00-\U0010ffff"
+)
+_CONTROL = re.compile(r"\\c([A-Za-z])")
+# One item of a class, or one end of a range.
+_ITEM = re.compile(
+    r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[ux]\{[0-9A-Fa-f]+\}|c[A-Za-z]|[pP](?:\{[^}]*\}|[A-Za-z])|.)|[^\\]",
+    re.DOTALL,
+)
+_NAMED = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "0": 0}
+_SET_ESCAPES = "dDwWsSpP"
+_QUOTE, _BACKSLASH = 0x22, 0x5C
+
+
+def for_back_end(schema: Schema) -> Schema:
+    """The finished schema with its patterns written for the back end."""
+    if isinstance(schema, list):
+        return [for_back_end(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    written: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            written[key] = back_end_pattern(value)
+        elif key == "patternProperties":
+            written[key] = {back_end_pattern(name): for_back_end(each) for name, each in value.items()}
+        elif key in ("properties", "$defs"):
+            written[key] = {name: for_back_end(each) for name, each in value.items()}
+        elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
+            written[key] = for_back_end(value)
+        else:
+            written[key] = value
+    return written
+
+
+@lru_cache(4096)
+def back_end_pattern(pattern: str) -> str:
+    """One pattern. What cannot be read here is left to the back end's judgement."""
+    if "[" not in pattern and "\\" not in pattern:
+        return pattern
+    out: list[str] = []
+    index = 0
+    while index < len(pattern):
+        character = pattern[index]
+        if character == "[":
+            end = _class_end(pattern, index)
+            if end < 0:
+                return pattern
+            out.append(_class(pattern[index + 1 : end]))
+            index = end + 1
+        elif character == "\\":
+            control = _CONTROL.match(pattern, index)
+            escape = pattern[index : index + 2]
+            if control is not None:
+                out.append(f"\\x{ord(control.group(1)) % 32:02X}")
+                index += 1
+            else:
+                out.append({"\\s": f"[{_SPACES}]", "\\S": f"[^{_SPACES}]"}.get(escape, escape))
+            index += 2
+        else:
+            out.append(character)
+            index += 1
+    return "".join(out)
+
+
+def _class_end(pattern: str, begin: int) -> int:
+    """Index of the bracket that closes a class; -1 without one, and for the classes of nothing and of all."""
+    index = begin + 2 if pattern[begin + 1 : begin + 2] == "^" else begin + 1
+    if pattern[index : index + 1] == "]":
+        return -1
+    while index < len(pattern) and pattern[index] != "]":
+        index += 2 if pattern[index] == "\\" else 1
+    return index if index < len(pattern) else -1
+
+
+def _class(body: str) -> str:
+    negated = body.startswith("^")
+    items = _ITEM.findall(body[1:] if negated else body)
+    ranges: list[tuple[int, int]] = []
+    sets: list[str] = []
+    index = 0
+    while index < len(items):
+        if items[index][0] == "\\" and items[index][1:2] in _SET_ESCAPES:
+            sets.append(items[index])
+            index += 1
+            continue
+        low = high = _code(items[index])
+        index += 1
+        is_range = index + 1 < len(items) and items[index] == "-"
+        if is_range and not (items[index + 1][0] == "\\" and items[index + 1][1:2] in _SET_ESCAPES):
+            high = _code(items[index + 1])
+            index += 2
+        ranges.append((low, high))
+    return _written(ranges, sets, negated=negated)
+
+
+def _written(ranges: list[tuple[int, int]], sets: list[str], *, negated: bool) -> str:
+    def holds(code: int) -> bool:
+        return any(low <= code <= high for low, high in ranges) or any(
+            # Of properties of characters nothing is known: what is safe is taken.
+            each[1] in "DWS" or (negated and each[1] in "pP")
+            for each in sets
+        )
+
+    if negated and (holds(_QUOTE) or holds(_BACKSLASH)):
+        ranges = [*ranges, (0, 0)]
+    elif not negated and not (holds(_QUOTE) and holds(_BACKSLASH)):
+        ranges = [(1 if low == 0 < high else low, high) for low, high in ranges]
+    parts = [{"\\s": _SPACES, "\\S": _NO_SPACES}.get(each, each) for each in sets]
+    parts += [
+        _character(low) if low == high else f"{_character(low)}-{_character(high)}" for low, high in ranges
+    ]
+    return ("[^" if negated else "[") + "".join(parts) + "]"
+
+
+def _code(item: str) -> int:
+    if item[0] != "\\":
+        return ord(item)
+    kind, rest = item[1], item[2:].strip("{}")
+    if kind in "xu" and rest:
+        return int(rest, 16)
+    if kind == "c" and rest:
+        return ord(rest) % 32
+    return _NAMED.get(kind, ord(kind))
+
+
+def _character(code: int) -> str:
+    if code < 0x20 or code == 0x7F or 0xD800 <= code < 0xE000:
+        return f"\\x{code:02X}" if code < 0x80 else f"\\u{code:04X}"
+    return f"\\{chr(code)}" if chr(code) in "\\]^-[&~" else chr(code)
