@@ -1,6 +1,6 @@
 """The hostile tenant of the isolation benchmark, and what shows how much of its effect is its own machine's.
 
-Both are processes that compute only when nobody else wants to and yield every millisecond
+Both are processes that compute only when nobody else wants to and yield again and again
 (tokenizer_svc.grammar.courtesy): in truth they sit on other machines.
 """
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 # Processor time that a tenant may use for long work at a time, and that grows back per second.
 _ALLOWANCE_S = 0.25
+# Of that, what it may use at a priority that is not the lowest.
+_GENTLE_S = 0.05
 _REFILL = 0.1
 # A tenant is out of debt after a minute at the latest.
 _MAX_DEBT_S = 6.0
@@ -31,6 +33,10 @@ class Accounts:
             del self._left[tenant]
             return _ALLOWANCE_S
         return now_left_s
+
+    def gentle_s(self, tenant: str) -> float:
+        """What the tenant may still use before it computes only when nobody else wants to."""
+        return self.left_s(tenant) - (_ALLOWANCE_S - _GENTLE_S)
 
     def charge(self, tenant: str, used_s: float) -> None:
         """Takes so much off."""

@@ -1,4 +1,4 @@
-"""A worker that computes for long offers its core to others every millisecond.
+"""A worker offers its core to others twice a millisecond.
 
 The lowest priority alone does not make a process wait. Where the kernel has to choose between it and one that
 has just used up its share, it may choose the former, and looks again at its next tick, up to 4 ms later
@@ -11,14 +11,13 @@ import ctypes
 import signal
 import types
 
-# Work that is done by then never yields, in seconds.
-_FIRST_S = 0.01
-_EVERY_S = 0.001
+# Seconds of work between two offers.
+_EVERY_S = 0.0005
 
 
 class Courtesy:
-    """Yields every millisecond of a block that takes long. For the main thread of a process that uses SIGALRM
-    for nothing else.
+    """Yields twice a millisecond of a block. For the only thread of a process that takes SIGALRM, which is
+    used for nothing else.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class Courtesy:
         libc.signal(signal.SIGALRM, ctypes.cast(libc.sched_yield, ctypes.c_void_p))
 
     def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, _FIRST_S, _EVERY_S)
+        signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
 
     def __exit__(
         self,

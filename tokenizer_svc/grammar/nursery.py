@@ -13,15 +13,16 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.grammar.worker import READY
+from tokenizer_svc.grammar.worker import LOWEST, NICENESS, ORDINARY, READY
 
 _HEADER_BYTES = 4
 # The first process has this long to load the vocabulary.
 _START_LIMIT_S = 60.0
-_NICENESS = 15
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Linux: of all threads, as the scheduler counts (CPUCLOCK_SCHED).
+_CPU_CLOCK = 2
 
 # A request to a worker, in parts that are sent without being copied.
 Payload = tuple[bytes | memoryview, ...]
@@ -73,14 +74,23 @@ class Replies(asyncio.BufferedProtocol):
 class Worker:
     """One process. `run` either answers or leaves the process dead."""
 
-    def __init__(self, transport: asyncio.Transport, replies: Replies, pid: int) -> None:
+    def __init__(self, transport: asyncio.Transport, replies: Replies, pid: int, *, lowest: bool) -> None:
         self._transport = transport
         self._replies = replies
         self._pid = pid
+        self._ready = replies.next()
+        # That it died before is found when it is used.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         # Names this very process, even when its number belongs to another one by then.
         self._handle = os.pidfd_open(pid)
+        # Of its processor time, as clock_getcpuclockid(3) names it.
+        self._clock = (~pid << 3) | _CPU_CLOCK
         # Whether it gives way to everything else, or wholly so; that cannot be taken back.
-        self.yielding = self.lowest = False
+        self.yielding = self.lowest = lowest
+
+    async def ready(self) -> None:
+        """Until it can work, or is dead."""
+        await asyncio.wait({self._ready})
 
     def give_way(self, *, wholly: bool = False) -> None:
         """From now on it computes when little else wants to; `wholly` only when nothing else does."""
@@ -90,7 +100,7 @@ class Worker:
         self.lowest |= wholly
         policy = os.SCHED_IDLE if wholly else os.SCHED_BATCH
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self._pid, NICENESS)
             os.sched_setscheduler(self._pid, policy, os.sched_param(0))
 
     def stop(self) -> None:
@@ -102,19 +112,11 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def processor_s(self) -> float:
-        """Processor time that it has used so far."""
+        """Processor time that it has used so far; 0 when it is gone."""
         try:
-            with open(f"/proc/{self._pid}/schedstat", encoding="ascii") as schedstat:
-                return int(schedstat.read().split()[0]) / 1e9
-        except OSError:
-            pass
-        # Kernels without schedstat count in ticks.
-        try:
-            with open(f"/proc/{self._pid}/stat", encoding="ascii") as stat:
-                fields = stat.read().rpartition(")")[2].split()
+            return time.clock_gettime(self._clock)
         except OSError:
             return 0.0
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
     async def run(self, payload: Payload) -> bytearray:
         """The reply to one request; EOFError when the process died."""
@@ -147,15 +149,26 @@ class Nursery:
         self._control: socket.socket | None = None
         self._turn = asyncio.Lock()
 
-    async def worker(self) -> Worker:
-        """A new worker. Raises EOFError or TimeoutError when the vocabulary cannot be loaded."""
+    async def worker(self, *, lowest: bool = False) -> Worker:
+        """A new worker, which computes when nothing else wants to if it is one of the `lowest` priority.
+        Raises EOFError or TimeoutError when the vocabulary cannot be loaded.
+        """
+        worker = await self._worker(LOWEST if lowest else ORDINARY)
+        try:
+            await worker.ready()
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    async def _worker(self, kind: bytes) -> Worker:
         async with self._turn:
             if self._control is not None:
                 # Whatever ended the process that is copied, another one can be started.
                 with contextlib.suppress(EOFError, OSError):
-                    return await self._copy(self._control)
+                    return await self._copy(self._control, kind)
                 await self._end()
-            return await self._copy(await self._start())
+            return await self._copy(await self._start(), kind)
 
     async def close(self) -> None:
         """Ends the process; its copies go on."""
@@ -183,13 +196,13 @@ class Nursery:
                 raise EOFError("the worker did not become ready")
         return ours
 
-    async def _copy(self, control: socket.socket) -> Worker:
+    async def _copy(self, control: socket.socket, kind: bytes) -> Worker:
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(control, [b"+"], [theirs.fileno()])
+            socket.send_fds(control, [kind], [theirs.fileno()])
             pid = int.from_bytes(await self._receive(control, 4), "little")
         transport, replies = await asyncio.get_running_loop().create_connection(Replies, sock=ours)
-        return Worker(transport, replies, pid)
+        return Worker(transport, replies, pid, lowest=kind == LOWEST)
 
     async def _receive(self, control: socket.socket, num_bytes: int) -> bytes:
         received = b""

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ _OVERRUN_CHARGE_S = 6.0
 # The limit counts processor time, of which a busy machine gives little; in wall time it is this much longer.
 _MAX_STRETCH = 4.0
 _PRUNE_EVERY = 1024
+# Memory that encoding takes for each byte of one text, measured with the bundled vocabulary.
+_BYTES_PER_TEXT_BYTE = 180
 
 
 class _Job(msgspec.Struct, eq=False):
@@ -191,7 +194,7 @@ class WorkerPool:
                 worker = self._idle_slow.pop() if self._idle_slow else None
                 self._num_slow += worker is None
             else:
-                # New workers, which touch their memory for the first time, stand at the front.
+                # Whoever has worked last has most in the processor's caches; new ones stand at the front.
                 worker = self._idle.pop()
             task = asyncio.create_task(self._serve(worker, job, slow=slow))
             self._tasks[task] = job
@@ -227,8 +230,7 @@ class WorkerPool:
         alive = False
         try:
             if worker is None:
-                worker = await self._new()
-                worker.give_way(wholly=True)
+                worker = await self._new(lowest=True)
             reply, alive = await self._reply(worker, job)
             self._charge(job, reply, alive)
             if not job.done.done():
@@ -273,20 +275,25 @@ class WorkerPool:
 
     async def _lose_patience(self, worker: Worker, job: _Job) -> None:
         used_before_s = worker.processor_s()
-        left_s = _PATIENCE_S
-        while left_s > 0:
-            await asyncio.sleep(left_s)
-            left_s = _PATIENCE_S - (worker.processor_s() - used_before_s)
-            # A worker that waits for the processor is looked at again, not too often.
-            left_s = max(left_s, _PATIENCE_S / 4) if left_s > 0 else 0.0
+        await self._until(lambda: _PATIENCE_S - (worker.processor_s() - used_before_s))
         worker.give_way()
         self._no_longer_fresh(job)
         job.worker = worker
         self._long.setdefault(job.tenant, []).append(job)
         self._hold(job.tenant)
         self._dispatch()
-        await asyncio.sleep(max(0.0, self._accounts.left_s(job.tenant)))
+        long_before_s = worker.processor_s()
+        await self._until(
+            lambda: self._accounts.gentle_s(job.tenant) - (worker.processor_s() - long_before_s)
+        )
         worker.give_way(wholly=True)
+
+    async def _until(self, left_s: Callable[[], float]) -> None:
+        """Until no processor time is left. A worker that waits for the processor is looked at again, not too
+        often.
+        """
+        while (wait_s := left_s()) > 0:
+            await asyncio.sleep(max(wait_s, _PATIENCE_S / 4))
 
     def _no_longer_fresh(self, job: _Job) -> None:
         if job.stale:
@@ -362,11 +369,14 @@ class WorkerPool:
                 f"{job.what} needs more memory than the limit of {self._config.memory_limit_bytes} bytes, or "
                 f"something is nested too deeply; {job.advice}"
             )
+            if job.reason is Reason.REQUEST_TOO_LARGE:
+                fits = self._config.memory_limit_bytes // _BYTES_PER_TEXT_BYTE
+                message += f". One text of up to about {fits} bytes fits, several have more room"
         refused = Refused(message=message, field=job.field, overrun=cause, reason=job.reason)
         return WorkerReply(refused=refused)
 
-    async def _new(self) -> Worker:
-        worker = await self._nursery.worker()
+    async def _new(self, *, lowest: bool = False) -> Worker:
+        worker = await self._nursery.worker(lowest=lowest)
         self._workers.add(worker)
         return worker
 

@@ -2,19 +2,24 @@
 
 The first one reads a WorkerSetup from the socket that is its standard input, loads the vocabulary, and from
 then on makes a copy of itself for every socket that it is sent, telling the copy's process number. Copies
-read length-prefixed msgpack (WorkRequest after WorkRequest) and answer in the same way. The address space of
-a copy is limited, so that one grammar cannot take the machine's memory.
+read length-prefixed msgpack (WorkRequest after WorkRequest) and answer in the same way, once they have said
+by an empty message that they are ready. The address space of a copy is limited, so that one grammar cannot
+take the machine's memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import json
 import os
 import resource
 import signal
 import socket
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from io import BufferedIOBase, RawIOBase
 from typing import BinaryIO
 
@@ -24,6 +29,7 @@ from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.courtesy import Courtesy
 from tokenizer_svc.grammar.request import (
+    GrammarRequest,
     PromptRequest,
     Refused,
     ValidationRequest,
@@ -34,11 +40,29 @@ from tokenizer_svc.grammar.request import (
 from tokenizer_svc.grammar.validate import validate
 from tokenizer_svc.large import prepare
 from tokenizer_svc.prompt import Prompts
+from tokenizer_svc.types import JsonSchemaFormat
 
 # Sent once workers can be made.
 READY = b"ready"
+# What kind of copy is asked for: one of the ordinary priority, or of the lowest from its first instruction.
+ORDINARY, LOWEST = b"+", b"-"
+# Of work that gives way to everything of ordinary priority.
+NICENESS = 15
+_M_ARENA_MAX = -8
 # Encodings of turns that a worker keeps, in tokens.
 _TURN_CACHE_TOKENS = 1024 * 1024
+# What most grammars go through: a copy that has built this one has made its own what it writes to.
+_REHEARSAL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "kind": {"enum": ["one", "two"]},
+        "number": {"type": "integer", "minimum": 0, "maximum": 30},
+        "either": {"oneOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
 
 
 def write_frame(stream: BinaryIO, payload: bytes) -> None:
@@ -77,11 +101,15 @@ def main() -> None:
         first = read_frame(source)
     if first is None:
         return
+    _one_heap()
     # Threads do not survive being copied, and one tenant's prompt is not worth all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     setup = WorkerSetup.decoded(first)
     backend = Backend(setup.checkpoint.tokenizer_json, setup.checkpoint.eos_token_ids)
     prompts = Prompts(setup.checkpoint, setup.limits, turn_cache_tokens=_TURN_CACHE_TOKENS)
+    desk = Desk(setup, backend, prompts)
+    desk.rehearse()
+    memory_limit_bytes = _address_space() + setup.memory_limit_bytes
     # Copies as well: whoever asks is not interrupted by the worker that it has just woken.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     # Copies share what is not touched.
@@ -89,38 +117,45 @@ def main() -> None:
     gc.freeze()
     control.sendall(READY)
     while True:
-        data, handles, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
+        kind, handles, _, _ = socket.recv_fds(control, 1, 1)
+        if not kind:
             return
         pid = os.fork()
         if pid == 0:
             control.close()
-            _serve(socket.socket(fileno=handles[0]), setup, backend, prompts)
+            _serve(socket.socket(fileno=handles[0]), desk, memory_limit_bytes, lowest=kind == LOWEST)
             os._exit(0)
         os.close(handles[0])
         control.sendall(pid.to_bytes(4, "little"))
 
 
-def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend, prompts: Prompts) -> None:
-    source, sink = connection.makefile("rb"), connection.makefile("wb")
-    limits = BuildLimits(
-        max_schema_depth=setup.limits.max_schema_depth, max_artifact_bytes=setup.limits.max_artifact_bytes
-    )
-    decoder = msgspec.msgpack.Decoder(WorkRequest)
-    encoder = msgspec.msgpack.Encoder()
-    courtesy = Courtesy()
-    _limit_memory(setup.memory_limit_bytes)
-    while (frame := read_frame(source)) is not None:
+class Desk:
+    """All that a worker works with. Made before it is copied: each page that a copy writes to for the first
+    time costs it as much as a page's copy.
+    """
+
+    def __init__(self, setup: WorkerSetup, backend: Backend, prompts: Prompts) -> None:
+        self._limits = setup.limits
+        self._backend = backend
+        self._prompts = prompts
+        self._build_limits = BuildLimits(
+            max_schema_depth=setup.limits.max_schema_depth, max_artifact_bytes=setup.limits.max_artifact_bytes
+        )
+        self._decoder = msgspec.msgpack.Decoder(WorkRequest)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._courtesy = Courtesy()
+
+    def rehearse(self) -> None:
+        """Does what most requests ask for, so that the first one takes as long as the next."""
+        form = JsonSchemaFormat(json.dumps(_REHEARSAL))
+        self.reply(msgspec.msgpack.encode(GrammarRequest(response_format=form)))
+
+    def reply(self, frame: bytes | bytearray) -> bytes:
+        """The encoded WorkerReply to one encoded WorkRequest."""
         began_s = time.process_time()
         try:
-            with courtesy:
-                request = decoder.decode(frame)
-                if isinstance(request, ValidationRequest):
-                    reply = validate(request, max_depth=setup.limits.max_schema_depth)
-                elif isinstance(request, PromptRequest):
-                    reply = prepare(request, prompts, max_tool_bytes=setup.limits.max_grammar_bytes)
-                else:
-                    reply = build(request, backend, limits)
+            with self._courtesy:
+                reply = self._reply(self._decoder.decode(frame))
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
         except Exception:
@@ -131,14 +166,57 @@ def _serve(connection: socket.socket, setup: WorkerSetup, backend: Backend, prom
             # What is left of the heap cannot be relied on; the parent starts another process.
             os._exit(70)
         used_s = time.process_time() - began_s
-        write_frame(sink, encoder.encode(msgspec.structs.replace(reply, processor_s=used_s)))
+        return self._encoder.encode(msgspec.structs.replace(reply, processor_s=used_s))
+
+    def _reply(self, request: WorkRequest) -> WorkerReply:
+        if isinstance(request, ValidationRequest):
+            return validate(request, max_depth=self._limits.max_schema_depth)
+        if isinstance(request, PromptRequest):
+            return prepare(request, self._prompts, max_tool_bytes=self._limits.max_grammar_bytes)
+        return build(request, self._backend, self._build_limits)
 
 
-def _limit_memory(extra_bytes: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, used + extra_bytes))
+def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lowest: bool) -> None:
+    if lowest:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        _apart(desk.rehearse)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, sink = connection.makefile("rb"), connection.makefile("wb")
+    write_frame(sink, b"")
+    while (frame := read_frame(source)) is not None:
+        write_frame(sink, desk.reply(frame))
+
+
+def _apart(work: Callable[[], None]) -> None:
+    """Does the work at a low priority, which cannot be taken back and so is a thread's, not the process's."""
+
+    def gently() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        # See Courtesy: the signal is for whoever computes.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        work()
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    thread = threading.Thread(target=gently)
+    thread.start()
+    thread.join()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+
+def _one_heap() -> None:
+    """Threads get no memory of their own from glibc's malloc: the main one goes on with what they have used,
+    and none of the address space is set aside for them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,18 @@ def test_who_uses_too_much_is_in_debt_until_it_has_grown_back() -> None:
     assert accounts.left_s("a") == allowance_s
 
 
+def test_what_is_gently_lowered_ends_before_the_allowance() -> None:
+    clock = Clock()
+    accounts = Accounts(clock)
+    gentle_s = accounts.gentle_s("a")
+    assert 0 < gentle_s < accounts.left_s("a")
+    accounts.charge("a", gentle_s)
+    assert accounts.gentle_s("a") <= 0
+    assert not accounts.in_debt("a")
+    clock.now_s += 60
+    assert accounts.gentle_s("a") == gentle_s
+
+
 @given(charges=st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1, 1e6), st.floats(0, 100))))
 def test_debts_end_after_a_minute_and_are_forgotten(charges: list[tuple[str, float, float]]) -> None:
     clock = Clock()

@@ -18,9 +18,9 @@ from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler
-from tokenizer_svc.grammar.nursery import Worker
+from tokenizer_svc.grammar.nursery import Nursery, Worker
 from tokenizer_svc.grammar.pool import WorkerPool
-from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, WorkerSetup
+from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, WorkerReply, WorkerSetup
 from tokenizer_svc.types import JsonSchemaFormat
 
 SETUP = WorkerSetup(
@@ -332,6 +332,61 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
 async def test_waking_a_worker_interrupts_nobody(pool: WorkerPool) -> None:
     assert (await pool.run(QUICK, tenant="a")).built is not None
     assert {os.sched_getscheduler(each._pid) for each in pool._idle} == {os.SCHED_BATCH}
+
+
+def page_faults(worker: Worker) -> int:
+    with open(f"/proc/{worker._pid}/stat", encoding="ascii") as stat:
+        return int(stat.read().rpartition(")")[2].split()[7])
+
+
+async def test_a_new_worker_has_touched_before_its_first_request_what_it_writes_to() -> None:
+    nursery = Nursery(SETUP)
+    touched = []
+    for lowest in (False, True):
+        worker = await nursery.worker(lowest=lowest)
+        before = page_faults(worker)
+        await worker.run((QUICK.payload,))
+        touched.append(page_faults(worker) - before)
+        worker.kill()
+    await nursery.close()
+    # Those of the lowest priority do not rehearse: it would take them long where all cores are busy.
+    rehearsed, new = touched
+    assert rehearsed < new / 2
+
+
+async def test_new_workers_have_their_priority_from_the_start() -> None:
+    nursery = Nursery(SETUP)
+    for lowest, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_IDLE)):
+        worker = await nursery.worker(lowest=lowest)
+        assert os.sched_getscheduler(worker._pid) == policy
+        # What it rehearses at a low priority leaves its own as it was.
+        assert os.getpriority(os.PRIO_PROCESS, worker._pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        assert (worker.yielding, worker.lowest) == (lowest, lowest)
+        worker.kill()
+    await nursery.close()
+
+
+async def test_long_work_has_the_lowest_priority_before_its_tenant_is_in_debt(pool: WorkerPool) -> None:
+    running = asyncio.ensure_future(pool.run(slow(20), tenant="a"))
+    await asyncio.sleep(0)
+    (worker,) = pool._workers - set(pool._idle)
+    while os.sched_getscheduler(worker._pid) != os.SCHED_IDLE:
+        assert not running.done()
+        await asyncio.sleep(0.001)
+    assert not pool.in_debt("a")
+    assert (await running).refused is not None
+
+
+async def test_processor_time_is_that_of_the_worker(pool: WorkerPool) -> None:
+    (worker, *_) = pool._idle
+    before_s = worker.processor_s()
+    reply = await worker.run((QUICK.payload,))
+    told_s = msgspec.msgpack.decode(reply, type=WorkerReply).processor_s
+    assert told_s <= worker.processor_s() - before_s
+    pool._kill(worker)
+    async with asyncio.timeout(10):
+        while worker.processor_s():
+            await asyncio.sleep(0.001)
 
 
 # Computes far longer than it takes until the first signal, without coming back to the interpreter meanwhile.
