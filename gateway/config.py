@@ -213,8 +213,8 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     issuer: str = ""
     # `aud` values of which a token must carry one; empty accepts every audience.
     audiences: tuple[str, ...] = ()
-    # Keys of the issuer: a file in JWKS form, which Envoy reads when it starts, or the URL that serves one, which
-    # it asks again. Exactly one of the two.
+    # Keys of the issuer: a file in JWKS form, which Envoy reads when it starts, or the URL that serves one,
+    # which it asks again. Exactly one of the two.
     jwks_file: str = ""
     jwks_url: str = ""
     # How long keys from `jwks_url` are kept.

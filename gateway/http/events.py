@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.engines.types import FinishReason
+from gateway.engines.types import FinishReason, TokenLogprob
 from gateway.http.answers import (
     FINISH_REASONS,
     CompletionLogprobs,
@@ -37,6 +37,10 @@ class EventWriter:
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """The chunk with usage and without choices."""
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def rest(self) -> bytes:
+        """What was held back and comes before the end."""
+        return b""
 
     def _event(self, choice: bytes) -> bytes:
         return self._head + choice + self._tail
@@ -128,6 +132,11 @@ class CompletionEvents(EventWriter):
             index: CompletionLogprobs(vocabulary) for index in range(info.num_choices) if logprobs
         }
         self._echoed: set[int] = set()
+        # They come with one of the choices. Where the prompt is cached, others can be there before it: their
+        # text begins with the prompt's tokens too, so it waits for these.
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._waits = echo is not None and logprobs and len(info.prompt_token_ids) > 1
+        self._waiting: list[ChoiceDelta] = []
         self._plain = {
             index: (
                 self._head + b'{"index":%d,"text":' % (first_index + index),
@@ -142,6 +151,21 @@ class CompletionEvents(EventWriter):
 
     def event(self, delta: ChoiceDelta) -> bytes:
         """One delta."""
+        if self._waits:
+            if not delta.prompt_logprobs:
+                self._waiting.append(delta)
+                return b""
+            self._prompt_logprobs = delta.prompt_logprobs
+            return self._whole(delta) + self.rest()
+        return self._whole(delta)
+
+    def rest(self) -> bytes:
+        """What waits still; nothing does afterwards."""
+        self._waits = False
+        waiting, self._waiting = self._waiting, []
+        return b"".join(map(self._whole, waiting))
+
+    def _whole(self, delta: ChoiceDelta) -> bytes:
         index = delta.index
         echoes = self._echo is not None and index not in self._echoed
         if delta.finish_reason is None and not (delta.logprobs or echoes):
@@ -151,7 +175,7 @@ class CompletionEvents(EventWriter):
         logprobs = b"null"
         if index in self._logprobs:
             lead = self._info.prompt_token_ids[0] if echoes else None
-            prompt = delta.prompt_logprobs if echoes else ()
+            prompt = self._prompt_logprobs if echoes else ()
             logprobs = _encode(self._logprobs[index].body((*prompt, *delta.logprobs), lead_token_id=lead))
         if echoes:
             self._echoed.add(index)

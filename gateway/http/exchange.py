@@ -126,12 +126,19 @@ class Exchange:
             self._pieces.append(piece)
 
     def body(self) -> bytes:
-        """The request's body; raises REQUEST_TOO_LARGE."""
+        """The request's body; raises REQUEST_TOO_LARGE, and UNSUPPORTED_FIELD for one that is compressed."""
         if self.too_large:
             raise MillraceError(
                 Reason.REQUEST_TOO_LARGE,
                 f"the body is larger than the limit of {self.body_limit} bytes; send less",
                 metadata={"limit_bytes": str(self.body_limit)},
+            )
+        encoding = self.headers.get(b"content-encoding")
+        if encoding and encoding.lower() != b"identity":
+            raise MillraceError(
+                Reason.UNSUPPORTED_FIELD,
+                f"content-encoding: {encoding.decode('latin-1')!r} is not supported; send the body as it is",
+                field="content-encoding",
             )
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 

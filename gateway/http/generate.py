@@ -123,11 +123,11 @@ class GenerateEndpoints:
         except Exception:
             exchange.end_events(error_event(unexpected()))
             raise
-        end = DONE
+        end = b"".join([each.rest() for each in events])
         if body.include_usage:
             usages = [generation.usage() for generation in generations]
-            end = events[0].usage_event(usage_body(usages, timing=bool(body.include_timing))) + DONE
-        exchange.end_events(end)
+            end += events[0].usage_event(usage_body(usages, timing=bool(body.include_timing)))
+        exchange.end_events(end + DONE)
 
     def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
         if not request.echo:
@@ -147,9 +147,11 @@ class GenerateEndpoints:
         result = head(info, "cmpl-", "text_completion")
         result["choices"] = []
         for generation, choices, echo in zip(generations, answers, echoes, strict=True):
+            # They come with one of the choices.
+            echoed = next((choice.prompt_logprobs for choice in choices if choice.prompt_logprobs), ())
             for choice in choices:
                 lead = generation.info.prompt_token_ids[0] if echo is not None else None
-                prompt = choice.prompt_logprobs if echo is not None else ()
+                prompt = echoed if echo is not None else ()
                 logprobs = None
                 if body.logprobs is not None:
                     logprobs = CompletionLogprobs(self._pipeline().vocabulary).body(

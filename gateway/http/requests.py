@@ -147,7 +147,9 @@ def check_common(body: CommonBody) -> None:
 
 def yielding(body: CommonBody) -> list[str]:
     """Warnings for fields that something else in the body overrules."""
-    if body.min_tokens and response_format(body)[0] is not None:
+    choice = getattr(body, "tool_choice", None)
+    is_forced = choice is not None and choice not in ("none", "auto")
+    if body.min_tokens and (is_forced or response_format(body)[0] is not None):
         return ["min_tokens has no effect where the constraint leaves nothing but the answer's end"]
     return []
 

@@ -205,7 +205,14 @@ async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) ->
 
 @pytest.mark.parametrize(
     ("extra", "expected"),
-    [({}, 0), ({"response_format": {"type": "json_object"}}, 1), ({"response_format": {"type": "text"}}, 0)],
+    [
+        ({}, 0),
+        ({"response_format": {"type": "json_object"}}, 1),
+        ({"response_format": {"type": "text"}}, 0),
+        ({"tools": [TOOL]}, 0),
+        ({"tools": [TOOL], "tool_choice": "required"}, 1),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, 1),
+    ],
 )
 async def test_min_tokens_beside_a_constraint_is_said_to_yield(
     stack: Deployment, extra: dict[str, Any], expected: int

@@ -79,6 +79,40 @@ async def test_completions_take_token_ids_and_report_logprobs() -> None:
         assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_echoed_prompt_has_its_logprobs_in_every_choice(order: tuple[int, int]) -> None:
+    class InOrder(ScriptedEngine):
+        async def _serve(self, submit: Any, outputs: Any) -> None:
+            for choice in order:
+                await self._serve_choice(submit, choice, outputs)
+
+    body = {"model": "tiny", "prompt": "abc", "n": 2, "max_tokens": 3, "echo": True, "logprobs": 0}
+    async with deployed(InOrder()) as stack:
+        whole = (await stack.http.post("/v1/completions", json=body)).json()
+        events = await stack.events("/v1/completions", **body)
+    for bodies in ([whole], events):
+        choices = [choice for each in bodies for choice in each["choices"]]
+        for index in range(2):
+            mine = [choice for choice in choices if choice["index"] == index]
+            logprobs = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+            assert "".join(choice["text"] for choice in mine) == "abchel"
+            assert [token for each in logprobs for token in each["tokens"]] == list("abchel")
+            assert [offset for each in logprobs for offset in each["text_offset"]] == list(range(6))
+
+
+async def test_body_that_is_compressed_is_refused_by_the_header_that_says_so() -> None:
+    async with deployed() as stack:
+        for encoding, status in (("gzip", 400), ("identity", 200)):
+            response = await stack.http.post(
+                "/v1/completions",
+                content=b'{"model": "tiny", "prompt": "a"}',
+                headers={"content-encoding": encoding},
+            )
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == "content-encoding"
+
+
 async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs() -> None:
     engine = ScriptedEngine(reply=lambda submit, choice: encode("one two STOP three") * 20)
     async with deployed(engine) as stack:
