@@ -221,9 +221,16 @@ class ContinuousStream:
         if not self._has_output or self._ranks_at_the_end:
             # Nothing was told yet; and which answers are the best depends on all of them.
             return [whole]
-        alone = msgspec.structs.replace(whole.sampling, n=1, best_of=1, prompt_logprobs=None)
+        first = msgspec.structs.replace(whole.sampling, n=1, best_of=1)
+        alone = msgspec.structs.replace(first, prompt_logprobs=None)
         return [
-            msgspec.structs.replace(whole, sampling=alone, choice_index=index, output_token_ids=tuple(tokens))
+            msgspec.structs.replace(
+                whole,
+                # The first choice's first output tells about the prompt; others may have begun before it.
+                sampling=alone if tokens or index != whole.choice_index else first,
+                choice_index=index,
+                output_token_ids=tuple(tokens),
+            )
             for index, tokens in self._tokens.items()
             if choice_index in (None, index)
         ]

@@ -51,6 +51,22 @@ async def test_every_choice_that_has_not_ended_is_continued_alone() -> None:
         assert [submit.choice_index for submit in resumed] == [1, 2]
 
 
+async def test_prompt_is_told_about_though_another_choice_had_begun_before_the_engine_was_lost() -> None:
+    class SecondFirst(ScriptedEngine):
+        async def _serve(self, submit: Any, outputs: Any) -> None:
+            for choice in (1, 0):
+                await self._serve_choice(submit, choice, outputs)
+
+    body = {"model": "tiny", "prompt": "abc", "n": 2, "max_tokens": 5, "echo": True, "logprobs": 0, "seed": 5}
+    dying = SecondFirst(name="dying", reply=story, dies_after_tokens=3)
+    async with deployed(dying, ScriptedEngine(name="other", reply=story)) as stack:
+        while not dying.submissions:
+            answer = await stack.http.post("/v1/completions", json=body)
+        for index, choice in enumerate(answer.json()["choices"]):
+            assert choice["text"] == f"abc5 {index} o"
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
 async def test_without_a_seed_one_is_chosen_and_kept() -> None:
     dying = ScriptedEngine(name="dying", reply=story, dies_after_tokens=10)
     other = ScriptedEngine(name="other", reply=story)
