@@ -136,3 +136,55 @@ def test_constraints_beside_references_of_old_drafts(beside: Any, accepted: Any,
     # In newer drafts they hold, and are refused where they cannot be kept.
     newer = {**schema, "$schema": "https://json-schema.org/draft/2020-12/schema"}
     assert (reply(newer).built is not None) == (beside == {"maxItems": 1})
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "path"),
+    [
+        ({"const": 9007199254740993}, "const", "/const"),
+        ({"properties": {"a": {"enum": [1, [1234567890123456789]]}}}, "enum", "/properties/a/enum"),
+        ({"not": {"const": 12345678901234567}}, "const", "/not/const"),
+        ({"oneOf": [{"const": 123456789.12345679}, {"type": "string"}]}, "const", "/oneOf/0/const"),
+        ({"allOf": [{"enum": ["a", 2**63]}, {"type": ["integer", "string"]}]}, "enum", "/allOf/0/enum"),
+    ],
+)
+def test_listed_numbers_that_the_back_end_would_round_are_told(schema: Any, keyword: str, path: str) -> None:
+    refused = reply(schema).refused
+    assert refused is not None
+    assert "would be rounded" in refused.message
+    built = reply(schema, strict=False).built
+    assert built is not None
+    assert built.enforcement is not None
+    assert (keyword, path) in {(each.keyword, each.path) for each in built.enforcement.approximated}
+
+
+def test_more_is_accepted_in_place_of_a_number_that_would_be_rounded() -> None:
+    built = reply({"enum": ["a", 1, {"id": 1234567890123456789}, 2**63 + 1]}, strict=False).built
+    assert built is not None
+    for value, accepted in (
+        ("a", True),
+        ("b", False),
+        ({"id": 1234567890123456789}, True),
+        (2**63 + 1, True),
+    ):
+        matcher = LLMatcher(_TOKENIZER, built.payload.decode(), log_level=0)
+        ids = _TOKENIZER.tokenize_str(json.dumps(value))
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == accepted, value
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 10**20, 0.1, 123456789012345, 1.5, -0.25])
+def test_other_listed_numbers_are_written_as_they_are(number: float) -> None:
+    assert accepts({"const": number}, number)
+    assert not accepts({"enum": [number]}, number + 1e6)
+
+
+def test_counts_may_be_written_as_fractions() -> None:
+    schema = {
+        "type": "array",
+        "items": {"type": "string", "maxLength": 1.0},
+        "minItems": 1.0,
+        "maxItems": 2.0,
+    }
+    assert [accepts(schema, value) for value in ([], ["a"], ["a", "b"], ["ab"], ["a"] * 3)] == [
+        False, True, True, False, False,
+    ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
+from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, without_rounded
 from tokenizer_svc.grammar.schema.back_end_patterns import for_back_end
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
 from tokenizer_svc.grammar.schema.document import Document
@@ -54,7 +55,12 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
         context = Context(document)
         context.positive = lambda *a: positive(context, *a)
         context.negative = lambda *a: negative(context, *a)
-        rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
+        rewritten, rounded = without_rounded(context.positive(schema, Place("", document.base), ALL_TYPES))
+        for name, definition in context.definitions.items():
+            context.definitions[name], found = without_rounded(definition)
+            rounded |= found
+        if rounded and not context.approximated:
+            context.approximate("enum", Place("", document.base), ROUNDED)
         endless = document.endless_reference()
         if endless:
             raise SchemaRefused(

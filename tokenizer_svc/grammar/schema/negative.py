@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
+from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
 from tokenizer_svc.grammar.schema.context import Context, Place
 from tokenizer_svc.grammar.schema.document import SINCE, Draft
 from tokenizer_svc.grammar.schema.shapes import (
@@ -104,6 +105,9 @@ def _enum(context: Context, node: dict[str, Any], place: Place, types: frozenset
 
 
 def _values(context: Context, keyword: str, values: list[Any], place: Place, types: frozenset[str]) -> Schema:
+    if is_rounded(values):
+        context.approximate(keyword, place, ROUNDED)
+        values = [value for value in values if not is_rounded(value)]
     by_type: dict[str, list[Any]] = {}
     for value in values:
         by_type.setdefault(type_of_value(value), []).append(value)

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizer_svc.grammar.backend import pattern_is_readable
 from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
 from tokenizer_svc.grammar.schema.automata import plain
+from tokenizer_svc.grammar.schema.back_end_numbers import is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
@@ -37,6 +38,7 @@ _COPIED = frozenset(
         "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties",
     }
 )  # fmt: skip
+_COUNTED = frozenset({"Items", "Length", "Properties"})
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties"})
 _SCHEMA_LISTS = frozenset({"allOf", "anyOf"})
 # Rewritten from the whole node, in a second pass.
@@ -92,6 +94,7 @@ def _old_reference(context: Context, node: dict[str, Any], place: Place, types: 
 
 
 def _entered(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    context.look_for_rounded(node, place)
     types &= context.types_of(node, place)
     if not types:
         return False
@@ -123,7 +126,9 @@ def _conjunction(context: Context, node: dict[str, Any], place: Place, types: fr
             continue
         if keyword in _COPIED:
             context.met(keyword, place)
-            out[keyword] = value
+            # A count may be written 2.0.
+            is_count = keyword[3:] in _COUNTED and isinstance(value, float) and value.is_integer()
+            out[keyword] = int(value) if is_count else value
         elif keyword == "type":
             context.met(keyword, place)
             if not types_of_keyword(value):
@@ -196,7 +201,7 @@ def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any]
     if not any(keyword in node for keyword in _REWRITTEN) and "allOf" not in node:
         return None
     values = finite_values(context, node, place)
-    if values is None or len(values) > _MAX_FILTERED:
+    if values is None or len(values) > _MAX_FILTERED or is_rounded(values):
         return None
     matches = context.document.matcher(place.path)
     if matches is None:
