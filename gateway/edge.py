@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
 
@@ -69,14 +70,18 @@ class Edge:
         self.limiter.start()
 
     async def close(self) -> None:
-        """Settles what is in flight, writes what the ledger still holds, and releases connections."""
-        if self._key_watch is not None:
-            await self._key_watch.close()
-        await self.limiter.close()
-        await self._store.close()
-        self.deferred.flush()
-        if isinstance(self.ledger, LedgerWriter):
-            await asyncio.to_thread(self.ledger.close)
+        """Settles what is in flight, writes what the ledger still holds, and releases connections. What one
+        of them raises keeps no other from its end.
+        """
+        async with AsyncExitStack() as ends:
+            # The last one first.
+            if isinstance(self.ledger, LedgerWriter):
+                ends.push_async_callback(asyncio.to_thread, self.ledger.close)
+            ends.callback(self.deferred.flush)
+            ends.push_async_callback(self._store.close)
+            ends.push_async_callback(self.limiter.close)
+            if self._key_watch is not None:
+                ends.push_async_callback(self._key_watch.close)
 
     def health(self) -> dict[str, str]:
         """Details for the health page: how the shared limit store is, where there is one."""

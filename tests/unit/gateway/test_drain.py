@@ -15,6 +15,7 @@ from millrace.inference.v1 import inference_pb2
 from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
+from gateway.limits.memory import MemoryLimitStore
 from services.context import CONTEXT_HEADER
 from services.errors import Reason
 from services.status import from_status
@@ -107,3 +108,20 @@ async def test_requests_that_the_stop_itself_ends_are_in_the_ledger(tmp_path: Pa
         await response.aclose()
     with open_ledger(url).connect() as connection:
         assert len(connection.execute(select(REQUESTS)).all()) == 1
+
+
+async def test_a_limit_store_that_fails_to_close_keeps_nobody_from_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(store: MemoryLimitStore) -> None:
+        raise RuntimeError("the store does not close")
+
+    url = f"sqlite:///{tmp_path}/ledger.sqlite"
+    async with deployed(tables={"gateway": {"ledger": {"url": url}}}) as stack:
+        assert (await stack.chat()).status_code == 200
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryLimitStore, "close", fail)
+            with pytest.raises(RuntimeError, match="does not close"):
+                await stack.gateway.stop()
+        with open_ledger(url).connect() as connection:
+            assert len(connection.execute(select(REQUESTS)).all()) == 1
