@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from engine.service.servicer import FULL_NAME, EngineServicer
 from observability import logging as json_logging
 from observability.config import ObservabilityConfig
 from observability.tracing import Telemetry, setup
-from services import tls
+from services import memory, tls
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal
@@ -65,8 +64,7 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
         await server.stop(0)
         raise
     # What start-up left behind lives as long as the process; collections need not look at it again.
-    gc.collect()
-    gc.freeze()
+    memory.settle()
     await server.set_serving(True)
     print(ready, flush=True)
     return await _until_end(engine, server, signalled, config)

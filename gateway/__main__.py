@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from observability import logging as json_logging
 from observability import names, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
-from services import tls
+from services import memory, tls
 from services.config import load_section, read_tables
 from services.errors import ConfigError
 from services.server import wait_for_signal
@@ -43,8 +42,7 @@ async def _serve(settings: Settings, config: ObservabilityConfig) -> None:
     if ready.done():
         ready.result()
         # Vocabulary, modules and wiring live as long as the process: keep collections away from them.
-        gc.collect()
-        gc.freeze()
+        memory.settle()
         await gateway.grpc.set_serving(True)
         grpc = f"{listen.grpc_listen.rpartition(':')[0]}:{gateway.grpc.port}"
         http = f"{listen.http_listen.rpartition(':')[0]}:{gateway.http.port}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from observability import logging as json_logging
 from observability import names, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics, MetricsServer
-from services import tls
+from services import memory, tls
 from services.config import load_section, read_tables
 from services.deferred import Deferred
 from services.errors import ConfigError
@@ -75,9 +74,8 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
     )
     # Threads that handle texts give way to the event loop sooner than after Python's 5 ms.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # What is loaded now stays: the garbage collector need not look at a vocabulary's tables again and again.
-    gc.collect()
-    gc.freeze()
+    # A vocabulary's tables among it.
+    memory.settle()
     server = GrpcServer(settings.listen, streams=True)
     server.add(add_to_server, servicer, SERVICE_NAME)
     await server.start()

@@ -1,0 +1,63 @@
+"""Memory of a service that has started: what is loaded stays, and is kept where it costs least.
+
+A request visits a dozen megabytes of objects in each process, after others had the processor. On pages of
+2 MB they take one entry of its address cache where they took five hundred. And Python looks through all
+objects for those in cycles whenever there are 700 more than the last time; all others need nobody who looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+# So many objects more than at the last look, which takes some milliseconds then: more than the requests have
+# that one process serves at a time, with what is told of them later.
+_YOUNG = 10_000
+# Looks at the young until those that are older are looked at as well.
+_OLDER = 20
+
+_HUGE = 2 * 1024 * 1024
+_PAGE = 4096
+_MADV_COLLAPSE = 25
+# Larger areas are no interpreter's: weights, caches of keys and values.
+_MAX_AREA = 64 * 1024 * 1024
+_MAX_BYTES = 128 * 1024 * 1024
+_MAPS = Path("/proc/self/maps")
+
+
+def settle() -> None:
+    """To be called once, when everything is loaded that stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, _OLDER, _OLDER)
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Moves what is at least half used to pages of 2 MB. Where the kernel has none, nothing changes."""
+    libc = ctypes.CDLL(None)
+    if not (_MAPS.exists() and hasattr(libc, "madvise") and hasattr(libc, "mincore")):
+        return
+    present = (ctypes.c_ubyte * (_HUGE // _PAGE))()
+    size = ctypes.c_size_t(_HUGE)
+    moved = 0
+    for start in _blocks():
+        address = ctypes.c_void_p(start)
+        if libc.mincore(address, size, present) or sum(present) * 2 < len(present):
+            continue
+        # Kernels before 6.1 do not know the request.
+        moved += _HUGE * (libc.madvise(address, size, _MADV_COLLAPSE) == 0)
+        if moved >= _MAX_BYTES:
+            return
+
+
+def _blocks() -> Iterator[int]:
+    """Addresses of 2 MB each of the process's own memory, that of files and of its main stack left out."""
+    for line in _MAPS.read_text().splitlines():
+        area, mode, _, _, inode, *name = line.split(maxsplit=5)
+        start, end = (int(each, 16) for each in area.split("-"))
+        if mode != "rw-p" or inode != "0" or name not in ([], ["[heap]"]) or end - start > _MAX_AREA:
+            continue
+        yield from range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE)

@@ -1,0 +1,45 @@
+"""Memory of a service that has started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SETTLED = """
+import gc, random
+from pathlib import Path
+from services import memory
+
+def huge_kb():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+def resident_kb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+kept = {number: str(number) * 3 for number in range(400_000)}
+before, resident = huge_kb(), resident_kb()
+memory.settle()
+assert all(text == str(number) * 3 for number, text in kept.items())
+assert gc.get_freeze_count() > 0
+print(huge_kb() - before, resident_kb() - resident, resident)
+"""
+
+
+def test_what_is_loaded_lies_on_huge_pages_and_is_what_it_was() -> None:
+    run = subprocess.run([sys.executable, "-c", _SETTLED], capture_output=True, text=True, check=True)
+    moved_kb, more_kb, resident_kb = map(int, run.stdout.split())
+    if not moved_kb:
+        pytest.skip("this kernel has no huge pages to give")
+    assert moved_kb > resident_kb // 4
+    # What is half empty stays as it is.
+    assert more_kb < resident_kb // 4
+
+
+def test_a_kernel_that_does_not_know_the_request_changes_nothing() -> None:
+    unknown = _SETTLED.replace("memory.settle()", "memory._MADV_COLLAPSE = 9999; memory.settle()", 1)
+    run = subprocess.run([sys.executable, "-c", unknown], capture_output=True, text=True, check=True)
+    assert run.stdout.split()[0] == "0"
