@@ -89,10 +89,7 @@ def _pair(key: str, value: Any) -> bytes:
             found = _whole(key, _field(b"\x0a", text))[: -size or None]
             if size <= _MAX_TEXT and len(_texts) < _MAX_KEPT:
                 _texts[key, size] = found
-        whole = found + text
-        if size <= _MAX_NAME and len(_named) < _MAX_NAMED:
-            _named[key, value] = whole
-        return whole
+        return found + text
     kept: dict[Any, bytes]
     if kind is int:
         kept = _numbers
@@ -134,13 +131,23 @@ def _pairs(tag: bytes, attributes: Mapping[str, Any]) -> bytes:
     if not attributes:
         return b""
     return tag + tag.join(
-        [(_named.get(each) if type(each[1]) is str else None) or _pair(*each) for each in attributes.items()]
+        [
+            _named.get(each) or _name(each) if type(each[1]) is str else _pair(*each)
+            for each in attributes.items()
+        ]
     )
 
 
+def _name(pair: tuple[str, Any]) -> bytes:
+    found = _pair(*pair)
+    if len(pair[1]) <= _MAX_NAME and len(_named) < _MAX_NAMED:
+        _named[pair] = found
+    return found
+
+
 def encode_inherited(attributes: Mapping[str, Any]) -> bytes:
-    """Attributes of a span as the bytes that `encode` puts into it."""
-    return _pairs(_SPAN_ATTRIBUTE, attributes)
+    """Attributes of a span as the bytes that `encode` puts into it. Ids are new each time, and not kept."""
+    return _SPAN_ATTRIBUTE + _SPAN_ATTRIBUTE.join([_pair(*each) for each in attributes.items()])
 
 
 def encode_resource(resource: Mapping[str, str]) -> bytes:

@@ -47,6 +47,8 @@ def assistant_prefix(rendered: str, control_tokens: Collection[str]) -> str:
     control tokens, the tag must be the very end.
     """
     tail = rendered[-_TAIL_CHARACTERS:]
+    if THINK_OPEN not in tail:
+        return ""
     start = max((tail.rfind(token) + len(token) for token in control_tokens if token in tail), default=-1)
     if start < 0:
         start = len(tail) - len(THINK_OPEN) - 1 if tail.rstrip().endswith(THINK_OPEN) else len(tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from gateway.engines.types import Sampling
@@ -65,6 +66,21 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
     return room if asked is None else asked
 
 
+_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "beam_width",
+)
+_options_of = attrgetter(*_OPTIONS)
+
+
 def complete(
     sampling: SamplingOptions,
     *,
@@ -74,21 +90,8 @@ def complete(
 ) -> Sampling:
     """Every option set. Without a seed a random one is taken, so that an interrupted request can continue."""
     options: dict[str, Any] = dict(checkpoint)
-    for name in (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "ignore_eos",
-        "beam_width",
-    ):
-        value = getattr(sampling, name)
-        if value is not None:
-            options[name] = value
+    given = zip(_OPTIONS, _options_of(sampling), strict=True)
+    options.update((name, value) for name, value in given if value is not None)
     n = sampling.n or 1
     ends = () if sampling.ignore_eos else eos_token_ids
     return Sampling(
