@@ -1,12 +1,13 @@
 """A streaming HTTP/1.1 client that costs little, so that the load generator does not measure itself.
 
 One connection carries one request at a time and is kept for the next. Server-sent events are counted and
-timed as they arrive; only the last ones are decoded, for usage and errors.
+timed as they arrive (`events`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import ssl
 import time
 from urllib.parse import urlsplit
@@ -14,12 +15,13 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from services.bench.events import EventStream
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
 from services.errors import ConfigError
 
-_DATA = b"data: "
-_DONE = b"[DONE]"
+# A server lists its models within this time, in seconds.
+_LIST_LIMIT_S = 30.0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +37,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def parse(cls, url: str, api_key: str) -> Target:
         """From `http://host:port[/base]`; raises ConfigError for anything else."""
         parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
             raise ConfigError(f"url {url!r}: expected http://host:port or https://host:port")
         tls = parts.scheme == "https"
         return cls(
             host=parts.hostname,
-            port=parts.port or (443 if tls else 80),
+            port=port or (443 if tls else 80),
             tls=tls,
             base_path=parts.path.rstrip("/").removesuffix("/v1"),
             api_key=api_key,
@@ -48,9 +54,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def head(self, method: str, path: str, length: int) -> bytes:
         """Request line and headers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {self.base_path}{path} HTTP/1.1",
-            f"host: {self.host}:{self.port}",
+            f"host: {host}:{self.port}",
             "content-type: application/json",
             f"content-length: {length}",
         ]
@@ -67,8 +74,9 @@ class _Connection(asyncio.Protocol):
         self.closed = False
         self._record: RequestRecord | None = None
         self._finished: asyncio.Future[None] | None = None
-        self._pending = b""
-        self._last_events: list[bytes] = []
+        # The body of a refusal; events of an answer.
+        self._refusal = b""
+        self._events = EventStream()
         self._parser = httptools.HttpResponseParser(self)
         # Whether anything of the present response has come.
         self.answered = False
@@ -79,13 +87,18 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if self._finished is not None and not self._finished.done():
+        if self._finished is None or self._finished.done():
+            return
+        if self._events.is_done:
+            # A body without a length ends with the connection.
+            self._finished.set_result(None)
+        else:
             self._finished.set_exception(ConnectionError(str(exc or "the server closed the connection")))
 
     async def send(self, request: bytes, record: RequestRecord) -> None:
         """Sends one request and returns when its response is complete; fills `record`."""
         assert self.transport is not None
-        self._record, self._pending, self._last_events = record, b"", []
+        self._record, self._refusal, self._events = record, b"", EventStream()
         self.answered = False
         self._finished = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -96,53 +109,53 @@ class _Connection(asyncio.Protocol):
         finally:
             record.end_s = time.perf_counter()
             self._finished = None
-        record.read_events(self._last_events)
+        if record.status == 200:
+            self._count_chunks(self._events.finish())
+            record.read_events(self._events)
 
     def data_received(self, data: bytes) -> None:
+        if self._finished is None or self._finished.done():
+            # Not an answer to us: servers say so (408) when they give up an idle connection.
+            self.close()
+            return
         self.answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            if self._finished is not None and not self._finished.done():
+            self.closed = True
+            if not self._finished.done():
                 self._finished.set_exception(ConnectionError(f"not HTTP: {error}"))
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.closed = True
+        if self.transport is not None:
+            self.transport.close()
 
     def on_status(self, _status: bytes) -> None:
         assert self._record is not None
         self._record.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        record = self._record
-        assert record is not None
-        if record.status != 200:
-            self._pending += body
-            return
-        now = time.perf_counter()
-        *events, self._pending = (self._pending + body).split(b"\n\n")
-        for event in events:
-            if not event.startswith(_DATA):
-                continue
-            payload = event[len(_DATA) :]
-            if payload == _DONE:
-                continue
-            self._last_events = [*self._last_events[-2:], payload]
-            if _carries_text(payload):
-                record.chunk_times_s.append(now)
+        assert self._record is not None
+        if self._record.status == 200:
+            self._count_chunks(self._events.feed(body))
+        else:
+            self._refusal += body
+
+    def _count_chunks(self, count: int) -> None:
+        assert self._record is not None
+        if count:
+            self._record.chunk_times_s.extend([time.perf_counter()] * count)
 
     def on_message_complete(self) -> None:
         assert self._record is not None
         if not self._parser.should_keep_alive():
             self.closed = True
         if self._record.status != 200:
-            self._record.error = self._pending.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
+            self._record.error = self._refusal.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
-
-
-def _carries_text(payload: bytes) -> bool:
-    """Whether a chunk holds output: not the opening role, not the closing usage."""
-    if b'"choices":[]' in payload or b'"choices": []' in payload:
-        return False
-    return b'"content":' in payload or b'"text":' in payload
 
 
 class Client:
@@ -172,6 +185,7 @@ class Client:
             try:
                 await connection.send(request, record)
             except OSError:
+                connection.close()
                 if is_new or connection.answered:
                     raise
                 continue
@@ -180,32 +194,34 @@ class Client:
     async def models(self) -> list[str]:
         """Ids that the server lists; raises ConfigError when it cannot be asked."""
         try:
-            reader, writer = await asyncio.open_connection(
-                self._target.host, self._target.port, ssl=self._tls
-            )
-        except OSError as error:
+            status, answer = await asyncio.to_thread(self._get_models)
+        except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"cannot reach {self._target.host}:{self._target.port}: {error}; is the server running?"
             ) from error
-        head = self._target.head("GET", "/v1/models", 0).replace(
-            b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"
-        )
-        writer.write(head)
-        answer = await reader.read()
-        writer.close()
-        start, end = answer.find(b"{"), answer.rfind(b"}")
         try:
-            listed = msgspec.json.decode(answer[start : end + 1])
-            return [str(model["id"]) for model in listed["data"]]
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            status = answer.split(b"\r\n", 1)[0].decode(errors="replace")
-            raise ConfigError(f"GET /v1/models answered {status}; check the url and the API key") from error
+            return [str(model["id"]) for model in msgspec.json.decode(answer)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"GET /v1/models answered HTTP {status}; check the url and the API key"
+            ) from error
+
+    def _get_models(self) -> tuple[int, bytes]:
+        target = self._target
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
+        try:
+            connection.request("GET", f"{target.base_path}/v1/models", headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
 
     async def close(self) -> None:
         """Closes the idle connections."""
         for connection in self._idle:
-            if connection.transport is not None:
-                connection.transport.close()
+            connection.close()
 
     async def _take(self) -> tuple[_Connection, bool]:
         """A connection, and whether it is new."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.bench import report
@@ -67,6 +69,8 @@ def run(
             temperature=temperature,
             seed=seed,
         )
+        if json_file is not None:
+            report.check_writable(json_file)
         stack = find_target(url)
         url = url or f"http://{stack.address}"
         target = Target.parse(url, key or stack.api_key)
@@ -87,8 +91,11 @@ def run(
         if json_file is not None:
             report.write(result, json_file)
     except ConfigError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from error
+    if result.total.num_requests < requests:
+        console.print(f"[yellow]interrupted after {result.total.num_requests} of {requests} requests[/]")
+        raise typer.Exit(130)
     if result.total.num_failed:
         raise typer.Exit(1)
 
@@ -100,7 +107,7 @@ def compare(before: Path, after: Path) -> None:
     try:
         report.show_comparison(report.read(before), report.read(after), console)
     except ConfigError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from error
 
 
@@ -118,16 +125,26 @@ async def _measure(
     model = await choose_model(target, model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(label, total=workload.num_requests)
+        task = progress.add_task(escape(label), total=workload.num_requests)
+
+        ended: list[RequestRecord] = []
 
         def advance(record: RequestRecord) -> None:
+            ended.append(record)
             progress.advance(task)
             if not record.ok:
-                progress.update(task, description=f"{label} [red](failures)[/]")
+                progress.update(task, description=f"{escape(label)} [red](failures)[/]")
 
-        records, duration_s = await run_workload(
-            target, workload, model, num_warmup=warmup, on_progress=advance
-        )
+        try:
+            records, duration_s = await run_workload(
+                target, workload, model, num_warmup=warmup, on_progress=advance
+            )
+        except asyncio.CancelledError:
+            # Ctrl-C: what was measured until then is shown, and written.
+            if not ended:
+                raise
+            records = ended
+            duration_s = time.perf_counter() - min(record.start_s for record in ended)
     return report.make_result(
         label=label,
         url=url,

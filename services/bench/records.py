@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from services.bench.events import EventStream
+
 
 class RequestRecord(msgspec.Struct, kw_only=True):
     """Times in seconds of one clock (time.perf_counter). `error` is empty when the stream was whole."""
@@ -23,29 +25,27 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
 
-    def read_events(self, payloads: Sequence[bytes]) -> None:
-        """Takes usage, or an error sent inside the stream, from the last events."""
-        for payload in payloads:
+    def read_events(self, events: EventStream) -> None:
+        """Takes usage from the last events of a stream that has ended, and says what it lacks."""
+        self.error = events.error
+        for payload in events.last:
             try:
                 event = msgspec.json.decode(payload)
-            except msgspec.DecodeError:
-                self.error = "an event of the stream is not JSON"
+            except ValueError:
+                self.error = self.error or "an event of the stream is not JSON"
                 continue
-            if not isinstance(event, dict):
-                continue
-            if event.get("error"):
-                self.error = str(event["error"])[:500]
-            usage = event.get("usage")
+            usage = event.get("usage") if isinstance(event, dict) else None
             if isinstance(usage, dict):
-                self.prompt_tokens = int(usage.get("prompt_tokens", self.prompt_tokens))
-                self.completion_tokens = int(usage.get("completion_tokens", 0))
-                details = usage.get("prompt_tokens_details") or {}
-                self.cached_prompt_tokens = int(details.get("cached_tokens") or 0)
+                self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
+                self.completion_tokens = _count(usage, "completion_tokens")
+                self.cached_prompt_tokens = _count(usage.get("prompt_tokens_details"), "cached_tokens")
         if not self.completion_tokens:
             # A server without usage: one chunk is one token.
             self.completion_tokens = len(self.chunk_times_s)
-        if self.status == 200 and not self.error and not self.chunk_times_s:
+        if not self.error and not self.chunk_times_s:
             self.error = "the stream carried no output"
+        if not self.error and not events.is_done:
+            self.error = "the stream ended without [DONE]"
 
     @property
     def ok(self) -> bool:
@@ -71,6 +71,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             later - earlier
             for earlier, later in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)
         ]
+
+
+def _count(table: object, key: str) -> int:
+    """A count of tokens that a server reports; 0 when it is none."""
+    value = table.get(key) if isinstance(table, dict) else None
+    return int(value) if isinstance(value, int | float) else 0
 
 
 class Percentiles(msgspec.Struct, frozen=True):

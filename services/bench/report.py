@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services.bench.records import Percentiles, RequestRecord, Summary, Targets, summarize
@@ -89,8 +90,23 @@ def cpu_name() -> str:
 
 def write(result: Result, path: Path) -> None:
     """Writes the result as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    try:
+        path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError when a result cannot be written there: better before a long run than after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
 
 
 def read(path: Path) -> Result:
@@ -99,7 +115,7 @@ def read(path: Path) -> Result:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a result of `millrace bench`: {error}") from error
 
 
@@ -122,9 +138,9 @@ _LATENCIES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E
 def show(result: Result, console: Console) -> None:
     """Prints rates and latencies, per tier when there are several, and what failed."""
     columns: dict[str, Summary] = {"all": result.total, **(result.by_tier if len(result.by_tier) > 1 else {})}
-    console.print(_rate_table(f"{result.label}: {result.model} at {result.url}", columns))
+    console.print(_rate_table(escape(f"{result.label}: {result.model} at {result.url}"), columns))
     for name, summary in columns.items():
-        table = Table(title=f"latency in ms ({name})" if len(columns) > 1 else "latency in ms")
+        table = Table(title=escape(f"latency in ms ({name})") if len(columns) > 1 else "latency in ms")
         table.add_column("")
         for heading in Percentiles.__struct_fields__:
             table.add_column(heading, justify="right")
@@ -134,14 +150,14 @@ def show(result: Result, console: Console) -> None:
                 table.add_row(title, *(f"{value:,.1f}" for value in msgspec.structs.astuple(percentiles)))
         console.print(table)
     for error, count in result.errors.items():
-        console.print(f"[red]{count} x[/] {error}", highlight=False)
+        console.print(f"[red]{count} x[/] {escape(error)}", highlight=False)
 
 
 def _rate_table(title: str, columns: Mapping[str, Summary]) -> Table:
     table = Table(title=title)
     table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for heading, attribute, _ in _RATES:
         values = [getattr(summary, attribute) for summary in columns.values()]
         if any(value is not None for value in values):
@@ -153,9 +169,9 @@ def show_comparison(before: Result, after: Result, console: Console) -> None:
     """Prints two results side by side with the ratio after/before."""
     if before.workload != after.workload:
         console.print("[yellow]The two runs had different workloads; ratios compare unlike things.[/]")
-    table = Table(title=f"{before.label} and {after.label}")
+    table = Table(title=escape(f"{before.label} and {after.label}"))
     for heading in ("", before.label, after.label, "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(escape(heading), justify="right" if heading else "left")
     for heading, attribute, more_is_better in _RATES:
         _compare_row(
             table, heading, getattr(before.total, attribute), getattr(after.total, attribute), more_is_better

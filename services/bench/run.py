@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from services.bench.client import Client, Target
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest, Workload, plan
+from services.errors import ConfigError
 
 # Called with the record of every request that ended.
 OnProgress = Callable[[RequestRecord], None]
@@ -37,10 +38,13 @@ async def run_workload(
 
 
 async def choose_model(target: Target, wanted: str) -> str:
-    """`wanted`, or the first model that the server lists."""
+    """`wanted`, or the first model that the server lists; raises ConfigError when it lists none."""
     if wanted:
         return wanted
-    return (await Client(target).models())[0]
+    models = await Client(target).models()
+    if not models:
+        raise ConfigError("GET /v1/models lists no model; name one with --model")
+    return models[0]
 
 
 async def _closed_loop(

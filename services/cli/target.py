@@ -38,8 +38,14 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
     state = running_stack(environ)
     if url:
         parts = urlsplit(url if "//" in url else f"//{url}")
+        try:
+            port = parts.port or 8080
+        except ValueError as error:
+            raise ConfigError(
+                f"url {url!r}: {error}; expected http://host:port or https://host:port"
+            ) from error
         key = environ.get(_KEY_VARIABLE) or development_key(environ)
-        return Target(f"{parts.hostname}:{parts.port or 8080}", key)
+        return Target(f"{parts.hostname}:{port}", key)
     if state is None:
         raise ConfigError(
             f"no running stack found (state directory {state_directory(environ)}); start one with "

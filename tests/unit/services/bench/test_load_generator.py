@@ -46,12 +46,12 @@ async def server(
             except asyncio.IncompleteReadError:
                 writer.close()
                 return
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             if head.startswith(b"GET"):
                 body = b'{"data":[{"id":"nano"}]}'
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
                 writer.close()
                 return
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             request = json.loads(await reader.readexactly(length))
             received.append(request)
             if fail_every and len(received) % fail_every == 0:
