@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 # Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
 MAX_IN_WORK = 1024
+# After so much work of one stream it is the turn of others: what has come already is read without waiting.
+_SLICE_S = 0.002
 
 Answer = Callable[[Call], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]]
 # The fields of a response, or None where it takes longer than a task for it would.
@@ -70,7 +73,9 @@ class CallStream:
                 task.cancel()
 
     async def _read(self, requests: AsyncIterator[list[Call]]) -> None:
+        worked_s = 0.0
         async for calls in requests:
+            begin_s = time.monotonic()
             for call in calls:
                 fields = self._at_once(call)
                 if fields is not None:
@@ -84,6 +89,10 @@ class CallStream:
                 self._flush()
                 if self._ready:
                     self._changed.set()
+            worked_s += time.monotonic() - begin_s
+            if worked_s >= _SLICE_S:
+                worked_s = 0.0
+                await asyncio.sleep(0)
             while len(self._tasks) + len(self._ready) + len(self._ready_large) >= MAX_IN_WORK:
                 self._room.clear()
                 await self._room.wait()

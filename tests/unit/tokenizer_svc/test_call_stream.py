@@ -99,3 +99,33 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
         assert isinstance(message, tokenizer_pb2.PrepareStreamResponse)
         found |= {each.id: list(each.response.token_ids) for each in message.answers}
     assert found == {number: [number] for number in range(_NUM_CALLS)}
+
+
+async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_SLICE_S", 0.0)
+    answered = 0
+    seen: list[int] = []
+
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        raise AssertionError("everything is answered at once")
+
+    def at_once(call: Call) -> dict[str, list[int]]:
+        nonlocal answered
+        answered += 1
+        return {"token_ids": [call.id]}
+
+    async def calls() -> AsyncIterator[list[Call]]:
+        for number in range(_NUM_CALLS):
+            yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
+
+    async def other() -> None:
+        while answered < _NUM_CALLS:
+            seen.append(answered)
+            await asyncio.sleep(0)
+
+    beside = asyncio.ensure_future(other())
+    async for _ in CallStream(answer, at_once).serve(calls()):
+        pass
+    await beside
+    # One message at a time, between two turns of somebody else.
+    assert len(set(seen)) >= _NUM_CALLS - 2
