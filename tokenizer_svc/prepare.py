@@ -142,6 +142,10 @@ class Preparer:
             begin_s += seconds
         self._metrics.observe(names.PROMPT_LENGTH, prepared.num_tokens, span=context)
 
+    def in_debt(self, tenant: str) -> bool:
+        """Whether what takes long of this tenant's is for workers of the lowest priority alone."""
+        return self._compiler.pool.in_debt(tenant)
+
     def check_whole(self, num_bytes: int, *, num_messages: int, num_tools: int) -> None:
         """Raises REQUEST_TOO_LARGE for a serialized conversation of so many bytes and parts."""
         self._limits.whole(num_bytes, num_messages, num_tools)

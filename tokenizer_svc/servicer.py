@@ -31,6 +31,7 @@ from tokenizer_svc.limits import no_input
 from tokenizer_svc.pace import Pace
 from tokenizer_svc.prepare import Preparer
 from tokenizer_svc.stream import CallStream, StreamResponse
+from tokenizer_svc.threads import INLINE_CHARACTERS
 from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
 from tokenizer_svc.wire import Call, LargeAnswer, LargeRequest, large
 
@@ -165,7 +166,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> Prepared:
         tenant = who.tenant
         if not isinstance(request, LargeRequest):
-            if not is_large(request):
+            gives_way = self._preparer.in_debt(tenant) and request.ByteSize() >= INLINE_CHARACTERS
+            if not gives_way and not is_large(request):
                 return await self._prepare_small(request, who)
             request = _in_parts(request)
         await self._pace.wait(tenant, len(request.wire))

@@ -14,7 +14,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 # Work on inputs below this many characters takes less time than handing it to a thread.
-_INLINE_CHARACTERS = 4 * 1024
+INLINE_CHARACTERS = 4 * 1024
 # From here on a text takes some tenths of a second.
 _HUGE_CHARACTERS = 1024 * 1024
 
@@ -30,7 +30,7 @@ class TextThreads:
 
     async def run(self, num_characters: int, work: Callable[[], Result], tenant: str) -> Result:
         """The result of `work`, which handles that many characters."""
-        if num_characters < _INLINE_CHARACTERS:
+        if num_characters < INLINE_CHARACTERS:
             return work()
         huge = num_characters >= _HUGE_CHARACTERS
         key = (tenant, huge)

@@ -1,0 +1,101 @@
+"""What becomes of texts for threads where their tenant has had its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from millrace.common.v1 import chat_pb2, context_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
+
+from observability.config import ObservabilityConfig
+from observability.metrics import Metrics
+from observability.tracing import Telemetry
+from services.config import ModelConfig
+from services.context import sign
+from services.deferred import Deferred
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
+from tokenizer_svc.grammar.cache import GrammarCompiler
+from tokenizer_svc.grammar.pool import WorkerPool
+from tokenizer_svc.grammar.request import WorkerSetup
+from tokenizer_svc.prepare import Preparer
+from tokenizer_svc.servicer import TokenizerServicer
+from tokenizer_svc.threads import INLINE_CHARACTERS
+from tokenizer_svc.wire import LargeAnswer
+
+SECRET = b"secret of the tests, long enough"
+
+
+@pytest_asyncio.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    setup = WorkerSetup(
+        checkpoint=load_checkpoint(BUNDLED_CHECKPOINT), limits=LimitsConfig(), memory_limit_bytes=512 << 20
+    )
+    pool = WorkerPool(CompileConfig(workers=2), setup)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+class Context:
+    """What handlers ask of a call."""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+
+async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_priority(
+    pool: WorkerPool,
+) -> None:
+    checkpoint = load_checkpoint(BUNDLED_CHECKPOINT)
+    telemetry = Telemetry("tokenizer", ObservabilityConfig(), None)
+    preparer = Preparer(
+        checkpoint,
+        GrammarCompiler(pool, fingerprint="x", cache_bytes=1 << 20),
+        telemetry,
+        Metrics(),
+        limits=LimitsConfig(),
+        turn_cache_tokens=1 << 20,
+    )
+    servicer = TokenizerServicer(
+        preparer,
+        ModelConfig(),
+        telemetry,
+        Deferred(),
+        secret=SECRET,
+        max_context_age_s=60.0,
+        allow_unsigned=False,
+        prepare_limit_s=300.0,
+    )
+
+    async def ids(tenant: str, text: str) -> list[int]:
+        request = tokenizer_pb2.PrepareRequest(
+            conversation=chat_pb2.Conversation(
+                messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content=text)]
+            ),
+            context=sign(
+                context_pb2.RequestContext(tenant=tenant, issued_unix_ms=round(time.time() * 1000)), SECRET
+            ),
+        )
+        answer = await servicer.Prepare(request, Context())
+        if isinstance(answer, LargeAnswer):
+            answer = tokenizer_pb2.PrepareResponse.FromString(b"".join(answer.parts))
+        return list(answer.token_ids)
+
+    long, short = "the rain in spain " * (INLINE_CHARACTERS // 10), "the rain"
+    try:
+        expected = await ids("debtor", long)
+        assert not pool._idle_slow
+        pool._accounts.charge("debtor", 5.0)
+        assert await ids("debtor", short) == await ids("other", short)
+        assert not pool._idle_slow
+        assert await ids("debtor", long) == expected
+        assert len(pool._idle_slow) == 1
+        # Others' stay in threads.
+        workers = set(pool._workers)
+        assert await ids("other", long) == expected
+        assert pool._workers == workers
+    finally:
+        preparer.close()
