@@ -6,12 +6,11 @@ then data.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -49,6 +48,25 @@ class TensorHeader(msgspec.Struct, frozen=True):
     def num_elements(self) -> int:
         """Product of the shape."""
         return math.prod(self.shape)
+
+
+class _StoredTensor(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    # Begin and end in the data.
+    data_offsets: tuple[int, int]
+
+    def check(self, name: str) -> None:
+        """Raises ValueError where the bytes cannot be those of the elements."""
+        begin, end = self.data_offsets
+        size = math.prod(self.shape) * ELEMENT_BYTES.get(self.dtype, 0)
+        if not 0 <= begin <= end or (self.dtype in ELEMENT_BYTES and end - begin != size):
+            raise ValueError(
+                f"tensor {name}: data_offsets = [{begin}, {end}] are not those of a {self.dtype} of shape "
+                f"{list(self.shape)}"
+            )
 
 
 def resolve_checkpoint(path: str) -> Path:
@@ -113,7 +131,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         for name, entry in _read_header(folder / file).items():
             if name in headers:
                 raise CheckpointError(f"{folder}: tensor {name} is in both {headers[name].file} and {file}")
-            headers[name] = TensorHeader(file, entry["dtype"], tuple(entry["shape"]))
+            headers[name] = TensorHeader(file, entry.dtype, entry.shape)
     return headers
 
 
@@ -121,9 +139,12 @@ def _files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a valid index of shards: {error!r}") from error
+            shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        except ValueError as error:
+            raise CheckpointError(f"{index} is not a valid index of shards: {error}") from error
+        if not shards:
+            raise CheckpointError(f"{index} is not a valid index of shards: weight_map names none")
+        return sorted(set(shards.values()))
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
@@ -132,19 +153,42 @@ def _files(folder: Path) -> list[str]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`: names of tensors to names of files."""
+
+    weight_map: dict[str, str]
+
+
+def _read_header(path: Path) -> dict[str, _StoredTensor]:
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            start = file.read(8)
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{path} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
+                )
+            (length,) = struct.unpack("<Q", start)
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"header of {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        header = {name: _stored_tensor(name, entry) for name, entry in raw.items()}
+        end = max((entry.data_offsets[1] for entry in header.values()), default=0)
         if path.stat().st_size < 8 + length + end:
             raise ValueError(f"cut short: {path.stat().st_size} of {8 + length + end} bytes")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, though the index names it") from error
-    except (ValueError, struct.error, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file: {error}; copy or download it again"
+        ) from error
     return header
+
+
+def _stored_tensor(name: str, entry: msgspec.Raw) -> _StoredTensor:
+    try:
+        tensor = msgspec.json.decode(entry, type=_StoredTensor)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tensor {name}: {error}") from error
+    tensor.check(name)
+    return tensor

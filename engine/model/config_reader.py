@@ -9,6 +9,9 @@ from typing import Any
 
 from engine.model.spec import CheckpointError, RopeSpec
 
+# Beyond any model's layers, heads and widths; more is a damaged file.
+LARGEST_COUNT = 1 << 31
+
 
 class ConfigReader:
     """Reads keys of one `config.json`. A wrong type or a missing key raises CheckpointError naming it."""
@@ -27,6 +30,8 @@ class ConfigReader:
             raise CheckpointError(f"{path} is missing: {folder} is not a Hugging Face checkpoint") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds no table of keys, but {str(values)[:50]!r}")
         return cls(values, str(path))
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -34,6 +39,13 @@ class ConfigReader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointError(f"{self.source}: {key} = {value!r} is not a whole number")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of something that a model has at least one of."""
+        value = self.integer(key, default)
+        if not 1 <= value <= LARGEST_COUNT:
+            raise CheckpointError(f"{self.source}: {key} = {value} is not a number from 1 to {LARGEST_COUNT}")
         return value
 
     def integer_of(self, *keys: str) -> int:

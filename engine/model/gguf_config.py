@@ -41,6 +41,8 @@ KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+# Those that every architecture has.
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 # Layers of the one size whose scores are scaled by the width of a head's share of the hidden size (27B).
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 
@@ -52,13 +54,16 @@ def gguf_reader(path: Path) -> ConfigReader:
     values: dict[str, Any] = {
         key: metadata[f"{arch}.{name}"] for key, name in KEYS.items() if f"{arch}.{name}" in metadata
     }
+    for key in _NEEDED:
+        if key not in values:
+            raise CheckpointError(f"{path}: {arch}.{KEYS[key]} is missing")
     for key in ("head_dim", "num_key_value_heads", "intermediate_size"):
         if isinstance(values.get(key), list):
             raise CheckpointError(
                 f"{path}: {arch}.{KEYS[key]} differs between layers, which is not supported"
             )
     values["architectures"] = [ARCHITECTURES[arch]]
-    values["vocab_size"] = file.headers["model.embed_tokens.weight"].shape[0]
+    values["vocab_size"] = file.header("model.embed_tokens.weight").shape[0]
     values["tie_word_embeddings"] = "lm_head.weight" not in file.headers
     values["torch_dtype"] = {"F32": "float32", "F16": "float16"}.get(_main_type(file), "bfloat16")
     values["eos_token_id"] = _end_tokens(file)
@@ -67,7 +72,10 @@ def gguf_reader(path: Path) -> ConfigReader:
     if scaling := _rope_scaling(file):
         values["rope_scaling"] = scaling
     if arch in _ADJUSTMENTS:
-        _ADJUSTMENTS[arch](file, values)
+        try:
+            _ADJUSTMENTS[arch](file, values)
+        except (KeyError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{path}: {arch}'s metadata cannot be read: {error!r}") from error
     return ConfigReader(values, str(path))
 
 
@@ -78,7 +86,7 @@ def gguf_scheme(path: Path) -> Scheme | None:
 
 
 def _main_type(file: GgufFile) -> str:
-    return file.headers["model.layers.0.self_attn.o_proj.weight"].dtype
+    return file.header("model.layers.0.self_attn.o_proj.weight").dtype
 
 
 def _end_tokens(file: GgufFile) -> list[int]:

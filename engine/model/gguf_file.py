@@ -90,7 +90,9 @@ class GgufFile:
         self._readers = [self._open(part) for part in split_files(path)]
         fields = self._readers[0].fields
         self.metadata: dict[str, Any] = {
-            name: field.contents() for name, field in fields.items() if not name.startswith("tokenizer.ggml.")
+            name: self._contents(field)
+            for name, field in fields.items()
+            if not name.startswith("tokenizer.ggml.")
         }
         self._fields = fields
         self.architecture = str(self.metadata.get("general.architecture", ""))
@@ -108,7 +110,13 @@ class GgufFile:
     def tokenizer_field(self, name: str) -> Any:
         """A field of the embedded tokenizer (`tokenizer.ggml.` + name), or None."""
         field = self._fields.get(f"tokenizer.ggml.{name}")
-        return None if field is None else field.contents()
+        return None if field is None else self._contents(field)
+
+    def header(self, name: str) -> TensorHeader:
+        """The header of a tensor that every model has. Raises CheckpointError."""
+        if name not in self.headers:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        return self.headers[name]
 
     def array(self, name: str) -> NDArray[Any]:
         """A tensor's numbers: float16 as stored, everything else in float32."""
@@ -132,7 +140,17 @@ class GgufFile:
         try:
             return self._gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
+            raise CheckpointError(
+                f"{path} is not a whole GGUF file: {error}; copy or download it again"
+            ) from error
+
+    def _contents(self, field: Any) -> Any:
+        try:
+            return field.contents()
+        except (ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.path}: {field.name} cannot be read: {error}; copy or download the file again"
+            ) from error
 
     def _data(self, entry: _Entry) -> NDArray[Any]:
         data: NDArray[Any] = entry.tensor.data
@@ -157,9 +175,17 @@ class GgufFile:
         heads = 0
         if self.architecture == "llama" and layer[2] in ("attn_q", "attn_k"):
             count = "head_count" if layer[2] == "attn_q" else "head_count_kv"
-            heads = int(
-                self.metadata.get(f"llama.attention.{count}") or self.metadata["llama.attention.head_count"]
+            given = self.metadata.get(
+                f"llama.attention.{count}", self.metadata.get("llama.attention.head_count")
             )
+            rows = tensor.data.shape[0]
+            if isinstance(given, int) and (given < 1 or rows % (2 * given)):
+                raise CheckpointError(
+                    f"{self.path}: llama.attention.{count} = {given} does not divide the {rows} rows of "
+                    f"{tensor.name} into heads"
+                )
+            # What is absent, or differs between layers, is refused by its name with the configuration.
+            heads = given if isinstance(given, int) else 0
         self._entries[target] = _Entry(tensor, None, heads, offset)
 
     def _header(self, entry: _Entry) -> TensorHeader:

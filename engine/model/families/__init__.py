@@ -48,6 +48,8 @@ def read_spec(folder: Path) -> ModelSpec:
     """The model in a checkpoint's folder. Raises CheckpointError naming an architecture that is unknown."""
     reader = gguf_reader(folder) if is_gguf(folder) else ConfigReader.of(folder)
     architectures = reader.values.get("architectures") or ["(none)"]
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"{reader.source}: architectures = {architectures!r} is not a list")
     for name in architectures:
         if name in FAMILIES:
             scheme = gguf_scheme(folder) if is_gguf(folder) else read_scheme(reader.values, reader.source)

@@ -17,10 +17,10 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
 
     `overrides` replaces or adds fields that the family decides differently.
     """
-    num_layers = config.integer("num_hidden_layers")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", config.integer("hidden_size") // num_heads)
+    num_layers = config.count("num_hidden_layers")
+    num_heads = config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.source}: num_attention_heads = {num_heads} is not a multiple of "
@@ -28,15 +28,15 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
         )
     fields: dict[str, Any] = {
         "architecture": architecture,
-        "vocab_size": config.integer("vocab_size"),
-        "hidden_size": config.integer("hidden_size"),
+        "vocab_size": config.count("vocab_size"),
+        "hidden_size": config.count("hidden_size"),
         "intermediate_size": config.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "max_positions": config.integer("max_position_embeddings"),
+        "max_positions": config.count("max_position_embeddings"),
         "dtype": checkpoint_dtype(config),
         "eos_token_ids": eos_token_ids(config),
         "tied_embeddings": config.flag("tie_word_embeddings", False),

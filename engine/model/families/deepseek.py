@@ -41,20 +41,20 @@ def read_v3(config: ConfigReader) -> ModelSpec:
 def _read(
     config: ConfigReader, architecture: str, routing: dict[str, Any], *, interleaved: bool
 ) -> ModelSpec:
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     latent = LatentSpec(
         query_rank=config.optional_integer("q_lora_rank") or 0,
-        kv_rank=config.integer("kv_lora_rank", 512),
-        nope_dim=config.integer("qk_nope_head_dim", 128),
-        rope_dim=config.integer("qk_rope_head_dim", 64),
-        value_dim=config.integer("v_head_dim", 128),
+        kv_rank=config.count("kv_lora_rank", 512),
+        nope_dim=config.count("qk_nope_head_dim", 128),
+        rope_dim=config.count("qk_rope_head_dim", 64),
+        value_dim=config.count("v_head_dim", 128),
     )
     rope = msgspec.structs.replace(config.rope(latent.rope_dim), interleaved=interleaved)
     bias = config.flag("attention_bias", False)
-    expert_size = config.integer("moe_intermediate_size")
+    expert_size = config.count("moe_intermediate_size")
     experts = ExpertSpec(
         num_experts=config.integer_of("n_routed_experts", "num_local_experts", "num_experts"),
-        num_active=config.integer("num_experts_per_tok"),
+        num_active=config.count("num_experts_per_tok"),
         intermediate_size=expert_size,
         layers=tuple(range(config.integer("first_k_dense_replace", 0), num_layers)),
         scaling=config.number("routed_scaling_factor", 1.0),

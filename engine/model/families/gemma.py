@@ -11,7 +11,7 @@ from engine.model.spec import ModelSpec
 
 def read_gemma2(config: ConfigReader) -> ModelSpec:
     """`Gemma2ForCausalLM`: every other layer slides, scores and logits have soft caps."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     windows = windows_of(
         config,
         default=[layer % 2 == 0 for layer in range(num_layers)],
@@ -22,7 +22,7 @@ def read_gemma2(config: ConfigReader) -> ModelSpec:
         "Gemma2ForCausalLM",
         **_shared(config),
         windows=windows,
-        ropes=(config.rope(config.integer("head_dim", 256)),),
+        ropes=(config.rope(config.count("head_dim", 256)),),
         attention_soft_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_cap(config, "final_logit_softcapping", 30.0),
     )
@@ -33,14 +33,14 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
     normed.
     """
     config.require("use_bidirectional_attention", False, False)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
     windows = windows_of(
         config,
         default=[(layer + 1) % pattern != 0 for layer in range(num_layers)],
         window=config.integer("sliding_window", 4096),
     )
-    head_dim = config.integer("head_dim", 256)
+    head_dim = config.count("head_dim", 256)
     return decoder_spec(
         config,
         "Gemma3ForCausalLM",
@@ -68,7 +68,7 @@ def local_rope(config: ConfigReader, head_dim: int) -> Any:
 
 def _shared(config: ConfigReader) -> dict[str, Any]:
     bias = config.flag("attention_bias", False)
-    head_dim = config.integer("head_dim", 256)
+    head_dim = config.count("head_dim", 256)
     return {
         "head_dim": head_dim,
         "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -77,7 +77,7 @@ def _shared(config: ConfigReader) -> dict[str, Any]:
         "output_bias": bias,
         "norm_placement": "sandwich",
         "norm_offset": True,
-        "embedding_scale": config.integer("hidden_size") ** 0.5,
+        "embedding_scale": config.count("hidden_size") ** 0.5,
         "tied_embeddings": config.flag("tie_word_embeddings", True),
     }
 

@@ -9,7 +9,7 @@ from engine.model.spec import ExpertSpec, ModelSpec
 
 def read(config: ConfigReader) -> ModelSpec:
     """`GptOssForCausalLM` with experts in a floating-point type."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     config.require("swiglu_alpha", 1.702, 1.702)
     config.require("swiglu_limit", 7.0, 7.0)
     windows = windows_of(
@@ -19,13 +19,13 @@ def read(config: ConfigReader) -> ModelSpec:
     )
     experts = ExpertSpec(
         num_experts=config.integer_of("num_local_experts", "num_experts"),
-        num_active=config.integer("num_experts_per_tok", 4),
+        num_active=config.count("num_experts_per_tok", 4),
         intermediate_size=config.integer("intermediate_size"),
         layers=tuple(range(num_layers)),
         scoring="softmax_of_best",
         layout="gpt_oss",
     )
-    head_dim = config.integer("head_dim", 64)
+    head_dim = config.count("head_dim", 64)
     bias = config.flag("attention_bias", True)
     return decoder_spec(
         config,

@@ -10,4 +10,4 @@ from engine.model.spec import ModelSpec
 def read(config: ConfigReader) -> ModelSpec:
     """`MistralForCausalLM`."""
     window = config.optional_integer("sliding_window")
-    return decoder_spec(config, "MistralForCausalLM", windows=(window,) * config.integer("num_hidden_layers"))
+    return decoder_spec(config, "MistralForCausalLM", windows=(window,) * config.count("num_hidden_layers"))

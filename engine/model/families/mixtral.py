@@ -9,10 +9,10 @@ from engine.model.spec import ExpertSpec, ModelSpec
 
 def read(config: ConfigReader) -> ModelSpec:
     """`MixtralForCausalLM`."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     experts = ExpertSpec(
         num_experts=config.integer_of("num_local_experts", "num_experts"),
-        num_active=config.integer("num_experts_per_tok", 2),
+        num_active=config.count("num_experts_per_tok", 2),
         intermediate_size=config.integer("intermediate_size"),
         layers=tuple(range(num_layers)),
         layout="mixtral",

@@ -11,8 +11,8 @@ from engine.model.spec import ModelSpec
 
 def read(config: ConfigReader) -> ModelSpec:
     """`Phi3ForCausalLM`. Early checkpoints call longrope "su" or "yarn"."""
-    num_heads = config.integer("num_attention_heads")
-    rope = config.rope(config.integer("hidden_size") // num_heads)
+    num_heads = config.count("num_attention_heads")
+    rope = config.rope(config.count("hidden_size") // num_heads)
     if rope.kind in ("su", "yarn"):
         rope = msgspec.structs.replace(rope, kind="longrope")
     window = config.optional_integer("sliding_window")
@@ -21,6 +21,6 @@ def read(config: ConfigReader) -> ModelSpec:
         "Phi3ForCausalLM",
         norm_eps=config.number("rms_norm_eps", 1e-5),
         ropes=(rope,),
-        windows=(window,) * config.integer("num_hidden_layers"),
+        windows=(window,) * config.count("num_hidden_layers"),
         fused_projections=True,
     )

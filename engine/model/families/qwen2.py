@@ -14,7 +14,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Windows from layer `max_window_layers` upwards, when `use_sliding_window` is set."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.count("num_hidden_layers")
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     first = config.integer("max_window_layers", 28)

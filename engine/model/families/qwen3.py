@@ -11,7 +11,7 @@ from engine.model.spec import ModelSpec
 def read(config: ConfigReader) -> ModelSpec:
     """`Qwen3ForCausalLM`. Its heads have 128 dimensions unless stated."""
     bias = config.flag("attention_bias", False)
-    head_dim = config.integer("head_dim", 128)
+    head_dim = config.count("head_dim", 128)
     return decoder_spec(
         config,
         "Qwen3ForCausalLM",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +231,38 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"general\.architecture = 'gpt2' is not supported; .*llama"):
         read_spec(path)
     path.write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"other\.gguf is not a readable GGUF"):
+    with pytest.raises(ConfigError, match=r"other\.gguf is not a whole GGUF.*copy or download"):
         read_headers(path)
     first = tmp_path / "model-00001-of-00002.gguf"
     first.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.gguf is missing"):
         read_headers(first)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path / "original", "llama", **SIZES)
+    path = tmp_path / "model.gguf"
+    write(path, oracle, "llama", {"": Kind.Q8_0})
+    whole = path.read_bytes()
+    assert read_spec(path).num_heads == 4
+    for content, message in (
+        (whole[:-100], "is not a whole GGUF file"),
+        (whole[: len(whole) // 3], "is not a whole GGUF file"),
+        (whole.replace(b"token_embd.weight", b"token_embe.weight"), "model.embed_tokens.weight is missing"),
+        (whole.replace(b"attn_output.weight", b"attn_outpux.weight"), "o_proj.weight is missing"),
+        (
+            whole.replace(b"llama.attention.head_count", b"llama.attention.head_counx"),
+            "llama.attention.head_count is missing",
+        ),
+        (
+            whole.replace(b"llama.embedding_length", b"llama.embedding_lengtx"),
+            "llama.embedding_length is missing",
+        ),
+    ):
+        path.write_bytes(content)
+        os.utime(path, ns=(time.time_ns(), time.time_ns()))
+        with pytest.raises(ConfigError, match=message):
+            read_spec(path)
 
 
 def test_every_service_finds_the_tokenizer_beside_the_file(tmp_path: Path) -> None:
