@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import pytest_asyncio
+from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import load_checkpoint
@@ -20,7 +21,13 @@ from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler
 from tokenizer_svc.grammar.nursery import Nursery, Worker
 from tokenizer_svc.grammar.pool import WorkerPool
-from tokenizer_svc.grammar.request import EncodedGrammar, GrammarRequest, WorkerReply, WorkerSetup
+from tokenizer_svc.grammar.request import (
+    EncodedGrammar,
+    GrammarRequest,
+    PromptRequest,
+    WorkerReply,
+    WorkerSetup,
+)
 from tokenizer_svc.types import JsonSchemaFormat
 
 SETUP = WorkerSetup(
@@ -29,6 +36,8 @@ SETUP = WorkerSetup(
     # Far more than a hostile grammar can fill before its time is up, however fast the machine.
     memory_limit_bytes=8 << 30,
 )
+
+SMALL_SETUP = msgspec.structs.replace(SETUP, memory_limit_bytes=64 << 20)
 
 
 def request(schema: object) -> EncodedGrammar:
@@ -81,7 +90,7 @@ async def test_overrunning_time_is_refused_and_the_worker_replaced(pool: WorkerP
 
 async def test_overrunning_memory_is_refused() -> None:
     config = CompileConfig(workers=1, time_limit_s=60.0)
-    pool = WorkerPool(config, msgspec.structs.replace(SETUP, memory_limit_bytes=64 << 20))
+    pool = WorkerPool(config, SMALL_SETUP)
     await pool.start()
     try:
         reply = await pool.run(slow(1), tenant="a")
@@ -89,6 +98,23 @@ async def test_overrunning_memory_is_refused() -> None:
         assert reply.refused.overrun == "memory"
         assert pool.num_overruns == {"time": 0, "memory": 1}
         assert (await pool.run(QUICK, tenant="a")).built is not None
+    finally:
+        await pool.close()
+
+
+async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
+    pool = WorkerPool(CompileConfig(workers=1, memory_limit_bytes=64 << 20), SMALL_SETUP)
+    await pool.start()
+    try:
+        wire = tokenizer_pb2.PrepareRequest(text="word " * 400_000).SerializeToString()
+        reply = await pool.run(PromptRequest(field="prompt").encoded([memoryview(wire)]), tenant="a")
+        assert reply.refused is not None
+        assert (reply.refused.overrun, reply.refused.field) == ("memory", "prompt")
+        assert "limit of 67108864 bytes" in reply.refused.message
+        fits = int(reply.refused.message.partition("One text of up to about ")[2].split()[0])
+        wire = tokenizer_pb2.PrepareRequest(text="word " * (fits // 10)).SerializeToString()
+        reply = await pool.run(PromptRequest(field="prompt").encoded([memoryview(wire)]), tenant="b")
+        assert reply.prompted is not None
     finally:
         await pool.close()
 
