@@ -159,7 +159,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_backend: str = "auto"
     # Longest prompt plus completion, in tokens; 0 is the model's own limit.
     max_model_len: int = 0
-    # Threads of the forward; 0 lets torch decide.
+    # Threads of the forward; 0 is OMP_NUM_THREADS, else one for each core that the process (its
+    # container) may use.
     num_threads: int = 0
     # Time that running requests get to finish after SIGTERM.
     drain_limit_s: float = 30.0

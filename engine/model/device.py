@@ -8,8 +8,8 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.kernels.config import prefer_expandable_segments
-from engine.model.plan import available_host_bytes
 from services.errors import ConfigError
+from services.resources import available_bytes
 
 
 def choose_device(config: EngineConfig) -> tuple[str, int]:
@@ -18,7 +18,7 @@ def choose_device(config: EngineConfig) -> tuple[str, int]:
     if wants == "auto":
         wants = "cuda" if Path("/dev/nvidia0").exists() and _cuda_available() else "cpu"
     if wants == "cpu":
-        return "cpu", available_host_bytes()
+        return "cpu", available_bytes()
     if not _cuda_available():
         raise ConfigError("engine.device = 'cuda': torch finds no CUDA device; set it to auto or cpu")
     import torch

@@ -21,10 +21,8 @@ the plan is made again with the numbers found.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import msgspec
-import psutil
 
 from engine.config import EngineConfig
 from engine.model.checkpoint import read_headers, resolve_checkpoint
@@ -243,22 +241,6 @@ def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
     return DraftInput(
         folder=str(folder), spec=draft, weights=count_weights(draft, read_headers(folder), plain)
     )
-
-
-def available_host_bytes() -> int:
-    """Memory that this process may still take: what the machine has free, within the container's limit."""
-    free = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            free = min(free, max(int(limit) - int(used), 0))
-    return free
 
 
 def human(num_bytes: int) -> str:

@@ -50,6 +50,7 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
+from services.resources import num_threads
 
 Progress = Callable[[str, float], None]
 
@@ -324,6 +325,8 @@ def build(
     `progress` gets a phase and its done part (0 to 1). Raises ConfigError (CheckpointError) with one clear
     line.
     """
+    if not config.num_threads:
+        config = msgspec.structs.replace(config, num_threads=num_threads())
     device_name, available = choose_device(config)
     given = plan_input(config, model, device=device_name, available_bytes=available)
     plan = make_plan(given)
@@ -420,6 +423,5 @@ def _draft_model(
 
 
 def _set_threads(num_threads: int) -> None:
-    """Threads of a forward; 0 keeps torch's choice, one per core."""
-    if num_threads:
-        torch.set_num_threads(num_threads)
+    """Threads of a forward."""
+    torch.set_num_threads(num_threads)

@@ -18,6 +18,7 @@ import psutil
 
 from services.compiler import find_compiler
 from services.errors import ConfigError
+from services.resources import num_cores
 from services.supervisor.config import BUNDLED_MODEL, state_directory
 from services.supervisor.edge import envoy_binary
 from services.supervisor.ports import can_bind
@@ -60,8 +61,7 @@ def _python() -> Finding:
 def _processor() -> Finding:
     flags = _cpu_flags()
     usable = [flag for flag in (*_ISA_FLAGS, *_ARM_FLAGS) if flag in flags]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    kind = f"{platform.machine()}, {cores} cores"
+    kind = f"{platform.machine()}, {num_cores()} cores"
     if platform.machine() == "x86_64" and flags and "avx2" not in usable:
         return Finding("processor", "note", f"{kind}; no AVX2, so the slow plain kernels are used")
     return Finding("processor", "good", f"{kind}; {', '.join(usable) or 'instruction sets unknown'}")

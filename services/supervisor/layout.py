@@ -17,6 +17,7 @@ from typing import Any
 from services import tls
 from services.compiler import find_compiler
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
+from services.resources import num_cores
 from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
 from services.supervisor.edge import envoy_binary
@@ -239,7 +240,7 @@ class _Planner:
             "engine.metrics_listen": metrics,
             "engine.drain_limit_s": self._settings.drain_limit_s,
         }
-        threads = max(1, _num_cores() // self._num_engines)
+        threads = max(1, num_cores() // self._num_engines)
         if not self._configured("engine.num_threads"):
             settings["engine.num_threads"] = threads
         if self._options.simulated:
@@ -276,7 +277,7 @@ class _Planner:
     def _envoy_spec(self, envoy_config: Path, admin: str) -> ProcessSpec:
         argv = (
             *(str(envoy_binary()), "--config-path", str(envoy_config)),
-            *("--concurrency", str(self._configured("envoy.concurrency") or min(2, _num_cores()))),
+            *("--concurrency", str(self._configured("envoy.concurrency") or min(2, num_cores()))),
             # Several stacks may run on one machine.
             *("--disable-hot-restart", "--log-level", "warning"),
         )
@@ -310,10 +311,6 @@ class _Planner:
             drain_limit_s=self._settings.drain_limit_s if drain_limit_s is None else drain_limit_s,
             is_batch=self._is_batch,
         )
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _variable(key: str) -> str:
