@@ -174,6 +174,12 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     if not cache.kv_cache_bytes and given.device == "cpu":
         modest = min(CPU_CACHE_LIMIT_BYTES, given.available_bytes // 4)
         wanted = min(left, max(modest, sequence_blocks * per_block))
+    if cache.kv_cache_bytes > left >= sequence_blocks * per_block:
+        raise ConfigError(
+            f"engine.cache.kv_cache_bytes = {cache.kv_cache_bytes} ({human(cache.kv_cache_bytes)}) is more "
+            f"than the {human(left)} that weights, workspace and headroom leave of {human(given.available_bytes)}; "
+            "lower it, or set it to 0 to have it chosen"
+        )
     num_blocks = wanted // per_block
     if num_blocks < sequence_blocks or wanted > left:
         raise ConfigError(

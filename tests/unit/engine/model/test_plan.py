@@ -129,6 +129,8 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
 def test_impossible_plans_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"4096 needs 24\.0 MiB.*lower engine\.max_model_len"):
         make_plan(given(EngineConfig(cache=CacheConfig(kv_cache_bytes=1 << 20))))
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes = \d+ \(8\.0 GiB\) is more than the .*; lower it"):
+        make_plan(given(EngineConfig(cache=CacheConfig(kv_cache_bytes=8 * GIB))))
     with pytest.raises(ConfigError, match=r"60\.0 MiB available"):
         make_plan(given(available=60 << 20))
     with pytest.raises(ConfigError, match=r"max_model_len = 9999 exceeds the 4096 positions"):
