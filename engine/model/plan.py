@@ -177,7 +177,7 @@ def make_plan(given: PlanInput) -> MemoryPlan:
     if cache.kv_cache_bytes > left >= sequence_blocks * per_block:
         raise ConfigError(
             f"engine.cache.kv_cache_bytes = {cache.kv_cache_bytes} ({human(cache.kv_cache_bytes)}) is more "
-            f"than the {human(left)} that weights, workspace and headroom leave of {human(given.available_bytes)}; "
+            f"than the {human(left)} that are left of {human(given.available_bytes)}; "
             "lower it, or set it to 0 to have it chosen"
         )
     num_blocks = wanted // per_block
