@@ -51,7 +51,14 @@ def read_weight(
     source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme
 ) -> WeightFormat | None:
     """The weight of the linear layer `name`, or None when it is not quantized. Raises ConfigError."""
-    return _READERS[scheme.method](source, name, outputs, inputs, scheme)
+    try:
+        return _READERS[scheme.method](source, name, outputs, inputs, scheme)
+    except (RuntimeError, IndexError, TypeError) as error:
+        # Types and shapes that no tool writes.
+        raise ConfigError(
+            f"the tensors of {name} are not a weight of {outputs} x {inputs} as {scheme.method} stores "
+            f"it: {error}"
+        ) from error
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

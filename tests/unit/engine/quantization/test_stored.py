@@ -259,6 +259,16 @@ def test_unsupported_settings_are_named(settings: dict[str, Any], message: str, 
     [
         ("qzeros", None, r"layers\.0\.self_attn\.q_proj\.qzeros.*missing"),
         ("qweight", torch.zeros(3, 3, dtype=torch.int32), r"q_proj\.qweight has shape \[3, 3\]"),
+        (
+            "qweight",
+            torch.zeros(64, 8),
+            r"tensors of model.layers.0.self_attn.q_proj are not a weight .* awq",
+        ),
+        (
+            "scales",
+            torch.zeros(()),
+            r"tensors of model.layers.0.self_attn.q_proj are not a weight .* 64 x 64",
+        ),
         ("scales", torch.zeros(3, 64), r"q_proj.*64 inputs do not fall into the 3 groups"),
         ("scales", torch.zeros(2, 60), r"q_proj\.scales has shape \[2, 60\]"),
     ],
