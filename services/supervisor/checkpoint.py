@@ -27,9 +27,11 @@ def resolve(model: str, *, weights: bool = True) -> Path:
             return _with_tokenizer(candidate.resolve(), model)
     if _HUB_ID.fullmatch(model) and not model.startswith("models/"):
         return _checked(_download(model, _PATTERNS if weights else _TOKENIZER_PATTERNS), model)
+    # The same place when this is the working directory.
+    tried = dict.fromkeys((str(Path(model).expanduser().absolute()), str(ROOT / model)))
     raise ConfigError(
-        f"model {model!r}: there is no such directory (tried {Path(model).expanduser().absolute()} and "
-        f"{ROOT / model}); give a directory in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B"
+        f"model {model!r}: there is no such directory (tried {' and '.join(tried)}); "
+        "give a directory in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B"
     )
 
 

@@ -67,13 +67,21 @@ def checkpoint_dtype(config: ConfigReader) -> str:
 
 def eos_token_ids(config: ConfigReader) -> tuple[int, ...]:
     """End-of-sequence ids of `generation_config.json`, or else of `config.json`; maybe several or none."""
-    value = config.values.get("eos_token_id")
+    value, source = config.values.get("eos_token_id"), config.source
     generation = Path(config.source).with_name("generation_config.json")
     if generation.is_file():
-        value = json.loads(generation.read_text()).get("eos_token_id", value)
+        try:
+            stated = json.loads(generation.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{generation} is not valid JSON: {error}") from error
+        if isinstance(stated, dict) and "eos_token_id" in stated:
+            value, source = stated["eos_token_id"], str(generation)
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise CheckpointError(f"{source}: eos_token_id = {value!r} is not a token id, or a list of them")
+    return ids
 
 
 def windows_of(config: ConfigReader, *, default: list[bool], window: int | None) -> tuple[int | None, ...]:

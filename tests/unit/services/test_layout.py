@@ -144,8 +144,10 @@ def test_free_ports_are_different_and_free() -> None:
 
 
 def test_missing_model_says_what_was_tried() -> None:
-    with pytest.raises(ConfigError, match=r"no such directory \(tried .*nowhere.*hub id"):
+    place = str(checkpoint.ROOT / "nowhere")
+    with pytest.raises(ConfigError, match=r"no such directory \(tried .*nowhere.*hub id") as refusal:
         checkpoint.resolve("nowhere")
+    assert str(refusal.value).count(place) == 1
 
 
 def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ def test_counts_that_no_model_has_are_named(change: dict[str, object], message: 
     path.write_text(json.dumps(CONFIG | change))
     with pytest.raises(CheckpointError, match=message):
         read_spec(tmp_path)
+    path.write_text(json.dumps(CONFIG))
+    for generation in ("[", '{"eos_token_id": "x"}', '{"eos_token_id": [-1]}'):
+        (tmp_path / "generation_config.json").write_text(generation)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json(:| is)"):
+            read_spec(tmp_path)
     path.write_text("[3]")
     with pytest.raises(CheckpointError, match="holds no table of keys"):
         read_spec(tmp_path)
