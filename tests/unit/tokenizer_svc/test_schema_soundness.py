@@ -188,3 +188,44 @@ def test_counts_may_be_written_as_fractions() -> None:
     assert [accepts(schema, value) for value in ([], ["a"], ["a", "b"], ["ab"], ["a"] * 3)] == [
         False, True, True, False, False,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "invalid", "valid"),
+    [
+        ({"type": "number", "minimum": -0.3, "exclusiveMaximum": 0}, ["-0", "0"], ["-0.3", "-0.01"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.3}, ["0", "0.31"], ["0.3", "0.01"]),
+        ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.3}, ["1", "1.0"], ["1.2"]),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.3}]}, ["0"], ["0.2"]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53)], [str(2**53 + 2)]),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, [str(2**53)], [str(2**53 + 2)]),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            [str(2**63)],
+            [str(2**63 - 1), "-5"],
+        ),
+        ({"type": "number", "maximum": 1.7976931348623157e308}, ["1e309"], ["0.5"]),
+        ({"allOf": [{"enum": ["1.2.3.4", "a"]}, {"format": "ipv4"}]}, ['"a"'], ['"1.2.3.4"']),
+        ({"type": "string", "pattern": '^(?:[^"\\x00]|\\x00)$'}, ['"\\""'], ['"a"']),
+    ],
+)
+def test_bounds_formats_and_classes_at_their_edges(schema: Any, invalid: list[str], valid: list[str]) -> None:
+    built = reply(schema).built
+    assert built is not None
+    for text in [*invalid, *valid]:
+        matcher = LLMatcher(_TOKENIZER, built.payload.decode(), log_level=0)
+        ids = _TOKENIZER.tokenize_str(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == (text in valid), (
+            text
+        )
+
+
+@pytest.mark.parametrize("pattern", ["a\\bc", "(a)\\1"])
+def test_patterns_without_a_form_are_named_or_unenforced(pattern: str) -> None:
+    refused = reply({"pattern": pattern}).refused
+    assert refused is not None
+    assert "pattern at /pattern" in refused.message
+    built = reply({"pattern": pattern}, strict=False).built
+    assert built is not None
+    assert built.enforcement is not None
+    assert [each.path for each in built.enforcement.unenforced] == ["/pattern"]

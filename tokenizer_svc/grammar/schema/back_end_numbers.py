@@ -1,7 +1,13 @@
-"""Numbers that the back end rounds when it writes them: a constant of more digits would be another one."""
+"""Numbers that the back end takes for others: constants of many digits, and bounds.
+
+It reads numbers as floating-point ones, so a constant of more digits would be another one and a bound beyond
+2^53 is moved; whole numbers have 64 bits. And an exclusive whole bound is admitted where the other bound is
+less than 1 away (llguidance 1.9: 0 for `exclusiveMinimum: 0, maximum: 0.3`).
+"""
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +18,12 @@ _MAX_DIGITS = 15
 # Whole numbers up to here are floating-point numbers; so are few digits times small powers of ten.
 _MAX_WHOLE = 2**53
 _MAX_EXPONENT = 22
+# The largest floating-point number below 2^63, and the largest whole number that the back end reads.
+_LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
+# What stands for "more than 0": smaller ones have too many places for the back end's expressions.
+_SMALLEST = 1e-30
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+BEYOND = "no number of 64 bits is there"
 
 
 def is_rounded(value: Any) -> bool:
@@ -70,3 +82,80 @@ def without_rounded(schema: Schema) -> tuple[Schema, bool]:
     aside = {key: written.pop(key) for key in ("$defs", "x-guidance") if key in written}
     whole = all_of([written, *instead])
     return {**(whole if isinstance(whole, dict) else {}), **aside}, True
+
+
+def is_beyond(keyword: str, value: Any) -> bool:
+    """Whether a bound leaves none of the numbers that the back end can write."""
+    if keyword not in _BOUNDS or isinstance(value, bool) or not abs(value) < math.inf:
+        return False
+    return bool(-_BOUNDS[keyword] * value < -_LARGEST)
+
+
+def with_bounds(schema: Schema) -> Schema:
+    """The finished schema with bounds that the back end keeps: none admits more than was asked for.
+
+    A bound that is no floating-point number is moved inwards to the next one, which leaves out at most 1,023
+    whole numbers next to it; those beyond 64 bits are left out.
+    """
+    return _bounded(schema, has_fractions=_has_fractions(schema))
+
+
+def _has_fractions(schema: Schema) -> bool:
+    if isinstance(schema, list):
+        return any(map(_has_fractions, schema))
+    if not isinstance(schema, dict):
+        return False
+    return any(
+        isinstance(value, float) and not value.is_integer() if key in _BOUNDS else _has_fractions(value)
+        for key, value in schema.items()
+    )
+
+
+def _bounded(schema: Schema, *, has_fractions: bool) -> Schema:
+    if isinstance(schema, list):
+        return [_bounded(each, has_fractions=has_fractions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    written: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs"):
+            written[key] = {name: _bounded(each, has_fractions=has_fractions) for name, each in value.items()}
+        elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
+            written[key] = _bounded(value, has_fractions=has_fractions)
+        else:
+            written[key] = value
+    types = written.get("type", "number")
+    may_be_fraction = types == "number" or (isinstance(types, list) and "number" in types)
+    for key, inwards in _BOUNDS.items():
+        value = written.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
+            del written[key]
+            other = "minimum" if inwards > 0 else "maximum"
+            flagged = written.get("exclusive" + other.capitalize()) is True
+            if is_beyond(key, value):
+                continue
+            name, bound = key, value
+            if abs(value) >= _MAX_WHOLE:
+                name, bound = other, _moved(value, inwards, may_be_fraction, flagged or key != other)
+            elif has_fractions and may_be_fraction and value == int(value) and (flagged or key != other):
+                name, bound = (
+                    other,
+                    math.nextafter(value, inwards * math.inf) if value else inwards * _SMALLEST,
+                )
+            known = written.get(name)
+            if known is not None:
+                bound = max(known, bound) if inwards > 0 else min(known, bound)
+            written[name] = bound
+    return written
+
+
+def _moved(value: float, inwards: int, may_be_fraction: bool, exclusive: bool) -> int:
+    """The outermost number that the back end reads as it is, on the inner side of a large bound."""
+    whole = int(value)
+    if -inwards * whole >= _LARGEST_WHOLE + (1 if exclusive else 0):
+        # Beyond what can be written: the largest there is. Of the most negative ones some have no expression.
+        return _LARGEST_WHOLE if inwards < 0 and not may_be_fraction else -inwards * _LARGEST
+    bound = float(whole)
+    while inwards * (int(bound) - whole) < (1 if exclusive else 0):
+        bound = math.nextafter(bound, inwards * math.inf)
+    return int(max(-_LARGEST, min(_LARGEST, bound)))

@@ -27,6 +27,8 @@ _ITEM = re.compile(
 _NAMED = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "0": 0}
 _SET_ESCAPES = "dDwWsSpP"
 _QUOTE, _BACKSLASH = 0x22, 0x5C
+_NUL = re.compile(r"\\(?:x00|u0000|[ux]\{0+\}|0)|\x00")
+_NEVER = "[^\\x00-\U0010ffff]"
 
 
 def for_back_end(schema: Schema) -> Schema:
@@ -55,6 +57,8 @@ def back_end_pattern(pattern: str) -> str:
     """One pattern. What cannot be read here is left to the back end's judgement."""
     if "[" not in pattern and "\\" not in pattern:
         return pattern
+    # Beside a class a U+0000 of its own would make it one of every control character again.
+    nul = _NEVER if "[" in pattern else None
     out: list[str] = []
     index = 0
     while index < len(pattern):
@@ -65,6 +69,9 @@ def back_end_pattern(pattern: str) -> str:
                 return pattern
             out.append(_class(pattern[index + 1 : end]))
             index = end + 1
+        elif nul and (lone := _NUL.match(pattern, index)) is not None:
+            out.append(nul)
+            index = lone.end()
         elif character == "\\":
             control = _CONTROL.match(pattern, index)
             escape = pattern[index : index + 2]

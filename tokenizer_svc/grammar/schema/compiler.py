@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
-from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, without_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, with_bounds, without_rounded
 from tokenizer_svc.grammar.schema.back_end_patterns import for_back_end
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
 from tokenizer_svc.grammar.schema.document import Document
@@ -83,7 +83,7 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
             + "; change the schema, or set strict to false and check the answer",
             report,
         )
-    schema = for_back_end(_assembled(rewritten, context.definitions))
+    schema = for_back_end(with_bounds(_assembled(rewritten, context.definitions)))
     return CompiledSchema(schema=schema, enforcement=report)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, ROUNDED, is_beyond, is_rounded
 from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
 from tokenizer_svc.types import KeywordStatus
@@ -99,10 +99,13 @@ class Context:
         self.approximated.setdefault((keyword, path), KeywordStatus(keyword, path, note))
 
     def look_for_rounded(self, node: dict[str, Any], place: Place) -> None:
-        """Notes listed values that the back end would change."""
+        """Notes listed values that the back end would change, and bounds that it has no numbers for."""
         for keyword in ("const", "enum"):
             if keyword in node and is_rounded(node[keyword]):
                 self.approximate(keyword, place, ROUNDED)
+        for keyword, value in node.items():
+            if keyword.endswith("imum") and isinstance(value, int | float) and is_beyond(keyword, value):
+                self.give_up(keyword, place, BEYOND)
 
     def resolve(self, reference: str, place: Place) -> Target | None:
         """The target; None when there is none."""

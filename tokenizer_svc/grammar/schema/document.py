@@ -154,7 +154,8 @@ class Document:
         try:
             registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
             target = {"$ref": f"{_WHOLE}#{quote(path)}"}
-            return validator_class(self.draft)(target, registry=registry).is_valid  # type: ignore[no-any-return]
+            validator = validator_class(self.draft)(target, registry=registry, validate_formats=True)
+            return validator.is_valid  # type: ignore[no-any-return]
         except (ValueError, jsonschema_rs.ReferencingError):
             return None
 

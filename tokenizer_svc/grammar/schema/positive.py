@@ -335,8 +335,8 @@ def has_constraints(node: dict[str, Any]) -> bool:
 _BESIDE_REF = frozenset({"type", "items", "prefixItems", "additionalProperties", "pattern", "format"})
 
 
-# Perhaps an anchor that is not the pattern's last character.
-_INNER_END = re.compile(r"(?<!\\)\$.")
+# Perhaps an anchor that is not the pattern's last character, a word's edge, a back-reference or a property.
+_DOUBTFUL = re.compile(r"(?<!\\)\$.|\\[bBkpP1-9]")
 
 
 def _pattern(context: Context, value: Any, place: Place, out: dict[str, Schema], extra: list[Schema]) -> None:
@@ -344,10 +344,14 @@ def _pattern(context: Context, value: Any, place: Place, out: dict[str, Schema],
         context.give_up("pattern", place, "a pattern must be a text")
         return
     parts = split_lookaheads(value)
-    if parts is None or (_INNER_END.search(value) and not pattern_is_readable(value)):
+    if parts is None or (_DOUBTFUL.search(value) and not pattern_is_readable(value)):
         rewritten = plain(value)
         if rewritten is None:
-            context.give_up("pattern", place, "look-arounds and inner anchors have no small equivalent here")
+            context.give_up(
+                "pattern",
+                place,
+                "look-arounds, inner anchors, word edges and back-references have no small equivalent here",
+            )
             return
         parts = [rewritten]
     out["pattern"] = parts[-1]
