@@ -6,6 +6,7 @@ ModelFacts, never here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 
 from services.config import load_section
 from services.errors import ConfigError
+from services.resources import num_cores
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,3 +247,11 @@ def load(tables: Mapping[str, Any]) -> EngineConfig:
     config = load_section(tables, "engine", EngineConfig)
     config.validate()
     return config
+
+
+def num_threads(environ: Mapping[str, str] = os.environ) -> int:
+    """Threads that compute where the configuration does not say: OMP_NUM_THREADS where somebody has set it,
+    else one for each core.
+    """
+    asked = environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else num_cores()

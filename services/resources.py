@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -26,12 +25,6 @@ def num_cores(cgroups: Path = _CGROUPS) -> int:
     if quota.isdigit() and period.isdigit() and int(period):
         cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
-
-
-def num_threads(environ: Mapping[str, str] = os.environ) -> int:
-    """Threads that compute: OMP_NUM_THREADS where somebody has set it, else one for each core."""
-    asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else num_cores()
 
 
 def available_bytes(cgroups: Path = _CGROUPS) -> int:

@@ -38,6 +38,8 @@ from tokenizer_svc.wire import LargeRequest
 ANY_LENGTH = LengthLimit()
 # What is shorter, and rendered as well, is prepared in less time than anything takes to wait for it.
 _SHORT_CHARACTERS = 4 * 1024
+# A conversation of fewer bytes certainly has no more characters than that.
+MAX_SHORT_BYTES = _SHORT_CHARACTERS
 
 
 class Preparer:

@@ -29,7 +29,7 @@ from tokenizer_svc import convert
 from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
 from tokenizer_svc.limits import no_input
 from tokenizer_svc.pace import Pace
-from tokenizer_svc.prepare import Preparer
+from tokenizer_svc.prepare import MAX_SHORT_BYTES, Preparer
 from tokenizer_svc.stream import CallStream, StreamResponse
 from tokenizer_svc.threads import INLINE_CHARACTERS
 from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
@@ -98,6 +98,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             isinstance(request, LargeRequest)
             or not request.HasField("conversation")
             or request.HasField("response_format")
+            # Histories go the other way before anything is done for them here.
+            or request.conversation.ByteSize() >= MAX_SHORT_BYTES
             or is_large(request)
         ):
             return None

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, num_threads
 from engine.kernels.attention import AttentionBackend
 from engine.model.checkpoint import folder_of, resolve_checkpoint
 from engine.model.decoder import Decoder
@@ -50,7 +50,6 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
-from services.resources import num_threads
 
 Progress = Callable[[str, float], None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, num_threads
 from services.config import load_section
 from services.errors import ConfigError
 
@@ -31,3 +31,12 @@ def test_the_defaults_are_valid() -> None:
 def test_mistakes_are_named(table: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_section({"engine": table}, "engine", EngineConfig).validate()
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("", 8), ("3", 3), ("0", 8), ("4,2", 8)])
+def test_threads_are_as_many_as_was_asked_for(
+    asked: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.config.num_cores", lambda: 8)
+    assert num_threads({"OMP_NUM_THREADS": asked}) == threads
+    assert num_threads({}) == 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.resources import available_bytes, num_cores, num_threads
+from services.resources import available_bytes, num_cores
 
 GIB = 1 << 30
 
@@ -38,15 +38,6 @@ def test_a_quota_of_time_counts_as_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     write(tmp_path, files)
     assert num_cores(tmp_path) == cores
-
-
-@pytest.mark.parametrize(("asked", "threads"), [("", 8), ("3", 3), ("0", 8), ("4,2", 8)])
-def test_threads_are_as_many_as_was_asked_for(
-    asked: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.resources.num_cores", lambda: 8)
-    assert num_threads({"OMP_NUM_THREADS": asked}) == threads
-    assert num_threads({}) == 8
 
 
 @pytest.mark.parametrize(

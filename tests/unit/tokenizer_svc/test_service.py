@@ -5,66 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf import struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from millrace.common.v1 import chat_pb2, context_pb2
-from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from millrace.common.v1 import chat_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
 from transformers import AutoTokenizer
 
-from gateway.tokenizer.stream import PrepareStreams
-from observability import names
-from services.context import sign
-from services.errors import MillraceError, Reason
-from services.status import from_detail, from_rpc_error
+from services.errors import Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import make
+from tests.unit.tokenizer_svc.running import SECRET, Service, prepared_by_stream, refused, signed, user
 from tokenizer_svc import check
 from tokenizer_svc.large import is_large_conversation
-
-SECRET = "a secret of the tests"
-
-
-class Service:
-    """A running `python -m tokenizer_svc`."""
-
-    def __init__(self, path: Path, **settings: str) -> None:
-        environment = {
-            **os.environ,
-            "MILLRACE_MODEL__PATH": str(path),
-            "MILLRACE_MODEL__NAME": "small",
-            "MILLRACE_MODEL__ALIASES": '["tiny"]',
-            "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET,
-            "MILLRACE_TOKENIZER__LISTEN": "127.0.0.1:0",
-            **settings,
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tokenizer_svc"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.ready = self.process.stdout.readline()
-        self.target = self.ready.partition("grpc=")[2].split()[0]
-        self.channel = grpc.insecure_channel(self.target)
-        self.stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
-
-    def stop(self) -> int:
-        self.channel.close()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -83,38 +42,6 @@ def service(path: Path) -> Iterator[Service]:
     )
     yield running
     assert running.stop() == 0
-
-
-def signed(**fields: Any) -> context_pb2.SignedContext:
-    context = context_pb2.RequestContext(
-        request_id="r1", tenant="acme", issued_unix_ms=round(time.time() * 1000), **fields
-    )
-    return sign(context, SECRET.encode())
-
-
-def user(content: str) -> chat_pb2.Conversation:
-    return chat_pb2.Conversation(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content=content)])
-
-
-def refused(call: Any, request: Any) -> MillraceError:
-    with pytest.raises(grpc.RpcError) as caught:
-        call(request)
-    return from_rpc_error(caught.value)
-
-
-async def prepared_by_stream(target: str, *texts: str) -> list[list[int]]:
-    """Ids of texts that are prepared at once, as gateways do it."""
-    streams = PrepareStreams(target)
-    try:
-        answers = await asyncio.gather(
-            *(
-                streams.call(tokenizer_pb2.PrepareRequest(context=signed(), text=text), "", "", 60.0)
-                for text in texts
-            )
-        )
-        return [list(answer.token_ids) for answer in answers]
-    finally:
-        await streams.close()
 
 
 def test_prepare_agrees_with_transformers(service: Service, path: Path) -> None:
@@ -252,47 +179,6 @@ def test_too_much_beside_the_texts_is_refused(service: Service) -> None:
         error = refused(call, message)
         assert (error.reason, error.field) == (Reason.REQUEST_TOO_LARGE, "messages")
         assert "limit is 25000" in error.message
-
-
-def test_one_stream_answers_many_calls_by_their_ids(service: Service) -> None:
-    call = tokenizer_pb2.PrepareCall
-    request = tokenizer_pb2.PrepareRequest
-    schema = chat_pb2.ResponseFormat(json_schema=chat_pb2.JsonSchema(schema_json='{"type": "boolean"}'))
-    calls = [
-        call(id=7, request=request(context=signed(), conversation=user("Hello"))),
-        call(id=8, request=request(text="unsigned")),
-        call(id=9, request=request(context=signed(), text="Hi", response_format=schema)),
-        call(id=10, request=request(context=signed(), model="gpt", text="x")),
-    ]
-    more = [call(id=11, request=request(context=signed(), text="later"))]
-    messages = [tokenizer_pb2.PrepareStreamRequest(calls=each) for each in (calls, more)]
-    found = {
-        answer.id: answer
-        for message in service.stub.PrepareStream(iter(messages), timeout=60)
-        for answer in message.answers
-    }
-    assert sorted(found) == [7, 8, 9, 10, 11]
-    unary = service.stub.Prepare(calls[0].request)
-    assert found[7].response.token_ids == unary.token_ids
-    assert found[7].response.vocabulary_fingerprint == unary.vocabulary_fingerprint
-    assert from_detail(found[8].error).reason is Reason.CONTEXT_SIGNATURE_INVALID
-    assert found[9].response.grammar.payload
-    assert (found[10].error.reason, found[10].error.field) == ("MODEL_NOT_FOUND", "model")
-    assert (
-        found[11].response.token_ids
-        == service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="later")).token_ids
-    )
-
-
-def test_a_call_without_time_is_told_so(service: Service) -> None:
-    form = chat_pb2.ResponseFormat(regex="(.*a.{60}){40}")
-    request = tokenizer_pb2.PrepareRequest(context=signed(), text="x", response_format=form)
-    call = tokenizer_pb2.PrepareCall(id=1, request=request, timeout_s=1e-6)
-    messages = iter([tokenizer_pb2.PrepareStreamRequest(calls=[call])])
-    (message,) = service.stub.PrepareStream(messages, timeout=60)
-    error = from_detail(message.answers[0].error)
-    assert error.reason is Reason.DEADLINE_EXCEEDED
-    assert "grammar" in error.message
 
 
 def test_batches_of_texts(service: Service) -> None:
@@ -529,102 +415,3 @@ def test_bad_configuration_ends_with_one_line(path: Path, settings: dict[str, st
     assert done.returncode == 2
     assert part in done.stderr
     assert "Traceback" not in done.stderr
-
-
-SHORT_AND_OTHER = [
-    user("Hello, how are you?"),
-    user("Spells <|im_start|>system and é, 漢字, <think>"),
-    user("What ends in the beginning of one <|im_st"),
-    user("long " * 1500),
-    user(""),
-    chat_pb2.Conversation(),
-    chat_pb2.Conversation(
-        messages=[
-            chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, content="Be short."),
-            chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Well?", name="somebody"),
-        ]
-    ),
-    chat_pb2.Conversation(
-        messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Call it.")],
-        tools=[chat_pb2.Tool(name="call_it", parameters_json='{"type": "object"}')],
-        tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_REQUIRED),
-    ),
-    chat_pb2.Conversation(
-        messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, content="Call nothing.")],
-        tool_choice=chat_pb2.ToolChoice(mode=chat_pb2.TOOL_CHOICE_MODE_REQUIRED),
-    ),
-    chat_pb2.Conversation(
-        messages=[chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content="It goes on")],
-        continue_final_message=True,
-    ),
-]
-
-
-@pytest.mark.parametrize("number", range(len(SHORT_AND_OTHER)))
-@pytest.mark.parametrize("max_prompt_tokens", [None, 4])
-async def test_a_stream_answers_like_a_call_of_its_own(
-    service: Service, number: int, max_prompt_tokens: int | None
-) -> None:
-    """What is short is answered on the stream where it is read; a call of its own goes the way of all."""
-    request = tokenizer_pb2.PrepareRequest(
-        context=signed(), conversation=SHORT_AND_OTHER[number], max_prompt_tokens=max_prompt_tokens
-    )
-    expected: tokenizer_pb2.PrepareResponse | MillraceError
-    try:
-        expected = service.stub.Prepare(request)
-    except grpc.RpcError as error:
-        expected = from_rpc_error(error)
-    streams = PrepareStreams(service.target)
-    found: tokenizer_pb2.PrepareResponse | MillraceError
-    try:
-        found = await streams.call(request, "", "", 60.0)
-    except MillraceError as error:
-        found = error
-    finally:
-        await streams.close()
-    call = tokenizer_pb2.PrepareCall(id=1, request=request, timeout_s=60)
-    (message,) = service.stub.PrepareStream(iter([tokenizer_pb2.PrepareStreamRequest(calls=[call])]))
-    (by_grpc,) = message.answers
-    if isinstance(expected, MillraceError):
-        assert isinstance(found, MillraceError)
-        for refusal in (found, from_detail(by_grpc.error)):
-            assert (refusal.reason, refusal.message, refusal.field) == (
-                expected.reason,
-                expected.message,
-                expected.field,
-            )
-        return
-    assert isinstance(found, tokenizer_pb2.PrepareResponse)
-    for answer in (expected, found, by_grpc.response):
-        assert answer.timings.render_s > 0
-        assert answer.timings.encode_s > 0
-        answer.ClearField("timings")
-        answer.grammar_cached = False
-    assert found == expected == by_grpc.response
-
-
-async def test_what_is_answered_at_once_is_counted(service: Service) -> None:
-    def counts() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        return {
-            key: float(value)
-            for key, _, value in (line.rpartition(" ") for line in lines)
-            if key.startswith((f"{names.TOKENIZER_STAGE_SECONDS.name}_count", names.PROMPT_LENGTH.name))
-        }
-
-    address = service.ready.rpartition("metrics=")[2].strip()
-    request = tokenizer_pb2.PrepareRequest(context=signed(), conversation=user("Counted."))
-    service.stub.Prepare(request)
-    before = counts()
-    service.stub.Prepare(request)
-    between = counts()
-    streams = PrepareStreams(service.target)
-    await streams.call(request, "", "", 60.0)
-    await streams.close()
-    grown = {key: value - before[key] for key, value in between.items()}
-    assert any(grown.values())
-    limit_s = time.monotonic() + 30
-    while {key: value - between[key] for key, value in counts().items()} != grown:
-        assert time.monotonic() < limit_s
-        await asyncio.sleep(0.01)
