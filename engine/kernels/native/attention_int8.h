@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_math.h"
+#include "attention_stream.h"
 
 namespace millrace {
 
@@ -145,7 +146,8 @@ inline void integer_values(const int32_t* weights, int64_t stride, const int32_t
 
 // Four lines, one of each of four positions, to four vectors of words: lane l of vector j holds elements 16 l + 4 j to
 // 16 l + 4 j + 3.
-inline void interleave(const char* const* rows, int64_t offset, __mmask64 m, __m512i out[4]) {
+template <typename Rows>
+inline void interleave(const Rows& rows, int64_t offset, __mmask64 m, __m512i out[4]) {
   __m512i r[4];
   for (int i = 0; i < 4; ++i) {
     r[i] = m == ~0ull ? _mm512_loadu_si512(rows[i] + offset) : _mm512_maskz_loadu_epi8(m, rows[i] + offset);
@@ -208,10 +210,11 @@ inline __m512i sums_of(const __m512i v[16]) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(c[0], c[1], 0x88), _mm512_shuffle_i32x4(c[0], c[1], 0xdd));
 }
 
-// Scores of kRows queries against 16 positions.
+// Scores of kRows queries against 16 positions; asks for as much at `ahead`.
 template <int kRows>
 inline void few_integer_scores(const int32_t* queries, int64_t stride, const QueryLevels* levels,
-                               const char* const* keys, int64_t dim, float* scores, int64_t scores_stride) {
+                               const Strided& keys, int64_t dim, const char* ahead, float* scores,
+                               int64_t scores_stride) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i sums[kRows][16];
   for (int i = 0; i < 16; ++i) {
@@ -219,6 +222,7 @@ inline void few_integer_scores(const int32_t* queries, int64_t stride, const Que
     for (int r = 0; r < kRows; ++r) high[r] = low[r] = _mm512_setzero_si512();
     for (int64_t at = 0; at < dim; at += kLineBytes) {
       const char* from = keys[i] + at;
+      call_far(ahead + i * keys.stride + at);
       const __m512i key = _mm512_xor_si512(
           dim - at >= kLineBytes ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(line_mask(dim - at), from), flip);
       for (int r = 0; r < kRows; ++r) {
@@ -232,10 +236,12 @@ inline void few_integer_scores(const int32_t* queries, int64_t stride, const Que
   for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums_of(sums[r]), levels[r]));
 }
 
-// Adds the weighted values of `words` times four positions.
+// Adds the weighted values of `words` times four positions, which lie in chunks; asks for as much at the
+// addresses `ahead` of as many.
 template <int kRows>
-inline void few_integer_values(const int32_t* weights, int64_t stride, const char* const* values, int64_t words,
-                               int64_t dim, Ahead& ahead, int32_t* out, int64_t out_stride, bool fresh) {
+inline void few_integer_values(const int32_t* weights, int64_t stride, const Strided* chunks, int64_t words,
+                               int64_t dim, const char* const* ahead, int32_t* out, int64_t out_stride, bool fresh) {
+  constexpr int64_t kWords = kChunk / 4;
   for (int64_t at = 0; at < dim; at += kLineBytes) {
     const __mmask64 m = line_mask(dim - at);
     __m512i high[kRows][4], low[kRows][4];
@@ -243,9 +249,12 @@ inline void few_integer_values(const int32_t* weights, int64_t stride, const cha
       for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
     }
     for (int64_t word = 0; word < words; ++word) {
-      ahead.call(4);
+      const Strided& chunk = chunks[word / kWords];
+      // Line after line, while the values are taken across them.
+      const char* const far = ahead[word / kWords] + (at / kLineBytes * kWords + word % kWords) * 4 * kLineBytes;
+      for (int i = 0; i < 4; ++i) call_far(far + i * kLineBytes);
       __m512i value[4];
-      interleave(values + 4 * word, at, m, value);
+      interleave(Strided{chunk[4 * (word % kWords)], chunk.stride}, at, m, value);
       for (int r = 0; r < kRows; ++r) {
         const __m512i a = _mm512_set1_epi32(weights[r * stride + word]);
         const __m512i b = _mm512_set1_epi32(weights[r * stride + stride / 2 + word]);

@@ -120,7 +120,8 @@ class Ahead {
 #if defined(__AVX512F__)
 
 // 16 rows of up to 16 words each to columns; absent words are zero.
-inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
+template <typename Rows>
+inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
   __m512 r[16], t[16];
   if (num_bytes >= 64) {
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
@@ -164,7 +165,8 @@ inline Vec signed_byte(Vec words) {
 }
 #else
 
-inline void transpose(const char* const* rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+template <typename Rows>
+inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
   __m256 r[8], t[8];
   for (int i = 0; i < 8; ++i) {
     if (num_bytes >= 32) {

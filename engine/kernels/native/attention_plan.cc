@@ -30,15 +30,27 @@ class Planner {
       return tile_of(a).num_parts > tile_of(b).num_parts;
     });
     allocate(split);
+    const auto whole = static_cast<int64_t>(plan_.units.size());
     if (plan_.share) {
       share_from(split, 0);
     } else {
       for (int64_t tile : split) add_alone(tile, 0);
     }
+    const auto begin = plan_.units.begin() + whole;
+    const auto few = std::stable_partition(begin, plan_.units.end(), [&](const Unit& unit) { return num_rows(unit) > kFewRows; });
+    plan_.num_many = few - plan_.units.begin();
+    // Long units come first: what is left at the end is short.
+    std::stable_partition(few, plan_.units.end(), [&](const Unit& unit) { return covers(plan_.members[unit.first_member], unit.part); });
   }
 
  private:
   const Tile& tile_of(const Unit& unit) const { return plan_.tiles[plan_.members[unit.first_member]]; }
+
+  int64_t num_rows(const Unit& unit) const {
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < unit.num_members; ++i) tokens += plan_.tiles[plan_.members[unit.first_member + i]].num_tokens;
+    return tokens * plan_.group();
+  }
 
   void cut(int64_t sequence, std::vector<int64_t>& split) {
     const int64_t begin = step_.query_starts[sequence], end = step_.query_starts[sequence + 1];

@@ -3,7 +3,7 @@
 // A tile is a run of query tokens of one sequence; with the G query heads of a kv head it has tokens * G query
 // rows. Tiles of few rows (decode, verification) are split over the history: a unit is one part for one tile, or
 // for all the tiles whose sequences hold that part in the same blocks. Tiles of many rows (prefill) are one unit
-// each. Every unit is done for every kv head.
+// each. Every unit is done for every kv head; those of few rows take some heads together.
 #pragma once
 
 #include <atomic>
@@ -18,6 +18,8 @@ namespace millrace {
 constexpr int64_t kMaxRows = 128;
 // Tiles of so few rows are split over the history.
 constexpr int64_t kSplitRows = 16;
+// Units of so few rows are multiplied without packing, several heads at once.
+constexpr int64_t kFewRows = 4;
 constexpr int64_t kWholeTile = -1;
 
 struct Tile {
@@ -42,7 +44,9 @@ struct AttentionPlan {
   bool pairs;
   std::vector<Tile> tiles;
   std::vector<int64_t> members;  // indices of tiles
+  // Whole tiles, then parts for many rows, then parts for at most kFewRows rows: short ones last.
   std::vector<Unit> units;
+  int64_t num_many = 0;  // units before those for few rows
   // Partial results: a row is its maximum, its sum, and from kPartialValues on its weighted values.
   std::vector<float> partials;
   int64_t partial_stride;

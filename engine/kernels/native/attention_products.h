@@ -1,5 +1,6 @@
 // The two products of attention over one part: scores of queries against keys, and weights against values. Both
-// classes have the same functions; `Worker` in attention.cc calls them.
+// classes have the same functions; `Worker` in attention.cc calls them. Rows of a unit are those of its heads, one head
+// after another.
 //
 // Shape letters: R query rows, D key dim, E value dim (rounded up to whole vectors in scratch).
 #pragma once
@@ -16,6 +17,12 @@ namespace millrace {
 
 // Positions whose keys or values are packed at once: a panel stays in the first cache for all rows.
 constexpr int64_t kPanel = 64;
+// Keys or values of one head, kChunk positions.
+struct Chunk {
+  Strided rows;
+  int64_t row;  // the first of the head's rows
+  int64_t at;   // place in the part
+};
 
 class Buffer {
  public:
@@ -50,6 +57,8 @@ struct ProductSizes {
 template <typename Math, typename Cache>
 class FloatProducts {
  public:
+  // Of a head, whose sums are brought once; longer runs of memory are better.
+  static constexpr int64_t kChunksOfValues = 1;
   using CacheType = Cache;
 
   FloatProducts(const ProductSizes& sizes, ProductScratch& scratch)
@@ -57,7 +66,6 @@ class FloatProducts {
 
   void begin(int64_t rows) {
     rows_ = rows;
-    few_values_ = kDirect && rows <= kFewRows && sizes_.value_dim % 64 == 0;
     queries_ = scratch_.queries.get(rows * words_);
     scores_ = scratch_.scores.get(rows * kPartTokens);
     weighted_ = scratch_.weighted.get(rows * sizes_.wide);
@@ -79,17 +87,6 @@ class FloatProducts {
   // Scores of all rows against `vectors` times kLanes positions of a part, from place `at` on.
   void score(int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     float* scores = scores_ + at;
-#if defined(__AVX512F__)
-    if constexpr (kDirect) {
-      const auto with = [&](auto few) { few(queries_, keys, vectors, later, sizes_.key_dim, scores, kPartTokens); };
-      switch (rows_) {
-        case 1: return with(few_scores<Cache, 1>);
-        case 2: return with(few_scores<Cache, 2>);
-        case 3: return with(few_scores<Cache, 3>);
-        case 4: return with(few_scores<Cache, 4>);
-      }
-    }
-#endif
     for (int64_t v = 0; v < vectors; ++v) {
       pack_keys<Math, Cache>(keys + v * kLanes, later, sizes_.key_dim, packed_ + v * kLanes, kPanel);
     }
@@ -104,36 +101,72 @@ class FloatProducts {
   void add_values(int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const float* weights = scores_ + at / Math::kPerWord;
     const int64_t wide = sizes_.wide;
-#if defined(__AVX512F__)
-    if constexpr (kDirect) {
-      const auto with = [&](auto few) { few(weights, kPartTokens, values, count, wide, later, weighted_, fresh); };
-      switch (few_values_ ? rows_ : 0) {
-        case 1: return with(few_products<Cache, 1>);
-        case 2: return with(few_products<Cache, 2>);
-        case 3: return with(few_products<Cache, 3>);
-        case 4: return with(few_products<Cache, 4>);
-      }
-    }
-#endif
     pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_, wide);
     product<Math>(rows_, wide / kLanes, weights, kPartTokens, packed_, wide,
                   (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide, fresh);
   }
 
-  // After a part's last values.
-  void finish() {
+  void finish() {}
+
+  // Whether few rows are multiplied without packing, by the functions below.
+  bool streams() const { return kDirect && sizes_.value_dim * Cache::kBytes % 64 == 0; }
+
 #if defined(__AVX512F__)
+  // Scores of the `rows` rows of a head against two of its chunks (or twice the same one); `soon` are the two after
+  // them, of any head.
+  void score_chunks(const Chunk now[2], const Chunk soon[2], int64_t rows, Stream& stream) {
     if constexpr (kDirect) {
-      for (int64_t row = 0; few_values_ && row < rows_; ++row) {
-        few_sums_in_order<Cache>(weighted_ + row * sizes_.wide, sizes_.wide);
+      const bool single = now[0].at == now[1].at;
+      const float* queries = queries_ + now[0].row * words_;
+      float* const to[2] = {scores(now[0].row) + now[0].at, scores(now[1].row) + now[1].at};
+      TwoOf chunks = {{now[0].rows.base, now[1].rows.base}, {soon[0].rows.base, soon[1].rows.base}, {}};
+      chunks.ahead[0] = stream.ahead(now[0].rows.base);
+      if (!single) chunks.ahead[1] = stream.ahead(now[1].rows.base);
+      const auto with = [&](auto few) {
+        few(queries, chunks, to, now[0].rows.stride, sizes_.key_dim, kPartTokens, single);
+      };
+      switch (rows) {
+        case 1: return with(few_scores<Cache, 1>);
+        case 2: return with(few_scores<Cache, 2>);
+        case 3: return with(few_scores<Cache, 3>);
+        case 4: return with(few_scores<Cache, 4>);
       }
     }
-#endif
   }
+
+  // Adds the weighted values of places [begin, end), which lie in the chunks of one head.
+  void add_chunks(const Chunk* chunks, int64_t begin, int64_t end, int64_t rows, Stream& stream, bool fresh) {
+    if constexpr (kDirect) {
+      float* sums = weighted_ + chunks->row * sizes_.wide;
+      for (int64_t at = begin; at < end; ++chunks, fresh = false) {
+        const int64_t skip = at - chunks->at, count = std::min(kChunk - skip, end - at);
+        const Strided values = {chunks->rows[skip], chunks->rows.stride};
+        const float* weights = scores(chunks->row) + at;
+        const char* ahead = stream.ahead(values.base);
+        const auto with = [&](auto few) {
+          few(weights, kPartTokens, values, count, sizes_.wide, ahead, sums, fresh);
+        };
+        switch (rows) {
+          case 1: with(few_products<Cache, 1>); break;
+          case 2: with(few_products<Cache, 2>); break;
+          case 3: with(few_products<Cache, 3>); break;
+          case 4: with(few_products<Cache, 4>); break;
+        }
+        at += count;
+      }
+    }
+  }
+
+  // After the last chunks of all heads.
+  void finish_chunks() {
+    if constexpr (kDirect) {
+      for (int64_t row = 0; row < rows_; ++row) few_sums_in_order<Cache>(weighted_ + row * sizes_.wide, sizes_.wide);
+    }
+  }
+#endif
 
  private:
 #if defined(__AVX512F__)
-  // Whether few rows are multiplied without packing.
   static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
 #else
   static constexpr bool kDirect = false;
@@ -143,7 +176,6 @@ class FloatProducts {
   ProductScratch& scratch_;
   const int64_t words_;
   int64_t rows_ = 0;
-  bool few_values_ = false;
   float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr;
 };
 
@@ -151,6 +183,7 @@ class FloatProducts {
 
 class IntegerProducts {
  public:
+  static constexpr int64_t kChunksOfValues = 2;
   using CacheType = Int8Cache;
 
   IntegerProducts(const ProductSizes& sizes, ProductScratch& scratch)
@@ -181,18 +214,6 @@ class IntegerProducts {
 
   void score(int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const QueryLevels* levels = scratch_.query_levels.data();
-    if (rows_ <= kFewRows) {
-      const auto with = [&](auto few, int64_t row, int64_t v) {
-        few(queries_ + row * query_stride_, query_stride_, levels + row, keys + v * kLanes, sizes_.key_dim,
-            scores_ + row * kPartTokens + at + v * kLanes, kPartTokens);
-      };
-      for (int64_t v = 0; v < vectors; ++v) {
-        later.call(kLanes);
-        for (int64_t row = 0; row + 2 <= rows_; row += 2) with(few_integer_scores<2>, row, v);
-        if (rows_ % 2) with(few_integer_scores<1>, rows_ - 1, v);
-      }
-      return;
-    }
     for (int64_t v = 0; v < vectors; ++v) {
       pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
                                         reinterpret_cast<float*>(packed_ + v * kLanes), kPanel);
@@ -228,14 +249,6 @@ class IntegerProducts {
   void add_values(int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const int64_t words = (count + 3) / 4, dim = sizes_.value_dim;
     const int32_t* weights = levels_ + at / 4;
-    if (rows_ <= kFewRows) {
-      const auto with = [&](auto few, int64_t row) {
-        few(weights + row * kLevelStride, kLevelStride, values, words, dim, later, sums_ + row * width_, width_, fresh);
-      };
-      for (int64_t row = 0; row + 2 <= rows_; row += 2) with(few_integer_values<2>, row);
-      if (rows_ % 2) with(few_integer_values<1>, rows_ - 1);
-      return;
-    }
     pack_value_words(values, later, words, dim, packed_, width_);
     const auto with = [&](auto tile, int64_t row, int64_t column) {
       tile(weights + row * kLevelStride, kLevelStride, packed_ + column, width_, words, sums_ + row * width_ + column,
@@ -251,6 +264,44 @@ class IntegerProducts {
       }
     }
   }
+
+  bool streams() const { return true; }
+
+  void score_chunks(const Chunk now[2], const Chunk[2], int64_t rows, Stream& stream) {
+    const QueryLevels* levels = scratch_.query_levels.data();
+    const int64_t count = now[0].at == now[1].at ? 1 : 2;
+    for (int64_t which = 0; which < count; ++which) {
+      const Chunk& chunk = now[which];
+      const char* ahead = stream.ahead(chunk.rows.base);
+      const auto with = [&](auto few, int64_t row) {
+        few(queries_ + row * query_stride_, query_stride_, levels + row, chunk.rows, sizes_.key_dim, ahead,
+            scores(row) + chunk.at, kPartTokens);
+      };
+      const int64_t end = chunk.row + rows;
+      for (int64_t row = chunk.row; row + 2 <= end; row += 2) with(few_integer_scores<2>, row);
+      if (rows % 2) with(few_integer_scores<1>, end - 1);
+    }
+  }
+
+  // Levels of places outside [begin, end) are zero.
+  void add_chunks(const Chunk* chunks, int64_t, int64_t end, int64_t rows, Stream& stream, bool fresh) {
+    Strided values[kChunksOfValues];
+    const char* ahead[kChunksOfValues];
+    const int64_t at = chunks->at, words = (end - at + 3) / 4;
+    for (int64_t i = 0; at + i * kChunk < end; ++i) {
+      values[i] = chunks[i].rows;
+      ahead[i] = stream.ahead(values[i].base);
+    }
+    const auto with = [&](auto few, int64_t row) {
+      few(levels_ + row * kLevelStride + at / 4, kLevelStride, values, words, sizes_.value_dim, ahead,
+          sums_ + row * width_, width_, fresh);
+    };
+    const int64_t last = chunks->row + rows;
+    for (int64_t row = chunks->row; row + 2 <= last; row += 2) with(few_integer_values<2>, row);
+    if (rows % 2) with(few_integer_values<1>, last - 1);
+  }
+
+  void finish_chunks() { finish(); }
 
   void finish() {
     for (int64_t row = 0; row < rows_; ++row) {
