@@ -5,7 +5,8 @@
 Shapes of a 0.6 B model (16 query heads, 8 kv heads of 128) and of a 40 M one (8, 4 of 64). "cold" cases go
 through as many layers' caches as do not fit into the last-level cache, as steps of a large model do. Decode
 is judged by the bytes of keys and values that a step must read, prefill by the operations that causality
-leaves. Best of a few runs.
+leaves. Best of a few runs; what a machine's memory gives changes from minute to minute, so cold cases take
+turns with plain reading of the same tensors from end to end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 
 from benchmarks.peers.roofline import measure_machine
 from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, TiledAttention
+from engine.kernels.native import Op
+from engine.kernels.native.streaming import StreamArgs
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from services.bench.report import machine
 
@@ -77,6 +80,7 @@ CASES = [
     decode("", 8, 256),
     decode("", 32, 320, by_torch=True),
     decode(", cold", 32, 320, cold=True),
+    decode(", cold", 8, 320, cold=True),
     decode(", cold", 8, 4096, cold=True),
     decode(", cold, int8", 32, 320, cold=True, dtype=torch.int8),
     decode(", cold, int8", 8, 4096, cold=True, dtype=torch.int8),
@@ -106,6 +110,8 @@ class Result:
     unshared_ms: float | None
     read_gb_per_s: float
     gflop_per_s: float
+    # Of plain reading in turns with a cold case.
+    plain_gb_per_s: float | None = None
 
 
 def make_cache(case: Case) -> tuple[LayerCache, np.ndarray]:
@@ -135,6 +141,17 @@ def make_cache(case: Case) -> tuple[LayerCache, np.ndarray]:
     return cache, tables
 
 
+def best_in_turns(*works: Callable[[], object], seconds: float = 1.0) -> list[float]:
+    """Milliseconds of the fastest run of each, one after the other as often as fits into `seconds`."""
+    best, began = [float("inf")] * len(works), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for index, work in enumerate(works):
+            start = time.perf_counter()
+            work()
+            best[index] = min(best[index], time.perf_counter() - start)
+    return [1e3 * value for value in best]
+
+
 def best_of(work: Callable[[], object], *, seconds: float = 0.3) -> float:
     """Milliseconds of the fastest of as many runs as fit into `seconds`, at least three."""
     best, count, began = float("inf"), 0, time.perf_counter()
@@ -159,18 +176,28 @@ def measure(case: Case, num_threads: int) -> Result:
         block_size=BLOCK,
     )
     options = AttentionOptions(scale=shape.dim**-0.5)
-    heads = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
+    heads: dict[str, Any] = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
 
-    def timed(backend: NativeAttention | TiledAttention) -> float:
+    def step_of(backend: Any) -> Callable[[], None]:
         plan = backend.plan(batch, CPU)
 
         def step() -> None:
             for cache, _ in layers:
                 backend.run(plan, q, cache, options)
 
-        return best_of(step) / num_layers
+        return step
 
-    native_ms = timed(NativeAttention(**heads, num_threads=num_threads))
+    def timed(backend: NativeAttention | TiledAttention) -> float:
+        return best_of(step_of(backend)) / num_layers
+
+    native, plain = NativeAttention(**heads, num_threads=num_threads), None
+    if case.cold:
+        tensors = [tensor for cache, _ in layers for tensor in cache.tensors()]
+        times = best_in_turns(step_of(native), lambda: read_plainly(native, tensors))
+        native_ms = times[0] / num_layers
+        plain = sum(tensor.nbytes for tensor in tensors) / times[1] / 1e6
+    else:
+        native_ms = timed(native)
     torch_ms = timed(TiledAttention(**heads)) if case.by_torch else None
     unshared = timed(NativeAttention(**heads, num_threads=num_threads, share=False)) if case.shared else None
     pairs = sum(n * (length - n) + n * (n + 1) / 2 for length, n in zip(case.lengths, case.new, strict=True))
@@ -181,7 +208,14 @@ def measure(case: Case, num_threads: int) -> Result:
         unshared_ms=unshared,
         read_gb_per_s=case.kv_bytes / native_ms / 1e6,
         gflop_per_s=4 * shape.heads * shape.dim * pairs / native_ms / 1e6,
+        plain_gb_per_s=plain,
     )
+
+
+def read_plainly(native: NativeAttention, tensors: list[torch.Tensor]) -> None:
+    """Reads tensors from end to end with the kernels' threads."""
+    args = [StreamArgs(data=tensor.data_ptr(), bytes=tensor.nbytes, sum=0) for tensor in tensors]
+    native.library.run([Op(native.library, "stream", arg) for arg in args], num_threads=native.num_threads)
 
 
 def read_cached_bytes_per_s(num_bytes: int = 64 << 20) -> float:
@@ -206,17 +240,18 @@ def main() -> int:
         f"{num_threads} threads; memory reads {read:.1f} GB/s, 64 MiB again and again {cached:.1f} GB/s, "
         f"bfloat16 products reach {gemm:.0f} GFLOP/s"
     )
-    print(f"{'':36}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'GFLOP/s':>9}")
+    print(f"{'':36}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'plain':>8}{'GFLOP/s':>9}")
     results = []
     for case in CASES:
         result = measure(case, num_threads)
         results.append(result)
-        torch_ms, unshared = (
-            "" if value is None else f"{value:.2f}" for value in (result.torch_ms, result.unshared_ms)
+        torch_ms, unshared, plain = (
+            "" if value is None else f"{value:.2f}"
+            for value in (result.torch_ms, result.unshared_ms, result.plain_gb_per_s)
         )
         print(
             f"{result.case:36}{result.native_ms:10.2f}{torch_ms:>10}{unshared:>10}"
-            f"{result.read_gb_per_s:8.1f}{result.gflop_per_s:9.0f}",
+            f"{result.read_gb_per_s:8.1f}{plain:>8}{result.gflop_per_s:9.0f}",
             flush=True,
         )
     if arguments.output:

@@ -111,10 +111,40 @@ def poison_scales(cache: LayerCache, lengths: list[int], tables: np.ndarray) -> 
     written = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
     for row, length in enumerate(lengths):
         places = torch.arange(length)
-        written[torch.from_numpy(tables[row])[places // 16], places % 16] = True
+        size = keys.shape[2]
+        written[torch.from_numpy(tables[row])[places // size], places % size] = True
     for levels in (keys, values):
         assert levels is not None
         levels.transpose(1, 2)[~written] = 127
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32, 256])
+@pytest.mark.parametrize("window", [None, 75])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_few_rows_of_several_heads(
+    native: NativeLibrary, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Decoding sequences, enough of them that neighbouring heads are taken together: the reference's result,
+    and that of each sequence alone, whose heads are not, to the bit.
+    """
+    lengths, dim = [300, 17, 257, 512, 1, 33, 700, 255, 64], 32
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=6, key_dim=dim, value_dim=dim, dtype=dtype, block_size=block_size
+    )
+    poison_scales(cache, lengths, tables)
+    new = [1] * len(lengths)
+    q = torch.randn(len(lengths), 12, dim, generator=generator)
+    heads = {"num_heads": 12, "num_kv_heads": 6}
+    options = AttentionOptions(scale=dim**-0.5, window=window)
+    batch = step_of(lengths, new, tables, block_size)
+    backend = NativeAttention(**heads, library=native, num_threads=2)
+    found = attend(backend, batch, q, cache, options)
+    expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
+    torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=1e-5)
+    for row, length in enumerate(lengths):
+        alone = step_of([length], [1], tables[row : row + 1], block_size)
+        single = attend(backend, alone, q[row : row + 1], cache, options)
+        assert torch.equal(single[0], found[row]), row
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 40])
