@@ -117,6 +117,7 @@ class NativePacker:
         self.arena = Arena(library)
         self.num_threads = num_threads
         self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
+        self._own_scales = library.function("millrace_own_scales", c_int64, (c_int64,))
 
     def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
         """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""
@@ -134,6 +135,8 @@ class NativePacker:
                 assert struct.group_size % GROUP_MULTIPLES[form] == 0, f"groups of {struct.group_size} inputs"
             struct.scales = take(groups * padded_outputs * 4)
             struct.minimums = take(groups * padded_outputs * 4) if minimum is not None else None
+        elif self._own_scales(form):
+            struct.scales = take(padded_outputs * 4)
         bias = None if bias is None else bias.float().contiguous()
         struct.bias = None if bias is None else take(padded_outputs * 4)
         struct.smoothing = self._kept(getattr(weight, "smoothing", None), torch.float32)

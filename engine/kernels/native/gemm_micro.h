@@ -51,7 +51,16 @@ struct FloatKind {
   static Sum step(Sum sum, Spread row, Column column) { return fma(row, column, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512FP16__)
+// bfloat16 weights as float16, and rows of which each value lies there twice (gemm_fp16.h).
+struct HalfKind {
+  using Weight = uint16_t;
+  using Row = uint32_t;
+};
+// Whether the products of bfloat16 weights have a scale for each row and each output.
+constexpr bool kScaledHalves = true;
+#elif defined(__AVX512BF16__)
+constexpr bool kScaledHalves = false;
 // bfloat16 rows and weights, by pairs.
 struct HalfKind {
   using Weight = uint16_t;
@@ -77,6 +86,7 @@ struct HalfKind {
   }
 };
 #else
+constexpr bool kScaledHalves = false;
 // bfloat16 weights by pairs; rows stay float32, as there is no instruction to gain from rounding them.
 struct HalfKind {
   using Weight = uint16_t;

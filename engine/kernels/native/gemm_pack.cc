@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "gemm_fp16.h"
 #include "simd.h"
 
 namespace millrace {
@@ -27,6 +28,49 @@ void put_panel(const PackedWeight& weight, int64_t first, int64_t width, Read re
     }
   }
 }
+
+#if defined(__AVX512FP16__)
+// As put_panel, in float16 and with a scale for each output (gemm_fp16.h).
+void put_fp16_panel(const PackArgs& args, int64_t first, int64_t width) {
+  const PackedWeight& weight = args.weight;
+  uint16_t* panel = static_cast<uint16_t*>(weight.data) + first * weight.padded_inputs;
+  const int64_t columns = std::min(width, weight.outputs - first), inputs = weight.inputs;
+  const float* floats = static_cast<const float*>(args.source);
+  const uint16_t* halves = static_cast<const uint16_t*>(args.source);
+  constexpr int64_t kPiece = 64;
+  alignas(64) float values[kPiece];
+  alignas(64) uint16_t piece[kPanel][kPiece];
+  float exponents[kPanel];
+  const auto read = [&](int64_t column, int64_t begin, int64_t count) -> const float* {
+    const int64_t source = (first + column) * inputs + begin;
+    if (args.source_bytes == 4) return floats + source;
+    for (int64_t i = 0; i < count; ++i) values[i] = from_bfloat16(halves[source + i]);
+    return values;
+  };
+  for (int64_t column = 0; column < columns; ++column) {
+    float most = exponent_of(nullptr, 0);
+    for (int64_t begin = 0; begin < inputs && most == most; begin += kPiece) {
+      const int64_t count = std::min(kPiece, inputs - begin);
+      const float found = exponent_of(read(column, begin, count), count);
+      most = found <= most ? most : found;
+    }
+    exponents[column] = most;
+    weight.scales[first + column] = power_of(most);
+  }
+  // By pieces of inputs, so that the lines which are written stay in the cache for all columns.
+  for (int64_t begin = 0; begin < inputs; begin += kPiece) {
+    const int64_t count = std::min(kPiece, inputs - begin);
+    for (int64_t column = 0; column < columns; ++column) {
+      const float* from = read(column, begin, count);
+      for (int64_t i = 0; i < count; i += kLanes)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(piece[column] + i),
+                           to_halves(from + i, millrace::first(count - i), set1(-exponents[column])));
+    }
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t column = 0; column < columns; ++column) panel[(begin + i) * width + column] = piece[column][i];
+  }
+}
+#endif
 
 // A byte holds the levels of inputs i and i + 4, for four such bytes of each output side by side.
 void put_levels(const PackArgs& args, int64_t first, int64_t width) {
@@ -57,10 +101,14 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
         put_panel<float, 1>(weight, first, width, [=](int64_t i) { return from_bfloat16(halves[i]); });
       break;
     case kBfloat16:
+#if defined(__AVX512FP16__)
+      put_fp16_panel(args, first, width);
+#else
       if (wide)
         put_panel<uint16_t, 2>(weight, first, width, [=](int64_t i) { return to_bfloat16(floats[i]); });
       else
         put_panel<uint16_t, 2>(weight, first, width, [=](int64_t i) { return halves[i]; });
+#endif
       break;
     case kInt4Grouped: put_levels(args, first, width); break;
     default: put_panel<uint8_t, 4>(weight, first, width, [=](int64_t i) { return bytes[i] ^ 0x80; });
@@ -72,7 +120,7 @@ void put_scales(const PackArgs& args, int64_t first, int64_t width) {
   const int64_t groups = weight.group_size ? weight.inputs / weight.group_size : 1;
   for (int64_t output = first; output < std::min(first + width, weight.outputs); ++output) {
     if (weight.bias) weight.bias[output] = args.bias[output];
-    for (int64_t g = 0; weight.scales && g < groups; ++g) {
+    for (int64_t g = 0; args.source_scales && g < groups; ++g) {
       const float scale = args.source_scales[output * groups + g];
       const int64_t place = first * groups + g * width + output - first;
       weight.scales[place] = scale;
@@ -111,6 +159,9 @@ extern "C" void pack_weight(const PackArgs& args, int, int) {
 }
 
 MILLRACE_OP(pack_weight, PackArgs)
+
+// Scales that packing finds itself: per output, of a weight whose source has none.
+extern "C" int64_t millrace_own_scales(int64_t format) { return kScaledHalves && format == kBfloat16; }
 
 extern "C" int64_t millrace_packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {
   return packed_bytes(format, outputs, padded_inputs);

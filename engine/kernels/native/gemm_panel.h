@@ -105,7 +105,7 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
   }
 }
 
-#if !defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__) && !defined(__AVX512FP16__)
 #if defined(__AVX512F__)
 // Most rows of one tile that leaves no expanded weights: twelve took half again as long as two tiles.
 constexpr int64_t kMostInOneTile = 8;
@@ -160,6 +160,35 @@ inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, 
       else
         tile_rows<FloatKind, MR, 1>(some, stride, scratch.expanded, width, count, sums, begin == 0, next, step);
       next += step * count;
+    });
+  }
+}
+#endif
+
+#if defined(__AVX512FP16__)
+// Chunk by chunk: the weights of one stay in the nearest cache while several tiles use them.
+inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, const uint16_t* panel, int64_t width,
+                       int64_t inputs, float* totals, const Fetch& fetch) {
+  const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t tiles = (num_rows + kFp16TileRows - 1) / kFp16TileRows;
+  const char* weights = reinterpret_cast<const char*>(panel);
+  const bool stream = tiles == 1 && fetch.next != nullptr;
+  for (int64_t begin = 0; begin < inputs; begin += kChunk) {
+    const char* next = far_ahead(fetch, weights, begin, line, tiles == 1 ? kAhead : kFarAhead);
+    // At an even pace.
+    const int64_t step = next ? line / tiles : 0;
+    if (next == nullptr) next = weights + begin * line;
+    const bool last = begin + kChunk == inputs;
+    for_fp16_tiles(num_rows, tiles, [&](int64_t row, auto height) {
+      constexpr int MR = decltype(height)::value;
+      if (last) fetch_results(fetch, row, MR);
+      const uint32_t* some = rows + begin + row * stride;
+      float* sums = totals + row * kPanel;
+      if (stream)
+        fp16_tile_rows<MR, 2>(some, stride, panel + begin * width, width, sums, begin == 0, next, step);
+      else
+        fp16_tile_rows<MR, 1>(some, stride, panel + begin * width, width, sums, begin == 0, next, step);
+      next += step * kChunk;
     });
   }
 }
@@ -228,7 +257,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
                           int64_t begin, int64_t end, int64_t next) {
   const int64_t width = std::min(kPanel, padded_outputs(weight) - column);
   const int64_t offset = column * weight.padded_inputs, count = std::min(width, weight.outputs - column);
-  const bool whole = weight.format == kInt8 || weight.format == kInt8Dynamic;
+  const bool whole = weight.format == kInt8 || has_row_scales(weight);
   const float* scales = whole ? weight.scales + column : nullptr;
   const float* bias = weight.bias ? weight.bias + column : nullptr;
   const char* following =
@@ -250,6 +279,10 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
       case kBfloat16: {
         const auto* halves = static_cast<const uint16_t*>(weight.data) + offset;
         const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
+#if defined(__AVX512FP16__)
+        fp16_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
+        break;
+#else
 #if !defined(__AVX512BF16__)
 #if defined(__AVX512F__)
         if (num_rows > kFewRows && num_rows <= kMostInOneTile) {
@@ -264,6 +297,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
 #endif
         plain_panel<HalfKind>(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
         break;
+#endif
       }
       case kInt8Dynamic: {
         auto* sums = reinterpret_cast<int32_t*>(totals);
@@ -277,7 +311,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
       default: wide_panel(rows, first, num_rows, weight, column, width, totals, fetch);
     }
     for (int64_t row = 0; row < num_rows; ++row)
-      finish_row(totals + row * kPanel, weight.format == kInt8Dynamic ? rows.scales[first + row] : 1.0f, scales,
+      finish_row(totals + row * kPanel, has_row_scales(weight) ? rows.scales[first + row] : 1.0f, scales,
                  bias, out + row * results.stride, count, results.accumulate);
   }
 }

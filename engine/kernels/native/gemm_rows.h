@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "gemm_fp16.h"
 #include "gemm_micro.h"
 #include "gemm_wide.h"
 
@@ -14,18 +15,23 @@ namespace millrace {
 struct Rows {
   const void* data;
   int64_t stride;        // in elements
-  const float* scales;   // [M] of int8 rows, [M, blocks] of 16-bit ones
+  const float* scales;   // [M] of int8 and float16 rows, [M, blocks] of 16-bit ones
   const int32_t* sums;   // of levels, as many as scales
 };
 
 // Whether rows are rounded to 16 bits by blocks of inputs.
 inline bool is_wide(const PackedWeight& weight) { return weight.format != kInt8Dynamic && weight.format >= kInt8; }
 
+// Whether a row has one scale, which its results are multiplied by.
+inline bool has_row_scales(const PackedWeight& weight) {
+  return weight.format == kInt8Dynamic || (kScaledHalves && weight.format == kBfloat16);
+}
+
 // Whether rows are copied to the workspace. Several rows always are: their own stride may be a power of two, which
 // maps all of them to the same few places of the nearest cache.
 inline bool converts(const PackedWeight& weight, int64_t num_rows) {
   if (num_rows > 1 || weight.format == kInt8Dynamic || is_wide(weight)) return true;
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512FP16__)
   return weight.format != kFloat32;
 #else
   return weight.inputs != weight.padded_inputs;
@@ -43,12 +49,16 @@ inline int64_t workspace_stride(const PackedWeight& weight) {
 
 // Scales of a row, and sums.
 inline int64_t num_scales(const PackedWeight& weight) {
-  if (weight.format == kInt8Dynamic) return 1;
+  if (has_row_scales(weight)) return 1;
   return is_wide(weight) ? blocks_of(weight).count : 0;
 }
 
-#if defined(__AVX512BF16__)
-inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t padded) {
+#if defined(__AVX512FP16__)
+inline void convert_row(const float* from, uint32_t* to, int64_t inputs, int64_t padded, float* scale) {
+  *scale = convert_fp16_row(from, to, inputs, padded);
+}
+#elif defined(__AVX512BF16__)
+inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t padded, float*) {
   int64_t i = 0;
   for (; i + 16 <= inputs; i += 16)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
@@ -59,7 +69,7 @@ inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t
   }
 }
 #else
-inline void convert_row(const float* from, float* to, int64_t inputs, int64_t padded) {
+inline void convert_row(const float* from, float* to, int64_t inputs, int64_t padded, float*) {
   std::memcpy(to, from, inputs * sizeof(float));
   for (int64_t i = inputs; i < padded; ++i) to[i] = 0.0f;
 }
@@ -169,7 +179,8 @@ inline void convert_to(const PackedWeight& weight, const float* from, const Copy
   else if (is_wide(weight))
     widen_row(from, weight, reinterpret_cast<WideRow*>(to), copy.scales + row * scales, copy.sums + row * scales);
   else
-    convert_row(from, reinterpret_cast<HalfKind::Row*>(to), weight.inputs, weight.padded_inputs);
+    convert_row(from, reinterpret_cast<HalfKind::Row*>(to), weight.inputs, weight.padded_inputs,
+                copy.scales + row * scales);
 }
 
 // Tiles read whole tile heights, so the rows after the last one must be there.
