@@ -26,7 +26,16 @@ from services.supervisor.state import read_state
 
 _DEFAULT_PORT = 8080
 # Instruction sets that the kernels can use, best last.
-_ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_ISA_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
 _ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 _GIB = 1024**3
 

@@ -2,12 +2,14 @@
 //
 // A weight is stored with a power of two for each output that brings its largest magnitude to [1, 2): nothing is lost
 // of weights down to 2^-17 of that largest one, and of smaller ones at most 2^-25 of it. Inputs lie one by one
-// (group 1). A row has a power of two of its own, its largest magnitude becomes one of [128, 256), and is rounded to
-// float16: 2^-12 of each input, where bfloat16 loses 2^-9.
+// (group 1). A row has a power of two of its own, which brings its largest magnitude to [128, 256), and is rounded to
+// float16: 2^-11 of each input, where bfloat16 loses 2^-8.
 //
 // kChunk products are added up in float16 and their sum to a float32 total; chunks begin at multiples of kChunk,
-// whatever the rows, tiles and threads. No partial sum is beyond kChunk * 256 * 2 = 2^15, half of what float16 holds.
-// Each addition rounds to 2^-12 of the partial sum, together somewhat less than what rounding inputs to bfloat16 costs.
+// whatever the rows, tiles and threads. No partial sum passes kChunk * 256 * 2 = 2^15, half of what float16 holds.
+// Each addition rounds by 2^-11 of the partial sum, together about what rounding the inputs to bfloat16 costs.
+//
+// Numbers that are no normal ones in float16 take the units no longer, whatever the thread's control word says.
 #pragma once
 
 #include "gemm_micro.h"
@@ -98,7 +100,7 @@ inline void fp16_tile(const uint32_t* rows, int64_t row_stride, const uint16_t* 
                          : (__m512h)_mm512_loadu_si512(from);
       }
 #pragma GCC unroll 4
-      for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, kLines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
+      for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
       next += ahead;
 #pragma GCC unroll 12
       for (int m = 0; m < MR; ++m) {

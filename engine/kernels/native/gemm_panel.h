@@ -171,23 +171,24 @@ inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, c
                        int64_t inputs, float* totals, const Fetch& fetch) {
   const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t tiles = (num_rows + kFp16TileRows - 1) / kFp16TileRows;
-  const char* weights = reinterpret_cast<const char*>(panel);
-  const bool stream = tiles == 1 && fetch.next != nullptr;
+  const bool stream = tiles == 1;
   for (int64_t begin = 0; begin < inputs; begin += kChunk) {
-    const char* next = far_ahead(fetch, weights, begin, line, tiles == 1 ? kAhead : kFarAhead);
-    // At an even pace.
+    // At an even pace, by each tile its part.
+    const char* next =
+        far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line, stream ? kAhead : kFarAhead);
     const int64_t step = next ? line / tiles : 0;
-    if (next == nullptr) next = weights + begin * line;
-    const bool last = begin + kChunk == inputs;
+    const uint16_t* weights = panel + begin * width;
     for_fp16_tiles(num_rows, tiles, [&](int64_t row, auto height) {
       constexpr int MR = decltype(height)::value;
-      if (last) fetch_results(fetch, row, MR);
+      if (begin + kChunk == inputs) fetch_results(fetch, row, MR);
       const uint32_t* some = rows + begin + row * stride;
       float* sums = totals + row * kPanel;
-      if (stream)
-        fp16_tile_rows<MR, 2>(some, stride, panel + begin * width, width, sums, begin == 0, next, step);
+      if (next == nullptr)
+        fp16_tile_rows<MR, 0>(some, stride, weights, width, sums, begin == 0, next, step);
+      else if (stream)
+        fp16_tile_rows<MR, 2>(some, stride, weights, width, sums, begin == 0, next, step);
       else
-        fp16_tile_rows<MR, 1>(some, stride, panel + begin * width, width, sums, begin == 0, next, step);
+        fp16_tile_rows<MR, 1>(some, stride, weights, width, sums, begin == 0, next, step);
       next += step * kChunk;
     });
   }

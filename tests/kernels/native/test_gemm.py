@@ -30,7 +30,7 @@ def native(product_level: NativeLibrary) -> NativeLibrary:
 
 
 SHAPES = [(1, 1), (7, 5), (16, 64), (63, 130), (64, 4200), (65, 33), (200, 96), (257, 515), (1000, 64)]
-ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 32, 97, 200)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 32, 97, 200)
 
 
 def run(
@@ -106,7 +106,7 @@ def test_every_format_against_its_meaning(native: NativeLibrary, shape: tuple[in
             x.copy_(torch.randn(rows, shape[1]))
             out = run(native, packed, x, inside(rows, shape[0]), threads=2)
             expected = x.double() @ exact.T + bias
-            # What rounding the inputs may cost: 2^-9 for bfloat16, 1/254 of the largest for int8.
+            # What rounding the inputs may cost: 2^-8 for bfloat16, 1/254 of the largest for int8.
             size = x.double().abs() @ exact.abs().T + 1
             if name == "float32":
                 allowed = 1e-5 * size
