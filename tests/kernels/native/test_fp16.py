@@ -69,8 +69,8 @@ def test_float32_sources_keep_eleven_bits(native: NativeLibrary, monkeypatch: py
 
 @pytest.mark.parametrize("rows", [1, 7, 30])
 def test_sums_stay_in_range(native: NativeLibrary, rows: int) -> None:
-    """Rows and weights all of their largest magnitude, of one sign, at every size. (Equal terms are rounded in
-    the same way each time.)
+    """Rows and weights all of their largest magnitude, of one sign, at every size. (Equal terms are rounded
+    in the same way each time.)
     """
     ones, most = torch.full((rows, 320), 1.999), torch.full((40, 320), 1.9921875)
     for row_power, power in ((0, 0), (120, -100), (-120, 120), (-20, -100), (-60, 127), (-126, 60)):
