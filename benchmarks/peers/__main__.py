@@ -111,7 +111,8 @@ def measure_in_turn(
 def _print_rates(rates: Machine) -> None:
     print(
         f"memory {rates.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"bf16 GEMM {rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s, "
+        f"bf16 GEMM {rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s "
+        f"(torch's {rates.torch_bfloat16_flops_per_s / 1e12:.2f}), "
         f"int8 GEMM {rates.int8_ops_per_s / 1e12:.2f} Top/s",
         flush=True,
     )

@@ -2,14 +2,16 @@
 
 A decode step reads all weights and the KV of every running sequence, and multiplies every weight with every
 sequence's row; prompts cost two operations per parameter and token. All rates are measured in this run. The
-bfloat16 rate is that of the faster of torch's product and ours; int8 rows have a rate of their own.
+bfloat16 rate is that of the faster of torch's product and ours (which may multiply in float16, twice as fast
+as any product of bfloat16); `Machine.by_torch` is the machine as torch's product alone shows it. int8 rows
+have a rate of their own.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +31,14 @@ class Machine:
     read_bytes_per_s: float
     bfloat16_flops_per_s: float
     int8_ops_per_s: float
+    # Of torch's product; 0 in records that are older than this figure.
+    torch_bfloat16_flops_per_s: float = 0.0
+
+    def by_torch(self) -> Machine | None:
+        """The same machine at the rate of torch's bfloat16 product; None where that is not known."""
+        if not self.torch_bfloat16_flops_per_s:
+            return None
+        return replace(self, bfloat16_flops_per_s=self.torch_bfloat16_flops_per_s)
 
     def best(self, other: Machine) -> Machine:
         """The higher of each rate: whatever else runs can only lower them."""
@@ -36,6 +46,7 @@ class Machine:
             read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
             bfloat16_flops_per_s=max(self.bfloat16_flops_per_s, other.bfloat16_flops_per_s),
             int8_ops_per_s=max(self.int8_ops_per_s, other.int8_ops_per_s),
+            torch_bfloat16_flops_per_s=max(self.torch_bfloat16_flops_per_s, other.torch_bfloat16_flops_per_s),
         )
 
 
@@ -56,6 +67,7 @@ def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -
         read_bytes_per_s=read_bandwidth(library, threads),
         bfloat16_flops_per_s=num_operations / min(torch_s, ours_s),
         int8_ops_per_s=num_operations / _product_s(library, bytes_weight, rows, threads),
+        torch_bfloat16_flops_per_s=num_operations / torch_s,
     )
 
 

@@ -1,8 +1,10 @@
 """What runs beside peers say, in Markdown: medians, the best peer of each load, the machine's roofline.
 
 `python -m benchmarks.peers.tables RESULT.json … [--write README.md]` prints the tables of recorded results,
-or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. What each form of weights
-costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that ran.
+or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that of the
+best rates known (roofline.py), and beside it, where recorded, that of torch's bfloat16 product. What each form
+of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that
+ran.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
     servers = list(dict.fromkeys(run.server for run in measured.runs))
     peers = [server for server in servers if not _is_ours(server)]
     lines = [
-        "| load | server | output tokens/s | × best peer | of roofline | TTFT mean, p99 ms | ITL p99 ms |",
-        "|---|---|---|---|---|---|---|",
+        "| load | server | output tokens/s | × best peer | of roofline | of torch's | TTFT mean, p99 ms "
+        "| ITL p99 ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     loads = [load for load in LOADS if load != PREFILL and any(run.load == load for run in measured.runs)]
     for load in loads:
@@ -91,13 +94,15 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
             if not runs:
                 continue
             rate = _median(runs, "output_tokens_per_s")
-            roofline = ""
+            roofline = by_torch = ""
             if _is_ours(server):
-                bound = bound_tokens_per_s(rates, checkpoint, LOADS[load], precision_of(server))
-                roofline = f"{rate / bound:.0%} of {bound:.0f}"
+                precision = precision_of(server)
+                roofline = _share(rate, bound_tokens_per_s(rates, checkpoint, LOADS[load], precision))
+                if slower := _by_torch(rates, precision):
+                    by_torch = _share(rate, bound_tokens_per_s(slower, checkpoint, LOADS[load], precision))
             ratio = f"{rate / best:.2f}" if best else ""
             lines.append(
-                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | "
+                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | {by_torch} | "
                 f"{_median(runs, 'ttft_mean_ms'):.0f}, {_median(runs, 'ttft_p99_ms'):.0f} | "
                 f"{_median(runs, 'itl_p99_ms'):.0f} |"
             )
@@ -116,12 +121,25 @@ def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkp
         runs = measured.of(server, PREFILL)
         if runs:
             rate = 1000 * LOADS[PREFILL].input_tokens / _median(runs, "ttft_mean_ms")
-            bound = prefill_bound_tokens_per_s(rates, checkpoint, precision_of(server))
-            lines.append(
-                f"- {server}: {rate:.0f} prompt tokens/s on prompts of {LOADS[PREFILL].input_tokens}"
-                + (f", {rate / bound:.0%} of the rate of multiplication" if _is_ours(server) else "")
-            )
+            line = f"- {server}: {rate:.0f} prompt tokens/s on prompts of {LOADS[PREFILL].input_tokens}"
+            if _is_ours(server):
+                precision = precision_of(server)
+                bound = prefill_bound_tokens_per_s(rates, checkpoint, precision)
+                line += f", {rate / bound:.0%} of the rate of multiplication"
+                if slower := _by_torch(rates, precision):
+                    by_torch = prefill_bound_tokens_per_s(slower, checkpoint, precision)
+                    line += f" ({rate / by_torch:.0%} of torch's)"
+            lines.append(line)
     return lines
+
+
+def _share(rate: float, bound: float) -> str:
+    return f"{rate / bound:.0%} of {bound:.0f}"
+
+
+def _by_torch(rates: Machine, precision: Precision) -> Machine | None:
+    """The machine by torch's product, where a precision multiplies as that does and its rate is recorded."""
+    return None if precision.int8_rows else rates.by_torch()
 
 
 def _memory_lines(measured: Measured, servers: list[str]) -> list[str]:
@@ -157,13 +175,17 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self) -> list[str]:
         """Its title and rows."""
-        rates = Machine(**{name: float(str(self.machine[name])) for name in Machine.__dataclass_fields__})
+        # Older records lack some of the rates.
+        known = {name: value for name, value in self.machine.items() if name in Machine.__dataclass_fields__}
+        rates = Machine(**{name: float(str(value)) for name, value in known.items()})
         measured = Measured(runs=self.runs, start_s=self.start_s, rss_bytes=self.rss_bytes)
         title = (
             f"**{self.checkpoint}** on {self.machine.get('cpu', 'a CPU')}, {self.machine.get('cores', '?')} "
             f"cores: memory {rates.read_bytes_per_s / 1e9:.0f} GB/s, bfloat16 "
             f"{rates.bfloat16_flops_per_s / 1e12:.2f} TFLOP/s, int8 {rates.int8_ops_per_s / 1e12:.2f} Top/s"
         )
+        if rates.torch_bfloat16_flops_per_s:
+            title += f", torch's bfloat16 product {rates.torch_bfloat16_flops_per_s / 1e12:.2f} TFLOP/s"
         note = str(self.machine.get("note", ""))
         return [f"{title}. {note}".strip(), "", *table(measured, rates, self.checkpoint), ""]
 

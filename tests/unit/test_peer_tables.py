@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from benchmarks.peers import tables
 from benchmarks.peers.tables import FORMS, Recorded, Run, quality_table
@@ -45,6 +47,26 @@ def test_quality_stands_beside_speed(tmp_path: Path) -> None:
         "| int4, groups of 64, int8 KV, bfloat16 | 1.2500 | 99.50 % | 7.0 MiB | 30, 90 |",
         "| GGUF Q4_K | 1.2500 | 99.50 % | 7.0 MiB |  |",
     ]
+
+
+RATES = {"read_bytes_per_s": 2e10, "bfloat16_flops_per_s": 6e11, "int8_ops_per_s": 1e12}
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_the_roofline_stands_beside_that_of_torch(has_torch: bool) -> None:
+    """Older records have only the best rate of multiplication, and are shown without the other."""
+    machine: dict[str, object] = {**RATES, **({"torch_bfloat16_flops_per_s": 1.5e11} if has_torch else {})}
+    runs = [run("millrace-bf16", load, 20) for load in ("32", "prefill")] + [run("millrace-w8a8", "32", 20)]
+    lines = Recorded(machine=machine, checkpoint="qwen3-0.6b", runs=runs, start_s={}, rss_bytes={}).table()
+    bf16, w8a8 = ([cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| 32"))
+    best, torchs = (cell.partition(" of ")[2] for cell in bf16[5:7])
+    assert w8a8[6] == ""
+    assert (int(torchs) < int(best) / 2) if has_torch else not torchs
+    assert ("torch's bfloat16 product 0.15 TFLOP/s" in lines[0]) == has_torch
+    (prefill,) = (line for line in lines if line.startswith("- millrace-bf16"))
+    shares = [int(part) for part in re.findall(r"(\d+)%", prefill)]
+    assert len(shares) == (2 if has_torch else 1)
+    assert shares == sorted(shares)
 
 
 def test_every_form_that_can_be_run_beside_peers_has_a_recorded_quality() -> None:
