@@ -2,9 +2,9 @@
 
 `python -m benchmarks.peers.tables RESULT.json … [--write README.md]` prints the tables of recorded results,
 or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that of the
-best rates known (roofline.py), and beside it, where recorded, that of torch's bfloat16 product. What each form
-of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that
-ran.
+best rates known (roofline.py), and beside it, where recorded, that of torch's bfloat16 product. What each
+form of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the
+forms that ran.
 """
 
 from __future__ import annotations
