@@ -2,7 +2,8 @@
 
 `python -m benchmarks.kernels.accuracy_cpu [--json FILE]`: the root of the mean square of the error, in
 thousandths of that of the exact results (float64), over random rows, rows of which one input is a thousand
-times the others, and rows and weights of one sign. "rows rounded" is what rounding rows to bfloat16 costs by itself.
+times the others, and rows and weights of one sign. "rows rounded" is what rounding rows to bfloat16 costs by
+itself.
 """
 
 from __future__ import annotations
