@@ -27,9 +27,16 @@ constexpr int kHalfLanes = 32;
 
 // --- rows and weights in float16 ---
 
-// The exponent of the largest magnitude, bounded so that two to it and to minus it are normal numbers. NaN where a
-// value is not finite.
-inline float exponent_of(const float* from, int64_t count) {
+// The exponent of a magnitude, given by its bits, bounded so that two to it and to minus it are normal numbers. NaN
+// where it is not finite.
+inline float exponent_of(uint32_t magnitude) {
+  if (magnitude >= 0x7F800000) return __builtin_nanf("");
+  const int exponent = static_cast<int>(magnitude >> 23) - 127;
+  return static_cast<float>(exponent < -118 ? -118 : exponent);
+}
+
+// The bits of the largest magnitude; what is not finite is larger than all else.
+inline uint32_t largest_of(const float* from, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
@@ -37,23 +44,31 @@ inline float exponent_of(const float* from, int64_t count) {
     bits &= 0x7FFFFFFF;
     most = bits > most ? bits : most;
   }
-  if (most >= 0x7F800000) return __builtin_nanf("");
-  const int exponent = static_cast<int>(most >> 23) - 127;
-  return static_cast<float>(exponent < -118 ? -118 : exponent);
+  return most;
+}
+
+// The same of bfloat16.
+inline uint32_t largest_of(const uint16_t* from, int64_t count) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t bits = from[i] & 0x7FFF;
+    most = bits > most ? bits : most;
+  }
+  return static_cast<uint32_t>(most) << 16;
 }
 
 // 2^exponent; NaN for NaN.
 inline float power_of(float exponent) { return _mm512_cvtss_f32(scale_by_power(set1(1.0f), set1(exponent))); }
 
-// from[0, 16) * 2^exponent in float16, to nearest even; what the mask leaves out is zero.
-inline __m256i to_halves(const float* from, Mask mask, Vec exponent) {
-  return _mm512_cvtps_ph(scale_by_power(load(from, mask), exponent), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+// values * 2^exponent in float16, to nearest even.
+inline __m256i to_halves(Vec values, Vec exponent) {
+  return _mm512_cvtps_ph(scale_by_power(values, exponent), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 // A row in float16, each value twice, as a load that spreads 32 bits needs no other unit; zeros up to `padded`.
 // Returns its scale. Where it is not finite, all is zero and the scale NaN.
 inline float convert_fp16_row(const float* from, uint32_t* to, int64_t inputs, int64_t padded) {
-  const float exponent = exponent_of(from, inputs);
+  const float exponent = exponent_of(largest_of(from, inputs));
   if (exponent != exponent) {
     std::memset(to, 0, padded * sizeof(uint32_t));
     return exponent;
@@ -61,7 +76,7 @@ inline float convert_fp16_row(const float* from, uint32_t* to, int64_t inputs, i
   const Vec by = set1(kRowExponent - exponent);
   for (int64_t i = 0; i < padded; i += kLanes) {
     const Mask mask = inputs <= i ? Mask(0) : millrace::first(inputs - i);
-    const __m512i halves = _mm512_cvtepu16_epi32(to_halves(from + i, mask, by));
+    const __m512i halves = _mm512_cvtepu16_epi32(to_halves(load(from + i, mask), by));
     _mm512_storeu_si512(to + i, _mm512_or_si512(halves, _mm512_slli_epi32(halves, 16)));
   }
   return power_of(exponent - kRowExponent);

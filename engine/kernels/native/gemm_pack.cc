@@ -31,43 +31,45 @@ void put_panel(const PackedWeight& weight, int64_t first, int64_t width, Read re
 
 #if defined(__AVX512FP16__)
 // As put_panel, in float16 and with a scale for each output (gemm_fp16.h).
-void put_fp16_panel(const PackArgs& args, int64_t first, int64_t width) {
-  const PackedWeight& weight = args.weight;
+template <class Source>
+void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t first, int64_t width) {
   uint16_t* panel = static_cast<uint16_t*>(weight.data) + first * weight.padded_inputs;
   const int64_t columns = std::min(width, weight.outputs - first), inputs = weight.inputs;
-  const float* floats = static_cast<const float*>(args.source);
-  const uint16_t* halves = static_cast<const uint16_t*>(args.source);
-  constexpr int64_t kPiece = 64;
-  alignas(64) float values[kPiece];
-  alignas(64) uint16_t piece[kPanel][kPiece];
   float exponents[kPanel];
-  const auto read = [&](int64_t column, int64_t begin, int64_t count) -> const float* {
-    const int64_t source = (first + column) * inputs + begin;
-    if (args.source_bytes == 4) return floats + source;
-    for (int64_t i = 0; i < count; ++i) values[i] = from_bfloat16(halves[source + i]);
-    return values;
-  };
   for (int64_t column = 0; column < columns; ++column) {
-    float most = exponent_of(nullptr, 0);
-    for (int64_t begin = 0; begin < inputs && most == most; begin += kPiece) {
-      const int64_t count = std::min(kPiece, inputs - begin);
-      const float found = exponent_of(read(column, begin, count), count);
-      most = found <= most ? most : found;
-    }
-    exponents[column] = most;
-    weight.scales[first + column] = power_of(most);
+    exponents[column] = exponent_of(largest_of(source + (first + column) * inputs, inputs));
+    weight.scales[first + column] = power_of(exponents[column]);
   }
+  constexpr int64_t kPiece = 64;
+  // Columns that there are not stay zero.
+  alignas(64) uint16_t piece[kPanel][kPiece] = {};
+  const __m512i places = _mm512_mullo_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(2 * kPiece));
   // By pieces of inputs, so that the lines which are written stay in the cache for all columns.
   for (int64_t begin = 0; begin < inputs; begin += kPiece) {
     const int64_t count = std::min(kPiece, inputs - begin);
     for (int64_t column = 0; column < columns; ++column) {
-      const float* from = read(column, begin, count);
-      for (int64_t i = 0; i < count; i += kLanes)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(piece[column] + i),
-                           to_halves(from + i, millrace::first(count - i), set1(-exponents[column])));
+      const Source* from = source + (first + column) * inputs + begin;
+      const Vec by = set1(-exponents[column]);
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const Mask mask = millrace::first(count - i);
+        Vec values;
+        if constexpr (sizeof(Source) == 4)
+          values = load(from + i, mask);
+        else
+          values = load_bf16(from + i, mask);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(piece[column] + i), to_halves(values, by));
+      }
     }
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t column = 0; column < columns; ++column) panel[(begin + i) * width + column] = piece[column][i];
+    // Two inputs of 16 columns at a time.
+    for (int64_t i = 0; i < count; i += 2)
+      for (int64_t column = 0; column < width; column += kLanes) {
+        const __m512i pairs = _mm512_i32gather_epi32(places, piece[column] + i, 1);
+        uint16_t* to = panel + (begin + i) * width + column;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(pairs));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + width),
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+      }
   }
 }
 #endif
@@ -102,7 +104,10 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
       break;
     case kBfloat16:
 #if defined(__AVX512FP16__)
-      put_fp16_panel(args, first, width);
+      if (wide)
+        put_fp16_panel(weight, floats, first, width);
+      else
+        put_fp16_panel(weight, halves, first, width);
 #else
       if (wide)
         put_panel<uint16_t, 2>(weight, first, width, [=](int64_t i) { return to_bfloat16(floats[i]); });
