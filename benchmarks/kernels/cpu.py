@@ -1,10 +1,10 @@
 """Products over packed weights against torch's, and against what the machine's memory and units give.
 
-`python -m benchmarks.kernels.cpu [--json FILE] [--threads N]`: first the read bandwidth of all threads
-together, then for each shape and number of rows the time of ours and of torch's bfloat16 product, the bytes
-of weights (and of their groups' scales) read per second and the arithmetic rate. The share of the roofline
-is the least time that reading the weights or multiplying (at the best rate that any product of that type,
-torch's among them, reached in this run) would take, over ours.
+`python -m benchmarks.kernels.cpu [--json FILE] [--threads N] [--weights FORM …] [--shapes N]`: first the read
+bandwidth of all threads together, then for each shape and number of rows the time of ours and of torch's
+bfloat16 product, the bytes of weights (and of their groups' scales) read per second and the arithmetic rate.
+The share of the roofline is the least time that reading the weights or multiplying (at the best rate that any
+product of that type, torch's among them, reached in this run) would take, over ours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = (
     *((1024, 512), (3072, 512), (4096, 4096), (1720, 1344)),
 )
 INT4_GROUP = 64
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 512)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 512, 2048)
 # From so many on, weights need not come from far.
 MANY_ROWS = 512
 # A head of so many outputs never has many rows.
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
     parser.add_argument("--threads", type=int, default=0, help="0: one per CPU")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first ones")
+    parser.add_argument("--weights", nargs="+", default=[], help="only these formats")
     options = parser.parse_args()
     library = load_native()
     threads = library.num_threads(options.threads)
@@ -125,6 +126,8 @@ def main() -> None:
     found = []
     for outputs, inputs in SHAPES[: options.shapes]:
         for name, (weight, width) in weights_of(outputs, inputs).items():
+            if options.weights and name not in options.weights:
+                continue
             size = outputs * inputs * width
             copies = max(2, int(FOOTPRINT_BYTES / size))
             for rows, ours in measure(library, weight, copies, threads):
