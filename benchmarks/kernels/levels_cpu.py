@@ -1,7 +1,7 @@
 """Products of bfloat16 weights, one level of the native kernels beside another, in turns within one process.
 
-`python -m benchmarks.kernels.levels_cpu [--levels avx512 avx512_fp16] [--shapes 4096,1024 …] [--rows 1 …]
-[--json FILE]`: the best time of each level on weights that come from memory; the first level is the baseline.
+`python -m benchmarks.kernels.levels_cpu [--levels LEVEL …] [--shapes 4096,1024 …] [--rows 1 …]
+[--json FILE]`: the best time of each level (this machine's best two) on weights that come from memory; the first is the baseline.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engine.kernels.linear.native import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary
+from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import Program, load_level
 
 # Projections and head of the 0.6 B checkpoint (outputs, inputs).
@@ -60,7 +61,8 @@ def best_seconds(
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--levels", nargs="+", default=["avx512", "avx512_fp16"])
+    known = machine_levels()
+    parser.add_argument("--levels", nargs="+", choices=known, default=known[-2:])
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there as well")
