@@ -1,8 +1,8 @@
 """Products of bfloat16 weights, one level of the native kernels beside another, in turns within one process.
 
 `python -m benchmarks.kernels.levels_cpu [--levels LEVEL …] [--shapes 4096,1024 …] [--rows 1 …]
-[--json FILE]`: the best time of each level (this machine's best two) on weights that come from memory; the first
-is the baseline.
+[--json FILE]`: the best time of each level (this machine's best two) on weights that come from memory; the
+first is the baseline.
 """
 
 from __future__ import annotations
