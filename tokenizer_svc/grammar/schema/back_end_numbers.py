@@ -22,7 +22,7 @@ _MAX_EXPONENT = 22
 _LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
 # What stands for "more than 0": smaller ones have too many places for the back end's expressions.
 _SMALLEST = 1e-30
-_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 BEYOND = "no number of 64 bits is there"
 
 
@@ -86,9 +86,11 @@ def without_rounded(schema: Schema) -> tuple[Schema, bool]:
 
 def is_beyond(keyword: str, value: Any) -> bool:
     """Whether a bound leaves none of the numbers that the back end can write."""
-    if keyword not in _BOUNDS or isinstance(value, bool) or not abs(value) < math.inf:
+    if keyword not in BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return bool(-_BOUNDS[keyword] * value < -_LARGEST)
+    if not abs(value) < math.inf:
+        return False
+    return bool(-BOUNDS[keyword] * value < -_LARGEST)
 
 
 def with_bounds(schema: Schema) -> Schema:
@@ -106,7 +108,7 @@ def _has_fractions(schema: Schema) -> bool:
     if not isinstance(schema, dict):
         return False
     return any(
-        isinstance(value, float) and not value.is_integer() if key in _BOUNDS else _has_fractions(value)
+        isinstance(value, float) and not value.is_integer() if key in BOUNDS else _has_fractions(value)
         for key, value in schema.items()
     )
 
@@ -126,7 +128,7 @@ def _bounded(schema: Schema, *, has_fractions: bool) -> Schema:
             written[key] = value
     types = written.get("type", "number")
     may_be_fraction = types == "number" or (isinstance(types, list) and "number" in types)
-    for key, inwards in _BOUNDS.items():
+    for key, inwards in BOUNDS.items():
         value = written.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
             del written[key]

@@ -28,6 +28,8 @@ _NAMED = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "0": 0}
 _SET_ESCAPES = "dDwWsSpP"
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 _NUL = re.compile(r"\\(?:x00|u0000|[ux]\{0+\}|0)|\x00")
+# Keywords with patterns.
+PATTERNS = ("pattern", "patternProperties")
 _NEVER = "[^\\x00-\U0010ffff]"
 
 

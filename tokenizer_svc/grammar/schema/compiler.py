@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jsonschema_rs
 import msgspec
 
-from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, with_bounds, without_rounded
-from tokenizer_svc.grammar.schema.back_end_patterns import for_back_end
+from tokenizer_svc.grammar.schema.back_end_numbers import (
+    BOUNDS,
+    ROUNDED,
+    is_rounded,
+    with_bounds,
+    without_rounded,
+)
+from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, for_back_end
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
 from tokenizer_svc.grammar.schema.document import Document
 from tokenizer_svc.grammar.schema.negative import negative
@@ -55,12 +62,14 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
         context = Context(document)
         context.positive = lambda *a: positive(context, *a)
         context.negative = lambda *a: negative(context, *a)
-        rewritten, rounded = without_rounded(context.positive(schema, Place("", document.base), ALL_TYPES))
-        for name, definition in context.definitions.items():
-            context.definitions[name], found = without_rounded(definition)
-            rounded |= found
-        if rounded and not context.approximated:
-            context.approximate("enum", Place("", document.base), ROUNDED)
+        rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
+        used = _used_words([rewritten, *context.definitions.values()])
+        if used.is_rounded:
+            rewritten, _ = without_rounded(rewritten)
+            for name, definition in context.definitions.items():
+                context.definitions[name], _ = without_rounded(definition)
+            if not context.approximated:
+                context.approximate("enum", Place("", document.base), ROUNDED)
         endless = document.endless_reference()
         if endless:
             raise SchemaRefused(
@@ -83,8 +92,36 @@ def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSche
             + "; change the schema, or set strict to false and check the answer",
             report,
         )
-    schema = for_back_end(with_bounds(_assembled(rewritten, context.definitions)))
+    schema = _assembled(rewritten, context.definitions)
+    if not used.words.isdisjoint(BOUNDS):
+        schema = with_bounds(schema)
+    if not used.words.isdisjoint(PATTERNS):
+        schema = for_back_end(schema)
     return CompiledSchema(schema=schema, enforcement=report)
+
+
+class _Used(NamedTuple):
+    """What finished schemas hold: keywords (and properties' names), and whether a listed value is rounded."""
+
+    words: set[str]
+    is_rounded: bool
+
+
+def _used_words(schemas: Iterable[Schema]) -> _Used:
+    """One look at large schemas instead of a copy for each thing that most of them have nothing of."""
+    words: set[str] = set()
+    rounded = False
+    pending: list[Any] = list(schemas)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            words.update(node)
+            if "enum" in node or "const" in node:
+                rounded = rounded or is_rounded([node.get("enum"), node.get("const")])
+            pending += [each for each in node.values() if isinstance(each, dict | list)]
+        elif isinstance(node, list):
+            pending += [each for each in node if isinstance(each, dict | list)]
+    return _Used(words, rounded)
 
 
 def _check_shapes(schema: Any) -> None:

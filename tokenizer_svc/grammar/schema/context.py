@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, ROUNDED, is_beyond, is_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
 from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
 from tokenizer_svc.types import KeywordStatus
@@ -103,8 +103,8 @@ class Context:
         for keyword in ("const", "enum"):
             if keyword in node and is_rounded(node[keyword]):
                 self.approximate(keyword, place, ROUNDED)
-        for keyword, value in node.items():
-            if keyword.endswith("imum") and isinstance(value, int | float) and is_beyond(keyword, value):
+        for keyword in BOUNDS:
+            if keyword in node and is_beyond(keyword, node[keyword]):
                 self.give_up(keyword, place, BEYOND)
 
     def resolve(self, reference: str, place: Place) -> Target | None:

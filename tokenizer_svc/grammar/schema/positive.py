@@ -119,7 +119,7 @@ def _plain(context: Context, node: dict[str, Any], place: Place, types: frozense
 def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
-    if "object" in types and any(keyword in node for keyword in _BY_CASES):
+    if "object" in types and not _BY_CASES.isdisjoint(node):
         node = _without_cases(context, node, place, types, extra)
     for keyword, value in node.items():
         if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
@@ -198,7 +198,7 @@ def _without_cases(
 
 def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any] | None:
     """The values that match, where a schema with keywords to rewrite lists its values anyway."""
-    if not any(keyword in node for keyword in _REWRITTEN) and "allOf" not in node:
+    if _REWRITTEN.isdisjoint(node) and "allOf" not in node:
         return None
     values = finite_values(context, node, place)
     if values is None or len(values) > _MAX_FILTERED or is_rounded(values):
