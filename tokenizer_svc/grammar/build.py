@@ -10,7 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jsonschema_rs
 import llguidance
+import msgspec
 
 from tokenizer_svc.formats import THINK_CLOSE
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
@@ -18,6 +20,7 @@ from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.repair import repair
+from tokenizer_svc.grammar.schema.unwritable import culprits
 from tokenizer_svc.grammar.tools import ToolsRefused, tool_grammars
 from tokenizer_svc.types import (
     ChoiceFormat,
@@ -51,29 +54,81 @@ class _Refusal(Exception):
 def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> WorkerReply:
     """The grammar, or why there is none."""
     start = time.perf_counter()
-    field = _field(request)
     try:
         grammars, enforcement = _grammars(request, limits, backend.named_tokens)
+        payload, error = _written(grammars, backend, limits)
+        if error:
+            payload, enforcement = _without_culprits(request, error, enforcement, backend, limits)
     except _Refusal as refusal:
         return WorkerReply(refused=refusal.refused)
+    elapsed = time.perf_counter() - start
+    return WorkerReply(built=Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed))
+
+
+def _written(grammars: list[Grammar], backend: Backend, limits: BuildLimits) -> tuple[str, str]:
+    """The payload, and why it cannot be used or ""; repairs what can be repaired."""
+    error = ""
     for _ in range(_MAX_REPAIRS):
         try:
             payload = serialize(grammars)
         except ValueError:
-            error = "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
-            break
+            return "", "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
         if len(payload) > limits.max_artifact_bytes:
-            error = f"the grammar grows to {len(payload)} bytes; the limit is {limits.max_artifact_bytes}"
-            break
+            limit = limits.max_artifact_bytes
+            return "", f"the grammar grows to {len(payload)} bytes; the limit is {limit}"
         error = backend.error(payload)
         if not error:
-            elapsed = time.perf_counter() - start
-            built = Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed)
-            return WorkerReply(built=built)
+            return payload, ""
         if not _repaired(grammars, error):
             break
-    message = _told(error)
-    return WorkerReply(refused=Refused(message=message, field=field, enforcement=enforcement))
+    return "", error
+
+
+def _without_culprits(
+    request: GrammarRequest,
+    error: str,
+    enforcement: EnforcementReport | None,
+    backend: Backend,
+    limits: BuildLimits,
+) -> tuple[str, EnforcementReport | None]:
+    """The payload without the keywords of a schema that the back end stops at, and what is enforced then.
+
+    Raises _Refusal when strict, with those keywords, and for all others that it stops at.
+    """
+    told, field, form = _told(error), _field(request), request.response_format
+    if not isinstance(form, JsonSchemaFormat) or request.tools is not None or _is_unsatisfiable(error):
+        raise _Refusal(told, field, enforcement)
+    lenient = msgspec.structs.replace(
+        request, response_format=JsonSchemaFormat(form.schema_json, strict=False)
+    )
+
+    def attempt(left_out: list[str]) -> tuple[str, EnforcementReport | None]:
+        notes = dict.fromkeys(left_out, told)
+        grammars, report = _grammars(lenient, limits, backend.named_tokens, notes)
+        return _written(grammars, backend, limits)[0], report
+
+    schema = json.loads(form.schema_json)
+    found = culprits(schema, lambda some: bool(attempt(some)[0]))
+    if not found:
+        raise _Refusal(told, field, enforcement)
+    payload, report = attempt(found)
+    readable = _is_readable(schema)
+    if form.strict or not readable:
+        keyword, more = found[0].rpartition("/")[2], len(found) - 1
+        others = f" (and {more} more)" if more else ""
+        advice = ", or set strict to false and check the answer" if readable else ""
+        message = f"{keyword} at {found[0]} cannot be enforced: {told}{others}; change the schema{advice}"
+        raise _Refusal(message, field, report)
+    return payload, report
+
+
+def _is_readable(schema: Any) -> bool:
+    """Whether an answer can be judged by the schema: not by one with a pattern that is none."""
+    try:
+        jsonschema_rs.validator_for(schema)
+    except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError):
+        return False
+    return True
 
 
 def _repaired(grammars: list[Grammar], error: str) -> bool:
@@ -87,6 +142,10 @@ def _repaired(grammars: list[Grammar], error: str) -> bool:
     return changed
 
 
+def _is_unsatisfiable(error: str) -> bool:
+    return error.startswith("Unsatisfiable schema")
+
+
 def _told(error: str) -> str:
     """The back end's error for the sender: without the names of rewritten definitions."""
     lines = error.strip().splitlines() or ["the grammar cannot be compiled"]
@@ -95,18 +154,21 @@ def _told(error: str) -> str:
     detail = next((each for each in lines[1:] if each.startswith("error: ")), "")
     if detail:
         return f"{line} {detail.removeprefix('error: ')}"
-    if line.startswith("Unsatisfiable schema"):
+    if _is_unsatisfiable(line):
         return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
     return line
 
 
 def _grammars(
-    request: GrammarRequest, limits: BuildLimits, token_ids: Mapping[str, int]
+    request: GrammarRequest,
+    limits: BuildLimits,
+    token_ids: Mapping[str, int],
+    left_out: Mapping[str, str] | None = None,
 ) -> tuple[list[Grammar], EnforcementReport | None]:
     answer: Grammar | None = None
     enforcement: EnforcementReport | None = None
     if request.response_format is not None:
-        answer, enforcement = _answer(request.response_format, limits)
+        answer, enforcement = _answer(request.response_format, limits, left_out)
     if request.tools is not None:
         try:
             grammars, enforcement = tool_grammars(request.tools, answer, token_ids, limits.max_schema_depth)
@@ -129,12 +191,14 @@ def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
     return {"name": "reasoning", "lark_grammar": lark + "SPACE: /[ \\n]{0,4}/\n"}
 
 
-def _answer(form: ResponseFormat, limits: BuildLimits) -> tuple[Grammar, EnforcementReport | None]:
+def _answer(
+    form: ResponseFormat, limits: BuildLimits, left_out: Mapping[str, str] | None
+) -> tuple[Grammar, EnforcementReport | None]:
     match form:
         case JsonObjectFormat():
             return {"json_schema": {"type": "object", "x-guidance": LAYOUT}}, None
         case JsonSchemaFormat():
-            return _schema_answer(form, limits)
+            return _schema_answer(form, limits, left_out)
         case RegexFormat(pattern=pattern):
             return {
                 "lark_grammar": f"start: ANSWER\nANSWER: /{llguidance.regex_to_lark(pattern, '')}/\n"
@@ -151,7 +215,9 @@ def _answer(form: ResponseFormat, limits: BuildLimits) -> tuple[Grammar, Enforce
                 raise _Refusal(str(error), "response_format.ebnf") from error
 
 
-def _schema_answer(form: JsonSchemaFormat, limits: BuildLimits) -> tuple[Grammar, EnforcementReport]:
+def _schema_answer(
+    form: JsonSchemaFormat, limits: BuildLimits, left_out: Mapping[str, str] | None
+) -> tuple[Grammar, EnforcementReport]:
     field = "response_format.json_schema"
     try:
         schema: Any = json.loads(form.schema_json)
@@ -159,7 +225,9 @@ def _schema_answer(form: JsonSchemaFormat, limits: BuildLimits) -> tuple[Grammar
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _Refusal(f"the schema is not valid JSON: {reason}", field) from error
     try:
-        compiled = compile_schema(schema, strict=form.strict, max_depth=limits.max_schema_depth)
+        compiled = compile_schema(
+            schema, strict=form.strict, max_depth=limits.max_schema_depth, left_out=left_out
+        )
     except SchemaRefused as refused:
         raise _Refusal(str(refused), field, refused.enforcement) from refused
     return {"json_schema": compiled.schema}, compiled.enforcement

@@ -135,6 +135,67 @@ def test_not_strict_reports_what_is_not_enforced(qwen: Family) -> None:
     assert {each.keyword for each in built.enforcement.enforced} == {"type", "maxItems"}
 
 
+OVERLAPPING = {"^a": {"type": "string"}, "b$": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "places", "admitted"),
+    [
+        (
+            {"type": "object", "patternProperties": OVERLAPPING, "additionalProperties": False},
+            {"/patternProperties", "/additionalProperties"},
+            '{"ax": "y"}',
+        ),
+        (
+            {
+                "$ref": "#/$defs/a~0b",
+                "$defs": {"a~b": {"properties": {"x": {"patternProperties": OVERLAPPING}}}},
+            },
+            {"/$defs/a~0b/properties/x/patternProperties"},
+            '{"x": {"a": "b"}}',
+        ),
+        (
+            {
+                "properties": {
+                    "even": {"multipleOf": 2},
+                    "large": {"multipleOf": 12345678901},
+                    "larger": {"items": [{}, {"multipleOf": 23456789012}]},
+                }
+            },
+            {"/properties/large/multipleOf", "/properties/larger/items/1/multipleOf"},
+            '{"large": 12345678901}',
+        ),
+        ({"type": "integer", "not": {"multipleOf": 12345678901}}, {"/not/multipleOf"}, "1"),
+    ],
+)
+def test_what_only_the_back_end_stops_at_is_named(
+    qwen: Family, schema: dict[str, Any], places: set[str], admitted: str
+) -> None:
+    if "items" in json.dumps(schema):
+        schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    refused = qwen.build(GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema))))
+    assert isinstance(refused, Refused)
+    assert any(f" at {place} cannot be enforced" in refused.message for place in places), refused.message
+    lenient = GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=False))
+    built = qwen.build(lenient)
+    assert isinstance(built, Built), built
+    assert built.enforcement is not None
+    assert {each.path for each in built.enforcement.unenforced} == places
+    assert not built.enforcement.approximated
+    assert qwen.accepts(lenient, admitted)
+    if "even" in json.dumps(schema):
+        assert not qwen.accepts(lenient, '{"even": 3}')
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_pattern_that_is_none_is_refused_by_its_place(qwen: Family, strict: bool) -> None:
+    schema = {"properties": {"x": {"type": "string", "pattern": "["}}}
+    refused = qwen.build(GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema), strict=strict)))
+    assert isinstance(refused, Refused)
+    assert "pattern at /properties/x/pattern cannot be enforced" in refused.message
+    assert "strict" not in refused.message
+
+
 def test_a_list_in_a_recursive_definition(qwen: Family) -> None:
     tree = {
         "$ref": "#/$defs/tree",

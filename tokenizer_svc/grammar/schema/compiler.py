@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jsonschema_rs
@@ -52,14 +52,19 @@ class CompiledSchema(msgspec.Struct, frozen=True, kw_only=True):
     enforcement: EnforcementReport
 
 
-def compile_schema(schema: Any, *, strict: bool, max_depth: int) -> CompiledSchema:
-    """Raises SchemaRefused for what is no schema, and when strict and not everything can be enforced."""
+def compile_schema(
+    schema: Any, *, strict: bool, max_depth: int, left_out: Mapping[str, str] | None = None
+) -> CompiledSchema:
+    """Raises SchemaRefused for what is no schema, and when strict and not everything can be enforced.
+
+    `left_out` has the paths of keywords that shall not be enforced, with the reason that the report gives.
+    """
     if not isinstance(schema, dict | bool):
         raise SchemaRefused("a JSON schema is an object or a boolean")
     try:
         document = Document(schema, max_depth=max_depth)
         _check_shapes(schema)
-        context = Context(document)
+        context = Context(document, left_out)
         context.positive = lambda *a: positive(context, *a)
         context.negative = lambda *a: negative(context, *a)
         rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
@@ -56,8 +56,10 @@ class Context:
     positive: Rewrite
     negative: Rewrite
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, left_out: Mapping[str, str] | None = None) -> None:
         self.document = document
+        # Paths of keywords that are left out, with the note that the report shall have.
+        self._left_out = left_out or {}
         # Finished and open definitions by name; open ones are None.
         self.definitions: dict[str, Schema] = {}
         self.unenforced: dict[tuple[str, str], KeywordStatus] = {}
@@ -92,6 +94,22 @@ class Context:
         path = f"{place.path}/{keyword}"
         self.unenforced.setdefault((keyword, path), KeywordStatus(keyword, path, note))
         return True
+
+    def unwritable(self, node: dict[str, Any], place: Place) -> set[str]:
+        """The node's keywords that are to be left out, which the report says then; and what cannot be told
+        without them.
+        """
+        if not self._left_out:
+            return set()
+        found = {keyword for keyword in node if f"{place.path}/{keyword}" in self._left_out}
+        notes = {keyword: self._left_out[f"{place.path}/{keyword}"] for keyword in found}
+        if "patternProperties" in found:
+            # Names that match are no others.
+            beside = {"additionalProperties", "unevaluatedProperties"} & node.keys()
+            notes.update(dict.fromkeys(beside, "patternProperties beside it is not enforced"))
+        for keyword, note in notes.items():
+            self.give_up(keyword, place, note)
+        return set(notes)
 
     def approximate(self, keyword: str, place: Place, note: str) -> None:
         """Notes that more is accepted than `keyword` says."""

@@ -60,6 +60,9 @@ def complement(
     if context.document.draft <= Draft.DRAFT7 and isinstance(node.get("$ref"), str):
         # These drafts ignore what stands beside a reference. Breaking that alone is not enough, then.
         node = {"$ref": node["$ref"]}
+    if context.unwritable(node, place):
+        # Any value may break what is not written.
+        return True
     options: list[Schema] = []
     if "type" in node:
         admitted = types_of_keyword(node["type"])

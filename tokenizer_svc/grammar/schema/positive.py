@@ -119,6 +119,9 @@ def _plain(context: Context, node: dict[str, Any], place: Place, types: frozense
 def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     out: dict[str, Schema] = {}
     extra: list[Schema] = []
+    unwritable = context.unwritable(node, place)
+    if unwritable:
+        node = {keyword: value for keyword, value in node.items() if keyword not in unwritable}
     if "object" in types and not _BY_CASES.isdisjoint(node):
         node = _without_cases(context, node, place, types, extra)
     for keyword, value in node.items():
