@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_fit_is_refused_with_numbers(tmp_path: Path) -> None
     config = EngineConfig(
         device="cpu" if REHEARSES else "cuda", native="off", cache=CacheConfig(kv_cache_bytes=1 << 50)
     )
-    with pytest.raises(ConfigError, match=r"memory plan: .* available"):
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes = .* left of"):
         build(config, ModelConfig(path=str(tmp_path)), lambda phase, part: None)
 
 
