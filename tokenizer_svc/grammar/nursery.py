@@ -74,11 +74,19 @@ class Replies(asyncio.BufferedProtocol):
 class Worker:
     """One process. `run` either answers or leaves the process dead."""
 
-    def __init__(self, transport: asyncio.Transport, replies: Replies, pid: int, *, lowest: bool) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        replies: Replies,
+        ready: asyncio.Future[bytearray],
+        pid: int,
+        *,
+        lowest: bool,
+    ) -> None:
         self._transport = transport
         self._replies = replies
         self._pid = pid
-        self._ready = replies.next()
+        self._ready = ready
         # That it died before is found when it is used.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         # Names this very process, even when its number belongs to another one by then.
@@ -201,8 +209,12 @@ class Nursery:
         with theirs:
             socket.send_fds(control, [kind], [theirs.fileno()])
             pid = int.from_bytes(await self._receive(control, 4), "little")
-        transport, replies = await asyncio.get_running_loop().create_connection(Replies, sock=ours)
-        return Worker(transport, replies, pid, lowest=kind == LOWEST)
+        replies = Replies()
+        # Awaited before there is a connection: uvloop reads from one before it says that it is there, and a
+        # worker may be ready by then.
+        ready = replies.next()
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: replies, sock=ours)
+        return Worker(transport, replies, ready, pid, lowest=kind == LOWEST)
 
     async def _receive(self, control: socket.socket, num_bytes: int) -> bytes:
         received = b""
