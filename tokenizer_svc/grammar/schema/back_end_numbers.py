@@ -67,7 +67,7 @@ def without_rounded(schema: Schema) -> tuple[Schema, bool]:
             names = sorted("number" if each in ("integer", "fraction") else each for each in types)
             instead.append(any_of([{"enum": kept} if kept else False, {"type": sorted(set(names))}]))
             any_found = True
-        elif key in ("properties", "patternProperties", "$defs"):
+        elif key in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
             written[key] = {}
             for name, each in value.items():
                 written[key][name], found = without_rounded(each)
@@ -120,7 +120,7 @@ def _bounded(schema: Schema, *, has_fractions: bool) -> Schema:
         return schema
     written: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs"):
+        if key in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
             written[key] = {name: _bounded(each, has_fractions=has_fractions) for name, each in value.items()}
         elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
             written[key] = _bounded(value, has_fractions=has_fractions)

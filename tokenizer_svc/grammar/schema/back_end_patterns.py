@@ -43,9 +43,9 @@ def for_back_end(schema: Schema) -> Schema:
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             written[key] = back_end_pattern(value)
-        elif key == "patternProperties":
+        elif key == "patternProperties" and isinstance(value, dict):
             written[key] = {back_end_pattern(name): for_back_end(each) for name, each in value.items()}
-        elif key in ("properties", "$defs"):
+        elif key in ("properties", "$defs") and isinstance(value, dict):
             written[key] = {name: for_back_end(each) for name, each in value.items()}
         elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
             written[key] = for_back_end(value)
@@ -106,18 +106,22 @@ def _class(body: str) -> str:
     sets: list[str] = []
     index = 0
     while index < len(items):
-        if items[index][0] == "\\" and items[index][1:2] in _SET_ESCAPES:
-            sets.append(items[index])
-            index += 1
-            continue
-        low = high = _code(items[index])
-        index += 1
-        is_range = index + 1 < len(items) and items[index] == "-"
-        if is_range and not (items[index + 1][0] == "\\" and items[index + 1][1:2] in _SET_ESCAPES):
-            high = _code(items[index + 1])
-            index += 2
-        ranges.append((low, high))
+        item = items[index]
+        after = items[index + 2] if items[index + 1 : index + 2] == ["-"] and index + 2 < len(items) else None
+        if _is_set(item) or (after is not None and _is_set(after)):
+            # A hyphen between a set and anything is itself.
+            alone = [item] if after is None else [item, "-", after]
+            sets += filter(_is_set, alone)
+            ranges += [(_code(each), _code(each)) for each in alone if not _is_set(each)]
+            index += len(alone)
+        else:
+            ranges.append((_code(item), _code(item if after is None else after)))
+            index += 1 if after is None else 3
     return _written(ranges, sets, negated=negated)
+
+
+def _is_set(item: str) -> bool:
+    return item[0] == "\\" and item[1:2] in _SET_ESCAPES
 
 
 def _written(ranges: list[tuple[int, int]], sets: list[str], *, negated: bool) -> str:
