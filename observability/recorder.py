@@ -167,17 +167,7 @@ class SpanRecorder(trace.TracerProvider, trace.Tracer):
         start_ns: int | None,
     ) -> RecordedSpan:
         """The same where the parent is one of ours, as nearly always."""
-        return RecordedSpan(
-            self,
-            parent.lineage,
-            name,
-            self._random_bits(64) or 1,
-            parent.span_id,
-            kind,
-            dict(attributes) if attributes else {},
-            links or (),
-            start_ns or time.time_ns(),
-        )
+        return self._started(parent.lineage, parent.span_id, name, kind, attributes, links, start_ns)
 
     def _started(
         self,

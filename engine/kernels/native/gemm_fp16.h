@@ -35,19 +35,7 @@ inline float exponent_of(uint32_t magnitude) {
   return static_cast<float>(exponent < -118 ? -118 : exponent);
 }
 
-// The bits of the largest magnitude; what is not finite is larger than all else.
-inline uint32_t largest_of(const float* from, int64_t count) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
-    bits &= 0x7FFFFFFF;
-    most = bits > most ? bits : most;
-  }
-  return most;
-}
-
-// The same of bfloat16.
+// As that of floats (gemm_micro.h), of bfloat16.
 inline uint32_t largest_of(const uint16_t* from, int64_t count) {
   uint16_t most = 0;
   for (int64_t i = 0; i < count; ++i) {

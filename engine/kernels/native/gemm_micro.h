@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "gemm.h"
@@ -31,6 +32,19 @@ struct Fetch {
   int64_t out_stride;
   int64_t out_count;  // floats of each row
 };
+
+// The bits of the largest magnitude: magnitudes order like their bits, and whatever is not finite lies above all that
+// is.
+inline uint32_t largest_of(const float* from, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof(bits));
+    bits &= 0x7FFFFFFF;
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
 
 // --- element types ---
 

@@ -82,14 +82,7 @@ struct Rounding {
 };
 
 inline Rounding rounding_of(const float* from, int64_t count, float most_level) {
-  // Magnitudes order like their bits, and whatever is not finite lies above all that is.
-  uint32_t most_bits = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
-    bits &= 0x7FFFFFFF;
-    most_bits = bits > most_bits ? bits : most_bits;
-  }
+  const uint32_t most_bits = largest_of(from, count);
   float most;
   std::memcpy(&most, &most_bits, sizeof(most));
   if (most_bits >= 0x7F800000) return {__builtin_nanf(""), 0.0f};

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,20 @@ class Service:
         self.channel.close()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)
+
+
+@contextmanager
+def limited_service(path: Path) -> Iterator[Service]:
+    """The service with metrics and small limits; ends well at the end."""
+    running = Service(
+        path,
+        MILLRACE_TOKENIZER__METRICS_LISTEN="127.0.0.1:0",
+        MILLRACE_TOKENIZER__LIMITS__MAX_MESSAGES="8",
+        MILLRACE_TOKENIZER__LIMITS__MAX_PROMPT_BYTES="20000",
+        MILLRACE_TOKENIZER__LIMITS__MAX_GRAMMAR_BYTES="5000",
+    )
+    yield running
+    assert running.stop() == 0
 
 
 def signed(**fields: Any) -> context_pb2.SignedContext:

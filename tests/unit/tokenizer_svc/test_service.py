@@ -21,7 +21,15 @@ from transformers import AutoTokenizer
 from services.errors import Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import make
-from tests.unit.tokenizer_svc.running import SECRET, Service, prepared_by_stream, refused, signed, user
+from tests.unit.tokenizer_svc.running import (
+    SECRET,
+    Service,
+    limited_service,
+    prepared_by_stream,
+    refused,
+    signed,
+    user,
+)
 from tokenizer_svc import check
 from tokenizer_svc.large import is_large_conversation
 
@@ -33,15 +41,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(path: Path) -> Iterator[Service]:
-    running = Service(
-        path,
-        MILLRACE_TOKENIZER__METRICS_LISTEN="127.0.0.1:0",
-        MILLRACE_TOKENIZER__LIMITS__MAX_MESSAGES="8",
-        MILLRACE_TOKENIZER__LIMITS__MAX_PROMPT_BYTES="20000",
-        MILLRACE_TOKENIZER__LIMITS__MAX_GRAMMAR_BYTES="5000",
-    )
-    yield running
-    assert running.stop() == 0
+    with limited_service(path) as running:
+        yield running
 
 
 def test_prepare_agrees_with_transformers(service: Service, path: Path) -> None:

@@ -18,7 +18,7 @@ from observability import names
 from services.errors import MillraceError, Reason
 from services.status import from_detail, from_rpc_error
 from tests.unit.tokenizer_svc.families import make
-from tests.unit.tokenizer_svc.running import Service, signed, user
+from tests.unit.tokenizer_svc.running import Service, limited_service, signed, user
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +28,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(path: Path) -> Iterator[Service]:
-    running = Service(
-        path,
-        MILLRACE_TOKENIZER__METRICS_LISTEN="127.0.0.1:0",
-        MILLRACE_TOKENIZER__LIMITS__MAX_MESSAGES="8",
-        MILLRACE_TOKENIZER__LIMITS__MAX_PROMPT_BYTES="20000",
-        MILLRACE_TOKENIZER__LIMITS__MAX_GRAMMAR_BYTES="5000",
-    )
-    yield running
-    assert running.stop() == 0
+    with limited_service(path) as running:
+        yield running
 
 
 def test_one_stream_answers_many_calls_by_their_ids(service: Service) -> None:
