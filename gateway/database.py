@@ -20,6 +20,18 @@ from sqlalchemy.exc import (
 
 from services.errors import ConfigError
 
+# For libpq: a server of which nothing comes any more counts as away after this long. What a query takes is not
+# limited by it: the server's kernel answers meanwhile.
+_SILENCE: dict[str, int] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+
+_LIBPQ_DRIVERS = frozenset({"psycopg", "psycopg2"})
+
 # How long several processes that start at once may be in one another's way, and how often each looks again.
 _START_LIMIT_S = 10.0
 _PAUSE_S = 0.02
@@ -37,8 +49,14 @@ def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
         is_sqlite = parsed.get_backend_name() == "sqlite"
         if is_sqlite and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        # What the URL says itself goes before.
+        patience = {name: value for name, value in _SILENCE.items() if name not in parsed.query}
         # A connection that the server closed meanwhile is replaced instead of failing the next write.
-        engine = create_engine(parsed, pool_pre_ping=not is_sqlite)
+        engine = create_engine(
+            parsed,
+            pool_pre_ping=not is_sqlite,
+            connect_args=patience if parsed.get_driver_name() in _LIBPQ_DRIVERS else {},
+        )
         if is_sqlite:
             event.listen(engine, "connect", _prepare_sqlite)
         _create_tables(engine, tables)

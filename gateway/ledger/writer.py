@@ -22,6 +22,8 @@ from observability.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
+# How long the process waits for the last entries to be written.
+_LAST_WRITE_S = 10.0
 # Of one statement; databases have limits.
 _MAX_PARAMETERS = 1000
 
@@ -65,7 +67,9 @@ class LedgerWriter:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=_LAST_WRITE_S)
+        if self._thread.is_alive():
+            _log.error("ledger: the database does not answer, entries that wait for it are lost")
         self._engine.dispose()
 
     def _write_forever(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,42 @@ async def test_keys_of_an_unreadable_store_are_dropped_after_the_promised_time(r
         connection.execute(text("ALTER TABLE away RENAME TO key_changes"))
     await rig.watch.refresh()
     assert rig.accepts(secret)
+
+
+class SilentStore(KeyStore):
+    """A database that neither answers nor refuses until `answers` is set."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.answers = threading.Event()
+        self.num_asked = 0
+
+    def revision(self) -> int:
+        self.num_asked += 1
+        self.answers.wait()
+        return super().revision()
+
+
+async def test_keys_of_a_store_that_does_not_answer_are_dropped_too(rig: Rig) -> None:
+    secret = rig.create("one")
+    store = SilentStore(str(rig.path))
+    store.answers.set()
+    watch = KeyWatch(store, rig.directory, interval_s=0.01, max_staleness_s=300, clock=lambda: rig.now_s)
+    await watch.refresh()
+    store.answers.clear()
+    num_before = store.num_asked
+    rig.now_s += 300
+    await watch.refresh()
+    assert rig.accepts(secret)
+    rig.now_s += 1
+    await watch.refresh()
+    assert not rig.accepts(secret)
+    # It was asked once; the answer comes late and is about what was known before.
+    assert store.num_asked == num_before + 1
+    store.answers.set()
+    while not rig.accepts(secret):
+        await watch.refresh()
+    await watch.close()
 
 
 async def test_key_that_cannot_be_read_keeps_no_revocation_from_taking_effect(rig: Rig) -> None:
