@@ -20,8 +20,8 @@ from sqlalchemy.exc import (
 
 from services.errors import ConfigError
 
-# For libpq: a server of which nothing comes any more counts as away after this long. What a query takes is not
-# limited by it: the server's kernel answers meanwhile.
+# For libpq: a server of which nothing comes any more counts as away after this long. What a query takes is
+# not limited by it: the server's kernel answers meanwhile.
 _SILENCE: dict[str, int] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
