@@ -14,7 +14,7 @@ from gateway.text.tool_calls import CallIds
 class ChoiceStream:
     """Feeds outputs through the text stages and keeps log-probabilities beside their text."""
 
-    __slots__ = ("_logprobs", "_with_logprobs", "index", "text")
+    __slots__ = ("_held_ids", "_logprobs", "_with_logprobs", "index", "text")
 
     def __init__(
         self, index: int, texts: TokenTexts, options: TextOptions, call_id: CallIds, *, with_logprobs: bool
@@ -24,14 +24,18 @@ class ChoiceStream:
         self._with_logprobs = with_logprobs
         # (characters decoded before the token, its log-probability), held back as long as the text is.
         self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
+        # Ids of outputs of which nothing could be told yet.
+        self._held_ids: list[int] = []
 
     def feed(self, output: EngineOutput) -> ChoiceDelta | None:
         """The delta of an output, None when nothing is certain yet. It has a finish reason when the choice
-        ended.
+        ended. Ids behind a stop string are taken out of the output.
         """
         delta = ChoiceDelta(index=self.index, token_ids=output.token_ids)
         if self._with_logprobs:
             self._feed_with_logprobs(output, delta)
+        elif len(output.token_ids) > 1 and self.text.may_end:
+            self._feed_one_by_one(output, delta)
         else:
             self.text.feed(output.token_ids, delta)
         if self.text.ended:
@@ -39,22 +43,35 @@ class ChoiceStream:
         elif output.finish_reason is not None:
             self._end(delta, output.finish_reason)
         elif not (delta.content or delta.reasoning or delta.tool_calls or delta.logprobs):
+            self._held_ids += output.token_ids
             return None
+        if self._held_ids:
+            delta.token_ids, self._held_ids = [*self._held_ids, *output.token_ids], []
         return delta
 
     def end(self, reason: FinishReason) -> ChoiceDelta:
         """The last delta of a choice that the gateway ends."""
-        delta = ChoiceDelta(index=self.index)
+        delta = ChoiceDelta(index=self.index, token_ids=self._held_ids)
         self._end(delta, reason)
         return delta
 
     def _feed_with_logprobs(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        for token_id, logprob in zip(output.token_ids, output.logprobs, strict=False):
+        for number, (token_id, logprob) in enumerate(
+            zip(output.token_ids, output.logprobs, strict=False), start=1
+        ):
             self._logprobs.append((self.text.num_decoded, logprob))
             self.text.feed((token_id,), delta)
             if self.text.ended:
+                del output.token_ids[number:]
                 break
         self._release_logprobs(delta)
+
+    def _feed_one_by_one(self, output: EngineOutput, delta: ChoiceDelta) -> None:
+        for number, token_id in enumerate(output.token_ids, start=1):
+            self.text.feed((token_id,), delta)
+            if self.text.ended:
+                del output.token_ids[number:]
+                break
 
     def _release_logprobs(self, delta: ChoiceDelta) -> None:
         text = self.text

@@ -146,6 +146,9 @@ class Generation:
             outputs = await self._stream.take()
             now_s = time.monotonic()
             for output in outputs:
+                if output.choice_index not in self._open:
+                    # It came with the end of its choice: how far an engine was ahead is not charged.
+                    output.token_ids = []
                 self.meter.count(output, now_s)
                 delta = self._delta(output)
                 if delta is not None:
@@ -168,7 +171,9 @@ class Generation:
             raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()
+        num_tokens = len(output.token_ids)
         delta = choice.feed(output)
+        self.meter.completion_tokens -= num_tokens - len(output.token_ids)
         if output.prompt_logprobs:
             delta = delta or ChoiceDelta(index=choice.index)
             delta.prompt_logprobs = output.prompt_logprobs

@@ -82,6 +82,11 @@ class ChoiceText:
         return self._calls is not None and self._calls.num_calls > 0
 
     @property
+    def may_end(self) -> bool:
+        """Whether the text can be over before the engine says so."""
+        return self._single_call or self._stop.is_armed
+
+    @property
     def ended(self) -> bool:
         """Whether the text is over before the engine says so: a stop string, or the one allowed tool call."""
         if self._stop.matched is not None:

@@ -32,6 +32,11 @@ class StopStrings:
         self.matched: str | None = None
 
     @property
+    def is_armed(self) -> bool:
+        """Whether there is anything to stop at."""
+        return bool(self._patterns)
+
+    @property
     def num_held(self) -> int:
         """Characters held back."""
         return len(self._held)

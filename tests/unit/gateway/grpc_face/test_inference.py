@@ -50,6 +50,24 @@ async def test_chat_streams_and_ends_with_usage() -> None:
         assert ttft.total_s == pytest.approx(parts + ttft.serialize_s + ttft.network_s)
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
+@pytest.mark.parametrize("stop", ["", " STOP", "never"])
+async def test_generate_tells_every_token_id_up_to_a_stop_string(tokens_per_step: int, stop: str) -> None:
+    # Text is held back in the middle of a character, and where a stop string may begin.
+    engine = ScriptedEngine(reply=lambda _s, _c: encode("\u20ac STO\u00e9 STOP n\u00ea"))
+    engine.tokens_per_step = tokens_per_step
+    expected = "\u20ac STO\u00e9 STOP" + ("" if stop == " STOP" else " n\u00ea")
+    async with deployed(engine) as stack:
+        request = inference_pb2.GenerateRequest(model="tiny", text="hi")
+        request.sampling.max_tokens = 60
+        request.sampling.stop.extend([stop] if stop else [])
+        ids = []
+        async for response in stack.inference.Generate(request, metadata=METADATA):
+            ids += [id_ for choice in response.choices for id_ in choice.token_ids]
+        assert bytes(ids).decode() == expected
+        assert response.usage.completion_tokens == len(ids)
+
+
 async def test_generate_returns_token_ids_and_echoes() -> None:
     async with deployed() as stack:
         request = inference_pb2.GenerateRequest(model="tiny", text="ab", echo=True)

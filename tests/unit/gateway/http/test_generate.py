@@ -113,6 +113,20 @@ async def test_body_that_is_compressed_is_refused_by_the_header_that_says_so() -
                 assert response.json()["error"]["param"] == "content-encoding"
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_tokens_behind_a_stop_string_are_not_charged(
+    tokens_per_step: int, logprobs: int | None
+) -> None:
+    engine = ScriptedEngine(reply=lambda _s, _c: encode("one STOP and much more" * 3))
+    engine.tokens_per_step = tokens_per_step
+    async with deployed(engine) as stack:
+        body = {"model": "tiny", "prompt": "hi", "stop": [" STOP"], "max_tokens": 60, "logprobs": logprobs}
+        answer = (await stack.http.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == "one"
+        assert answer["usage"]["completion_tokens"] == len("one STOP")
+
+
 async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs() -> None:
     engine = ScriptedEngine(reply=lambda submit, choice: encode("one two STOP three") * 20)
     async with deployed(engine) as stack:
