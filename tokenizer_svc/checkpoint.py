@@ -16,6 +16,7 @@ from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.vocabulary import Vocabulary, build_vocabulary
 
 DEFAULT_TEMPLATE = "default"
+_LONG_PARTS = ("vocab", "merges")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -25,6 +26,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     # tokenizer.json with the tokens that only tokenizer_config.json declares added.
     tokenizer_json: str
+    # The same as a table, without vocabulary and merges, which take many times their text as objects.
     description: dict[str, Any]
     vocabulary: Vocabulary
     # Chat templates by name; empty when the checkpoint has none.
@@ -71,21 +73,23 @@ def _download(hub_id: str) -> Path:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads the directory; raises ConfigError naming the file at fault."""
-    description = _read_json(path / "tokenizer.json")
-    if description is None:
+    if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path}: tokenizer.json is missing; a fast tokenizer is needed")
     config = _read_json(path / "tokenizer_config.json") or {}
     tokenizer = _load_tokenizer(path, config)
     fingerprint = checkpoint_fingerprint(path)
     tokenizer_json = tokenizer.to_str()
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    vocabulary = build_vocabulary(json.loads(tokenizer_json), ids, fingerprint)
+    description = json.loads(tokenizer_json)
+    vocabulary = build_vocabulary(description, ids, fingerprint)
+    for name in _LONG_PARTS:
+        description["model"].pop(name, None)
     special_tokens = _special_tokens(config)
     generation = _read_json(path / "generation_config.json")
     return Checkpoint(
         path=path,
         tokenizer_json=tokenizer_json,
-        description=json.loads(tokenizer_json),
+        description=description,
         vocabulary=vocabulary,
         templates=_read_templates(path, config),
         special_tokens=special_tokens,

@@ -25,7 +25,7 @@ from engine.types import MemoryPlan, ModelFacts
 from observability import logging as json_logging
 from services.config import ModelConfig
 from services.errors import ConfigError
-from services.memory import use_huge_pages
+from services.memory import give_back, use_huge_pages
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ def serve_core(connection: CoreSocket) -> int:
     # What start-up left behind lives as long as the process; collections need not look at it again.
     gc.collect()
     gc.freeze()
+    give_back()
     use_huge_pages()
     # The first load report comes before readiness, so that whoever asks finds one.
     loop.publish()

@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from services.memory import give_back
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.courtesy import Courtesy
@@ -115,6 +116,7 @@ def main() -> None:
     # Copies share what is not touched.
     gc.collect()
     gc.freeze()
+    give_back()
     control.sendall(READY)
     while True:
         kind, handles, _, _ = socket.recv_fds(control, 1, 1)

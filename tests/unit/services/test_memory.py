@@ -43,3 +43,37 @@ def test_a_kernel_that_does_not_know_the_request_changes_nothing() -> None:
     unknown = _SETTLED.replace("memory.settle()", "memory._MADV_COLLAPSE = 9999; memory.settle()", 1)
     run = subprocess.run([sys.executable, "-c", unknown], capture_output=True, text=True, check=True)
     assert run.stdout.split()[0] == "0"
+
+
+_FREED = """
+import ctypes
+from pathlib import Path
+from services import memory
+
+def resident_kb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+# As services do that use large pieces again and again: freed ones are kept.
+libc.mallopt(-3, 32 << 20)
+libc.mallopt(-1, 512 << 20)
+pieces = [libc.malloc(1 << 20) for _ in range(96)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1 << 20)
+full = resident_kb()
+for piece in pieces[:-1]:
+    libc.free(piece)
+kept = resident_kb()
+memory.settle()
+print(full - kept, kept - resident_kb())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc keeps what is freed")
+def test_what_loading_has_freed_goes_back_to_the_system() -> None:
+    run = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True)
+    freed_kb, given_back_kb = map(int, run.stdout.split())
+    assert freed_kb < 16 * 1024, "freed memory is not kept here, so there is nothing to give back"
+    assert given_back_kb > 64 * 1024
