@@ -98,12 +98,17 @@ NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
 class Packing(Protocol):
     """Turns weights into products while a model is loaded, so that no more than a layer is held twice."""
 
+    # Whether float16 weights lose nothing by it; else they are rounded to the serving type.
+    keeps_float16: bool
+
     def pack(self, linear: Linear) -> None:
         """Makes the product of one linear layer."""
 
 
 class TorchPacking:
     """Products of torch. Which one serves a shape is found out while loading, not in the first step."""
+
+    keeps_float16 = False
 
     def pack(self, linear: Linear) -> None:
         _ = linear.product
@@ -241,6 +246,7 @@ def load_decoder(
         config=config,
         kernels=kernels,
         is_packed=packing is not None,
+        keeps_float16=packing is not None and packing.keeps_float16,
     ) as weights:
         model = Decoder(weights, spec, max_model_len=max_model_len, packing=packing)
         weights.finish()

@@ -78,6 +78,9 @@ def load_model(
         _log.info("kernels: %s", kernels)
     else:
         packing = NativePacking(NativePacker(library, num_threads=config.num_threads))
+    if spec.dtype == "float16" and dtype == torch.bfloat16:
+        kept = packing is not None and packing.keeps_float16
+        _log.info("float16 weights are %s", "kept" if kept else "rounded to bfloat16")
     decoder = load_decoder(
         folder,
         spec,

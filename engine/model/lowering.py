@@ -56,6 +56,7 @@ class NativePacking:
 
     def __init__(self, packer: NativePacker) -> None:
         self._packer = packer
+        self.keeps_float16 = packer.keeps_float16
 
     def pack(self, linear: Linear) -> None:
         """Packs weight and bias of a layer; those that were read are let go."""

@@ -99,7 +99,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights: int) -> str:
     """The serving type. "auto" is the checkpoint's on an accelerator; on a CPU float32 for small models, else
-    bfloat16 (also for float16 checkpoints, whose arithmetic CPUs lack).
+    bfloat16. (float16 weights stay as they are where the native kernels multiply float16, and are rounded to
+    bfloat16 elsewhere; activations are never float16.)
     """
     if config.dtype != "auto":
         return config.dtype

@@ -16,7 +16,7 @@ from engine.kernels.attention.native import AttentionArgs, AttentionPlan, Attent
 from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
 from engine.kernels.linear.native import NativeProduct, PackedWeight, gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.embedding import EmbeddingArgs
+from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache import LayerCache
@@ -66,13 +66,12 @@ class ProgramBuilder:
     def embed(self) -> None:
         """Token ids to the stream."""
         table = self.model.embedding.contiguous()
-        bfloat16 = table.dtype == torch.bfloat16
         args = EmbeddingArgs(
             self.step,
             table.data_ptr(),
             self.stream.data_ptr(),
             self.spec.hidden_size,
-            bfloat16,
+            TABLE_TYPES[table.dtype],
             self._embedding_scale(table.dtype),
         )
         self.add("embedding", args, table)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, WeightFormat
-from engine.kernels.linear.formats import stack
+from engine.kernels.linear.formats import is_finite, scales_of, stack
 from engine.kernels.paged_cache.memory import empty_on_huge_pages
 from engine.kernels.selection import Kernels, torch_kernels
-from engine.model.checkpoint import TensorHeader, is_gguf, read_headers
+from engine.model.checkpoint import TensorHeader, folder_of, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
 from engine.model.spec import CheckpointError
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import Scheme
-from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, mxfp4_weight, read_weight
+from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
 
 Progress = Callable[[str, float], None]
 # Buffers that old checkpoints carry and that are computed here, and static ranges of a quantized KV cache,
@@ -61,8 +61,11 @@ class WeightReader:
         config: EngineConfig | None = None,
         kernels: Kernels | None = None,
         is_packed: bool = False,
+        keeps_float16: bool = False,
     ) -> None:
-        """`is_packed`: weights of linear layers are copied by those who take them, and let go."""
+        """`is_packed`: weights of linear layers are copied by those who take them, and let go.
+        `keeps_float16`: they take float16 as it is, so it is not rounded to bfloat16.
+        """
         self.folder = folder
         self._is_packed = is_packed
         self.scheme = scheme
@@ -70,6 +73,8 @@ class WeightReader:
         # What the layers that are built from these weights compute with.
         self.kernels = kernels or torch_kernels()
         self.dtype = dtype
+        # Calibration computes a layer with torch, in the serving type.
+        self._keeps_float16 = keeps_float16 and dtype == torch.bfloat16 and not self.calibrates
         self.device = device
         self.progress = progress
         self.headers = read_headers(folder)
@@ -90,12 +95,15 @@ class WeightReader:
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, converted. Raises CheckpointError when it is missing or of another shape."""
         tensor = self.stored(name, shape)
-        return tensor.to(dtype or self.dtype) if tensor.dtype.is_floating_point else tensor
+        return tensor.to(dtype or self._taken(tensor)) if tensor.dtype.is_floating_point else tensor
+
+    def _taken(self, stored: Tensor) -> torch.dtype:
+        return torch.float16 if self._keeps_float16 and stored.dtype == torch.float16 else self.dtype
 
     def keep(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> Tensor:
         """As `take`, for a tensor that is used as it is while the model lives."""
         stored = self.stored(name, shape)
-        tensor = stored.to(dtype or self.dtype)
+        tensor = stored.to(dtype or self._taken(stored))
         if not self._is_packed or tensor.data_ptr() != stored.data_ptr():
             return tensor
         return empty_on_huge_pages(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -142,6 +150,8 @@ class WeightReader:
             groups = inputs // MXFP4_GROUP
             blocks = self.stored(f"{name}_blocks", (count, outputs, groups, MXFP4_GROUP // 2))
             scales = self.stored(f"{name}_scales", (count, outputs, groups))
+            if bool((scales == MXFP4_NAN).any()):
+                raise self._not_finite(f"{name}_scales")
             return lambda index: mxfp4_weight(blocks[index], scales[index])
         dense = self.take(name, (count, inputs, outputs))
         return lambda index: DenseWeight(values=dense[index].T.contiguous())
@@ -164,6 +174,8 @@ class WeightReader:
         if self.scheme is not None:
             weight = read_weight(self, name, outputs, inputs, self.scheme)
             if weight is not None:
+                if self._gguf is not None and not all(map(is_finite, scales_of(weight))):
+                    raise self._not_finite(f"{name}.weight")
                 return weight
         return DenseWeight(values=self.take(f"{name}.weight", (outputs, inputs)))
 
@@ -177,10 +189,21 @@ class WeightReader:
                 tensor = self._open(header.file).get_tensor(name)
             except SafetensorError as error:
                 raise CheckpointError(
-                    f"{self.folder}/{header.file}: tensor {name} cannot be read: {error}"
+                    f"{self._file(header)}: tensor {name} cannot be read: {error}"
                 ) from error
         self._count(name, header)
+        if not is_finite(tensor):
+            raise self._not_finite(name)
         return tensor.to(self.device)
+
+    def _file(self, header: TensorHeader) -> Path:
+        return folder_of(self.folder) / header.file
+
+    def _not_finite(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file(self.headers[name])}: tensor {name} holds numbers that are not finite; copy or "
+            "download the file again, or repeat the conversion that wrote it"
+        )
 
     def _header(self, name: str, shape: tuple[int, ...] | None) -> TensorHeader:
         header = self.headers.get(name)
@@ -191,7 +214,7 @@ class WeightReader:
             raise CheckpointError(f"{self.folder}: tensor {name}{of_shape} is missing{hint}")
         if shape is not None and header.shape != shape:
             raise CheckpointError(
-                f"{self.folder}/{header.file}: tensor {name} has shape {list(header.shape)}, "
+                f"{self._file(header)}: tensor {name} has shape {list(header.shape)}, "
                 f"but config.json implies {list(shape)}"
             )
         return header

@@ -209,6 +209,8 @@ def _mxfp4(source: TensorSource, name: str, outputs: int, inputs: int, scheme: S
 # Twice the magnitudes of fp4 (e2m1): whole numbers, so that levels of int8 hold them exactly.
 _TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
 MXFP4_GROUP = 32
+# The exponent that is no number.
+MXFP4_NAN = 255
 
 
 def mxfp4_weight(blocks: Tensor, scales: Tensor) -> Int8Weight:

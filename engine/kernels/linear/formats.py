@@ -27,6 +27,8 @@ INT4_MIDDLE = 8
 # Inputs, and outputs, that share a scale in fp8 weights by blocks; largest magnitude of float8_e4m3.
 FP8_BLOCK = 128
 FP8_LIMIT = 448.0
+# Smallest magnitude, as a number of 7 bits, that is not finite.
+FP8_NOT_FINITE = {torch.float8_e4m3fn: 127, torch.float8_e5m2: 124}
 
 Activations = Literal["float", "int8"]
 
@@ -191,6 +193,23 @@ def rows_of(weight: WeightFormat, part: slice | Tensor) -> WeightFormat:
     return replace(weight, packed=weight.packed[part], scale=weight.scale[part], minimum=minimum)
 
 
+def scales_of(weight: WeightFormat) -> list[Tensor]:
+    """Scales and minima of a quantized weight."""
+    found = (getattr(weight, name, None) for name in ("scale", "minimum"))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a stored tensor are, in one pass at the speed of memory."""
+    if tensor.dtype in FP8_NOT_FINITE:
+        magnitudes = tensor.view(torch.uint8) & 127
+        return not bool((magnitudes >= FP8_NOT_FINITE[tensor.dtype]).any())
+    if not tensor.dtype.is_floating_point:
+        return True
+    # One that is not finite makes the sum so; a sum may also be too large for the type.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
     """One weight with the outputs of all of them (equal K), first to last.
 
@@ -206,10 +225,15 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
     elif all(isinstance(weight, Fp8Weight) for weight in weights):
         stacked = _stack_fp8([w for w in weights if isinstance(w, Fp8Weight)])
     else:
-        stacked = None
+        stacked = _stack_dense([w for w in weights if isinstance(w, DenseWeight)], len(weights))
     if stacked is not None:
         return stacked
     return DenseWeight(values=torch.cat([weight.dequantize().to(dtype) for weight in weights]))
+
+
+def _stack_dense(weights: list[DenseWeight], count: int) -> DenseWeight | None:
+    alike = len(weights) == count and len({weight.values.dtype for weight in weights}) == 1
+    return DenseWeight(values=torch.cat([w.values for w in weights])) if alike else None
 
 
 def _stack_int8(weights: list[Int8Weight]) -> Int8Weight | None:

@@ -22,6 +22,8 @@ OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
 # Groups of inputs must be a multiple of this, by packed format.
 GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
+# Outputs of a float16 weight that are packed at a time, through float32; a multiple of a panel's.
+PIECE_OUTPUTS = 4096
 
 
 class PackedWeightStruct(ctypes.Structure):
@@ -119,9 +121,16 @@ class NativePacker:
         self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
         self._own_scales = library.function("millrace_own_scales", c_int64, (c_int64,))
 
+    @property
+    def keeps_float16(self) -> bool:
+        """Whether the 16 bits of a packed weight are those of float16, so that float16 loses nothing."""
+        return bool(self._own_scales(BFLOAT16))
+
     def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
         """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""
         source, scale, minimum, form = _plain(weight)
+        if source.dtype == torch.float16 and not self.keeps_float16:
+            source, form = source.float(), FLOAT32
         outputs, inputs = weight.shape
         padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
@@ -141,6 +150,32 @@ class NativePacker:
         struct.bias = None if bias is None else take(padded_outputs * 4)
         struct.smoothing = self._kept(getattr(weight, "smoothing", None), torch.float32)
         struct.order = self._kept(getattr(weight, "order", None), torch.int64)
+        if source.dtype == torch.float16:
+            self._pack_float16(source, bias, struct)
+        else:
+            self._run(source, bias, scale, minimum, struct)
+        return PackedWeight(struct, self.arena)
+
+    def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: PackedWeightStruct) -> None:
+        """Piece by piece, each in float32 for as long as it takes."""
+        for first in range(0, source.shape[0], PIECE_OUTPUTS):
+            part = slice(first, first + PIECE_OUTPUTS)
+            piece = PackedWeightStruct.from_buffer_copy(struct)
+            piece.outputs = min(PIECE_OUTPUTS, source.shape[0] - first)
+            piece.data += first * struct.padded_inputs * source.element_size()
+            piece.scales += first * 4
+            if bias is not None:
+                piece.bias += first * 4
+            self._run(source[part].float(), None if bias is None else bias[part], None, None, piece)
+
+    def _run(
+        self,
+        source: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        minimum: Tensor | None,
+        struct: PackedWeightStruct,
+    ) -> None:
         args = _PackArgs(
             source.data_ptr(),
             source.element_size(),
@@ -150,7 +185,6 @@ class NativePacker:
             struct,
         )
         self.library.run([Op(self.library, "pack_weight", args)], num_threads=self.num_threads)
-        return PackedWeight(struct, self.arena)
 
     def _kept(self, values: Tensor | None, dtype: torch.dtype) -> int | None:
         """Address of a copy in the arena."""
@@ -226,9 +260,9 @@ def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, 
     """Values, scales [N, G], minimums [N, G] and the packed format."""
     if isinstance(weight, DenseWeight):
         values = weight.values
-        if values.dtype not in (torch.float32, torch.bfloat16):
+        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.float()
-        form = BFLOAT16 if values.dtype == torch.bfloat16 else FLOAT32
+        form = FLOAT32 if values.dtype == torch.float32 else BFLOAT16
         return values.contiguous(), None, None, form
     scale = weight.scale.float().contiguous()
     if isinstance(weight, Int4Weight):

@@ -7,10 +7,10 @@ namespace millrace {
 
 struct EmbeddingArgs {
   const Step* step;
-  const void* table;  // [V, width] float32 or bfloat16
+  const void* table;  // [V, width]
   float* out;         // [T, width]
   int64_t width;
-  int64_t bfloat16;  // whether the table is
+  int64_t type;  // of the table: 0 float32, 1 bfloat16, 2 float16
   float scale;       // every element is multiplied by it
 };
 

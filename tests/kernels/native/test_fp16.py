@@ -120,3 +120,19 @@ def test_less_is_lost_than_by_bfloat16(native: NativeLibrary, kind: str, inputs:
     rounded = (x.bfloat16().double() @ weight.double().T).bfloat16().double()
     allowed = float((rounded - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
     assert near(product(native, weight, x), exact, allowed)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 64, 150])
+def test_float16_weights_are_exact(
+    native: NativeLibrary, num_outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of float16 in float16, subnormal ones included, by pieces of two panels, each with its bias."""
+    monkeypatch.setattr(linear_native, "PIECE_OUTPUTS", 128)
+    torch.manual_seed(num_outputs)
+    weight = (torch.randn(num_outputs, 70) * 2.0 ** torch.randint(-24, 0, (num_outputs, 70))).half()
+    weight[:, 0] = 0.75
+    bias = torch.randn(num_outputs).half()
+    packed = NativePacker(native, num_threads=2).pack(DenseWeight(values=weight), bias)
+    assert torch.equal(NativeProduct(packed)(torch.zeros(3, 70)), bias.float().expand(3, -1))
+    unbiased = NativePacker(native, num_threads=2).pack(DenseWeight(values=weight))
+    assert torch.equal(NativeProduct(unbiased)(torch.eye(70)).T, weight.float())

@@ -213,6 +213,12 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
         assert isinstance(runner.model.layers[0].feed_forward.experts[0].gate_up.weight, Int8Weight)
     finally:
         runner.close()
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj_scales holds numbers that are not"
+    ):
+        open_runner(tmp_path)
 
 
 def test_settings_of_older_tools_are_found(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from engine.config import SchedulerConfig
 from engine.kernels.native import NativeUnavailableError, load_native
-from engine.kernels.native.library import Program
+from engine.kernels.native.build import machine_levels
+from engine.kernels.native.library import Program, load_level
 from engine.model.lowering import NativeDecoder
 from engine.runner.torch_runner import TorchRunner
 from engine.types import SamplingParams
@@ -248,3 +249,30 @@ def test_hidden_states_of_padding_are_not_computed(tmp_path: Path) -> None:
         for tensor in layer.tensors():
             assert torch.isnan(tensor[spare]).all()
     runner.close()
+
+
+@pytest.mark.parametrize("level", ["avx512", "avx512_fp16"])
+def test_float16_checkpoints(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served in 16 bits: exactly where float16 is multiplied, rounded to bfloat16 elsewhere."""
+    if level not in machine_levels():
+        pytest.skip(f"the processor has no {level}")
+    monkeypatch.setattr("engine.model.loading.load_native", lambda: load_level(level))
+    model = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True).half()
+    model.save_pretrained(tmp_path)
+    runner = open_runner(tmp_path, native="required", dtype="bfloat16")
+    assert isinstance(runner.model, NativeDecoder)
+    output = runner.model.model.layers[1].attention.output
+    found = {
+        "model.layers.1.self_attn.o_proj.weight": output.product(torch.eye(48)).T,
+        "model.embed_tokens.weight": runner.model.model.head.product(torch.eye(48)).T,
+    }
+    (job,) = Driver(runner).run([Job(prompt_of(30, 199), num_tokens=8, sampling=GREEDY)])
+    runner.close()
+    for name, values in found.items():
+        stored = model.state_dict()[name]
+        kept = stored if level == "avx512_fp16" else stored.bfloat16()
+        assert torch.equal(values, kept.float())
+    reference = open_runner(tmp_path, native="off")
+    (other,) = Driver(reference).run([Job(prompt_of(30, 199), num_tokens=8, sampling=GREEDY)])
+    reference.close()
+    assert_near(job, other, 0.01 if level == "avx512_fp16" else BFLOAT16_TOLERANCE)
