@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -59,6 +59,8 @@ class Generation:
         self._on_settled = settle
         self._deadline: asyncio.TimerHandle | None = None
         self._finish_reason: FinishReason | None = None
+        # Nothing more is paid for, and something came that is not told for that.
+        self._is_spent = False
         self._settled = False
         # Nothing was generated, and no engine has worked on the prompt: nothing is charged.
         self._is_refunded = False
@@ -144,6 +146,9 @@ class Generation:
         deltas: list[ChoiceDelta] = []
         while self._open and not deltas:
             outputs = await self._stream.take()
+            budget = self._reservation.remaining_completion_budget()
+            if budget is not None:
+                budget = await self._pay(outputs, budget)
             now_s = time.monotonic()
             for output in outputs:
                 if output.choice_index not in self._open:
@@ -153,7 +158,6 @@ class Generation:
                 delta = self._delta(output)
                 if delta is not None:
                     deltas.append(delta)
-            budget = self._reservation.remaining_completion_budget()
             if budget is not None and self.meter.completion_tokens >= budget and self._open:
                 await self._meet_budget(deltas)
             if self.judge is not None:
@@ -187,8 +191,22 @@ class Generation:
         del self._open[choice.index]
         self._finish_reason = self._finish_reason or reason
 
+    async def _pay(self, outputs: Sequence[EngineOutput], budget: int) -> int:
+        """Reserves what these outputs are beyond the budget, and returns the new one; takes out of them what
+        nobody pays for. They come as many as the event loop was late.
+        """
+        needed = self.meter.completion_tokens + sum(len(output.token_ids) for output in outputs)
+        while needed > budget:
+            granted = await self._reservation.extend()
+            if not granted:
+                self._is_spent = True
+                _cut(outputs, budget - self.meter.completion_tokens)
+                break
+            budget += granted
+        return budget
+
     async def _meet_budget(self, deltas: list[ChoiceDelta]) -> None:
-        if await self._reservation.extend():
+        if not self._is_spent and await self._reservation.extend():
             return
         self._stream.cancel(CancelReason.BUDGET)
         for choice in list(self._open.values()):
@@ -235,6 +253,19 @@ class Generation:
                 usage.completion_tokens,
                 cached_prompt_tokens=usage.cached_prompt_tokens,
             )
+
+
+def _cut(outputs: Sequence[EngineOutput], num_tokens: int) -> None:
+    """Leaves so many tokens to the outputs, in their order; a choice that loses some has not ended."""
+    shortened: set[int] = set()
+    for output in outputs:
+        if len(output.token_ids) > num_tokens:
+            output.token_ids = output.token_ids[:num_tokens]
+            output.logprobs = output.logprobs[:num_tokens]
+            shortened.add(output.choice_index)
+        if output.choice_index in shortened:
+            output.finish_reason = None
+        num_tokens -= len(output.token_ids)
 
 
 def _deadline_exceeded() -> MillraceError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.rig.deployment import deployed, signed_context
+from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode
 
@@ -125,6 +125,44 @@ async def test_tokens_behind_a_stop_string_are_not_charged(
         answer = (await stack.http.post("/v1/completions", json=body)).json()
         assert answer["choices"][0]["text"] == "one"
         assert answer["usage"]["completion_tokens"] == len("one STOP")
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 64])
+@pytest.mark.parametrize(("asked", "chunk"), [(60, 1024), (None, 8)])
+async def test_answer_ends_where_the_budget_ends_however_late_it_is_seen(
+    tokens_per_step: int, asked: int | None, chunk: int
+) -> None:
+    engine = ScriptedEngine(reply=lambda _s, _c: encode("abcdefghij" * 10), tokens_per_step=tokens_per_step)
+    tables = {
+        "tenant": {"monthly_tokens": 33},
+        "gateway": {"limits": {"default_completion_tokens": chunk}},
+    }
+    async with deployed(engine, tables=tables) as stack:
+        choice, usage = await _answer(stack, asked)
+        # All but the prompt's tokens.
+        granted = 33 - usage["prompt_tokens"]
+        assert usage["completion_tokens"] == granted
+        assert choice["message"]["content"] == ("abcdefghij" * 10)[:granted]
+        assert len(choice["logprobs"]["content"]) == granted
+        assert choice["finish_reason"] == "length"
+        refused = await stack.chat(max_tokens=1)
+        assert refused.json()["error"]["metadata"] == {"limit": "33", "used": "33"}
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 64])
+async def test_answer_within_the_budget_is_whole(tokens_per_step: int) -> None:
+    engine = ScriptedEngine(reply=lambda _s, _c: encode("abcdefghij" * 10), tokens_per_step=tokens_per_step)
+    limits = {"default_completion_tokens": 8}
+    tables = {"tenant": {"monthly_tokens": 1000}, "gateway": {"limits": limits}}
+    async with deployed(engine, tables=tables) as stack:
+        choice, _ = await _answer(stack, None)
+        assert choice["message"]["content"] == "abcdefghij" * 10
+
+
+async def _answer(stack: Deployment, max_tokens: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    response = await stack.chat(max_tokens=max_tokens, logprobs=True)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0], response.json()["usage"]
 
 
 async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs() -> None:
