@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from services.bench.events import EventStream
 
@@ -93,6 +92,9 @@ class Percentiles(msgspec.Struct, frozen=True):
         """None for an empty sample."""
         if not seconds:
             return None
+        # Not at the top: every command of the command line loads this module, the supervisor's as well.
+        import numpy as np
+
         values = np.asarray(seconds) * 1000
         return cls(
             *(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
 
 from services.errors import ConfigError
+
+# Imported where it is used: every command of the command line loads this module, the supervisor's as well.
+if TYPE_CHECKING:
+    import numpy as np
 
 # How prompts are made: random token ids, random words, or random words as a chat message.
 PromptKind = Literal["token_ids", "text", "chat"]
@@ -57,9 +62,9 @@ class Lengths(msgspec.Struct, frozen=True):
             return [int(self.low)] * count
         if self.kind == "uniform":
             return [int(value) for value in generator.integers(int(self.low), int(self.high) + 1, count)]
-        logarithms = generator.normal(np.log(self.low), self.high, count)
-        drawn = np.exp(np.minimum(logarithms, np.log(_MAX_LENGTH)))
-        return [max(1, round(float(value))) for value in drawn]
+        logarithms = generator.normal(math.log(self.low), self.high, count)
+        longest = math.log(_MAX_LENGTH)
+        return [max(1, round(math.exp(min(float(value), longest)))) for value in logarithms]
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +88,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         if not self.open_loop:
             return [0.0] * count
         gaps = generator.gamma(self.burstiness, 1.0 / (self.rate * self.burstiness), count)
-        return [float(moment) for moment in np.cumsum(gaps)]
+        return list(accumulate(map(float, gaps)))
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +124,9 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(workload: Workload, model: str) -> list[PlannedRequest]:
     """The requests in the order of their starts."""
-    generator = np.random.default_rng(workload.seed)
+    from numpy.random import default_rng
+
+    generator = default_rng(workload.seed)
     count = workload.num_requests
     starts = workload.arrivals.starts(generator, count)
     inputs = workload.input_tokens.draw(generator, count)
@@ -147,8 +154,9 @@ def _draw_tiers(generator: np.random.Generator, tiers: Mapping[str, float], coun
     if not tiers:
         return [""] * count
     names = list(tiers)
-    shares = np.array([tiers[name] for name in names], dtype=float)
-    return [names[choice] for choice in generator.choice(len(names), count, p=shares / shares.sum())]
+    total = math.fsum(tiers.values())
+    shares = [share / total for share in tiers.values()]
+    return [names[choice] for choice in generator.choice(len(names), count, p=shares)]
 
 
 def _tokens(generator: np.random.Generator, workload: Workload, count: int) -> list[int]:

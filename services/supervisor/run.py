@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Mapping
 
 from rich.console import Console
 
+from services import memory
 from services.errors import ConfigError
 from services.supervisor.checks import check_tables
 from services.supervisor.config import Options, state_directory
@@ -67,6 +69,9 @@ async def _run(layout: Layout, console: Console) -> int:
             stack.kill()
     announce(summary(layout, stack.log_directory))
     announce(f"\nHealthy after {elapsed_s:.1f} s.")
+    # It waits for days, and what it started with need not wait with it.
+    gc.collect()
+    memory.give_back()
     await signals.first
     announce("Stopping; streams in flight may finish (once more Ctrl-C ends them).")
     stopping = asyncio.create_task(stack.stop())
