@@ -98,6 +98,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # Addresses of the engines. Used with discovery "static".
     engines: tuple[str, ...] = ("127.0.0.1:50071",)
     # "static", "dns:<host>:<port>" (every A/AAAA record is an engine) or "file:<path>" (one address a line).
+    # A name without records, or a file without addresses or with something else, changes nothing.
     discovery: str = "static"
     discovery_interval_s: PositiveFloat = 5.0
     # Streams in flight at SIGTERM may go on for this long.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from services.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 Lookup = Callable[[], Awaitable[list[str]]]
+
+# host:port, [IPv6]:port, with gRPC's dns: or without; or a Unix socket.
+_ADDRESS = re.compile(r"unix:\S+|(?:dns:/*)?(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
+# Whoever writes a file in place has been through with it for at least this long.
+_SETTLED_S = 0.05
 
 
 def lookup_of(discovery: str, static: Sequence[str]) -> Lookup:
@@ -53,10 +60,24 @@ async def _dns(host: str, port: int) -> list[str]:
 
 
 def _file(path: Path) -> list[str]:
+    """The addresses in a file. Raises ValueError for one that is being written, or cannot be meant: engines
+    are not given up for that.
+    """
+    content = path.read_bytes()
+    time.sleep(_SETTLED_S)
+    if path.read_bytes() != content:
+        raise ValueError(f"{path} is being written")
     # With or without a byte order mark; what is not UTF-8 can only be a comment, or no address.
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    text = content.decode("utf-8-sig", errors="replace")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
+    # What stands there twice is one engine.
+    addresses = list(dict.fromkeys(line for line in lines if line))
+    wrong = next((each for each in addresses if not _ADDRESS.fullmatch(each)), None)
+    if wrong is not None:
+        raise ValueError(f"{path}: {wrong!r} is not host:port")
+    if not addresses:
+        raise ValueError(f"{path} names no engine")
+    return addresses
 
 
 async def follow(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from gateway.engines.discovery import follow, lookup_of
 
@@ -25,6 +28,31 @@ async def test_file_that_is_not_utf_8_is_followed_on(tmp_path: Path) -> None:
     following.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await following
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"# none\n", b"two:2\nthree", b"one:1, two:2\n", "two:2\n".encode("utf-16"), b"two:x\n"]
+)
+async def test_file_that_cannot_be_meant_takes_no_engine_away(tmp_path: Path, content: bytes) -> None:
+    listing = tmp_path / "engines"
+    lookup = lookup_of(f"file:{listing}", ())
+    listing.write_bytes(b"one:1\n[::1]:50071\none:1\n")
+    assert await lookup() == ["one:1", "[::1]:50071"]
+    listing.write_bytes(content)
+    with pytest.raises(ValueError, match=r"engines"):
+        await lookup()
+
+
+async def test_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    listing = tmp_path / "engines"
+    listing.write_text("one:1\ntwo:20")
+    # What was read is looked at again after a moment.
+    lookup = asyncio.ensure_future(lookup_of(f"file:{listing}", ())())
+    while not lookup.done():
+        listing.write_text(f"one:1\ntwo:20{time.monotonic_ns() % 1000}\n")
+        await asyncio.sleep(0.005)
+    with pytest.raises(ValueError, match="being written"):
+        await lookup
 
 
 async def test_lookup_that_fails_changes_nothing() -> None:
