@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.closing import EndFinder, Mark, first_mark, margin
 from engine.types import GrammarSpec
+from services.grammar import PARSER_LIMITS
 from services.vocabulary import whole_tokenizer_json
 
 BACKEND = "llguidance/1"
@@ -183,7 +184,9 @@ class GrammarEngine:
         """
         if grammar.backend != BACKEND:
             raise GrammarError(f"grammar: back end {grammar.backend!r} is not supported, only {BACKEND!r}")
-        inner = llguidance.LLMatcher(self._load_tokenizer(), grammar.payload.decode(), log_level=0)
+        limits = llguidance.LLParserLimits(**PARSER_LIMITS)
+        text = grammar.payload.decode()
+        inner = llguidance.LLMatcher(self._load_tokenizer(), text, log_level=0, limits=limits)
         if inner.is_error():
             raise GrammarError(f"grammar: {_reason(inner)}")
         matcher = Matcher(inner, self._finder, limit)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
@@ -54,5 +55,25 @@ def test_the_engine_builds_a_matcher_from_every_artifact(
         assert masks.problems == [""]
         assert np.any(masks.masks != 0)
         assert np.any(masks.masks != -1)
+    finally:
+        engine.close()
+
+
+def test_the_engine_follows_what_the_bounds_of_both_admit(tmp_path: Path) -> None:
+    """More optional properties than the library's own bounds let it follow."""
+    checkpoint = load_checkpoint(make("qwen_tools", tmp_path))
+    backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
+    properties = {f"p{number}": {"type": "integer"} for number in range(700)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    asked = service.GrammarRequest(response_format=JsonSchemaFormat(json.dumps(schema)))
+    reply = build(asked, backend, LIMITS)
+    assert reply.built is not None
+    ids = Tokenizer.from_str(checkpoint.tokenizer_json).encode('{"p3":1,"p650":2}').ids
+    engine = engine_grammar.GrammarEngine(
+        tmp_path, len(checkpoint.vocabulary.tokens), checkpoint.eos_token_ids
+    )
+    try:
+        spec = GrammarSpec(digest="d", payload=reply.built.payload, backend=service.BACKEND)
+        assert engine.matcher(spec, ()).accept(ids) == len(ids)
     finally:
         engine.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import llguidance
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
+from services.grammar import PARSER_LIMITS
 from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, for_back_end
 
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
 Grammar = dict[str, Any]
+# Processor time that an engine may need to begin with a grammar: all its answers wait meanwhile.
+_MAX_START_S = 0.25
 
 
 class Backend:
@@ -27,13 +31,49 @@ class Backend:
             token["content"]: token["id"] for token in added if self._tokenizer.is_special_token(token["id"])
         }
 
+        # The same by their first character, with the lengths that there are.
+        self._names: dict[str, tuple[set[int], set[str]]] = {}
+        for name in self.named_tokens:
+            lengths, names = self._names.setdefault(name[0], (set(), set()))
+            lengths.add(len(name))
+            names.add(name)
+
+    def spells_control_token(self, grammar: str) -> bool:
+        """Whether the text of a control token stands in `grammar`, as it is or escaped."""
+        text = grammar.replace("\\", "")
+        for first, (lengths, names) in self._names.items():
+            place = text.find(first)
+            while place >= 0:
+                if any(text[place : place + length] in names for length in lengths):
+                    return True
+                place = text.find(first, place + 1)
+        return False
+
     def error(self, grammar: str) -> str:
         """Why `grammar` cannot be used, or ""."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error() and ("$ref" in grammar or "lark_grammar" in grammar):
-            # Rules that only refer to each other are well-formed and still have no way to begin.
-            matcher.compute_bitmask()
-        return str(matcher.get_error()) if matcher.is_error() else ""
+        start_s = time.thread_time()
+        limits = LLParserLimits(**PARSER_LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            self._begin(matcher)
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if time.thread_time() - start_s > _MAX_START_S:
+            return (
+                f"its first token takes more than {_MAX_START_S * 1e3:.0f} ms of the processor, and all "
+                "other answers would wait for it; repeat and list less in it"
+            )
+        return ""
+
+    def _begin(self, matcher: LLMatcher) -> None:
+        """Takes the first token. Rules that only refer to each other are well-formed and still have no way to
+        begin, and some expressions run out of bounds only there.
+        """
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        for token in self._tokenizer.eos_tokens:
+            allowed &= ~(1 << token)
+        if allowed and not matcher.is_error():
+            matcher.try_consume_tokens([allowed.bit_length() - 1])
 
 
 def serialize(grammars: list[Grammar]) -> str:

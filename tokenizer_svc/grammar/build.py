@@ -6,6 +6,7 @@ Runs in a worker process; everything here may be slow, and is killed when it is.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,18 @@ from tokenizer_svc.types import (
     ResponseFormat,
 )
 
+# Turns on the flag that makes white space and comments of a regular expression layout.
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
+# Where in the text that is written for the back end its error is.
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+# Begin the errors of what runs out of the bounds of `services.grammar`.
+_OUT_OF_BOUNDS = (
+    "lexer error: too many expressions",
+    "initial lexer configuration",
+    "Parser Error: Current row",
+)
+# Makes the library not tokenize what has to come next.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # Definitions that are repaired one after the other.
 _MAX_REPAIRS = 12
 
@@ -71,6 +84,8 @@ def _written(grammars: list[Grammar], backend: Backend, limits: BuildLimits) -> 
     for _ in range(_MAX_REPAIRS):
         try:
             payload = serialize(grammars)
+            if backend.spells_control_token(payload):
+                payload = serialize(_unforced(grammars, backend))
         except ValueError:
             return "", "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
         if len(payload) > limits.max_artifact_bytes:
@@ -95,7 +110,8 @@ def _without_culprits(
 
     Raises _Refusal when strict, with those keywords, and for all others that it stops at.
     """
-    told, field, form = _told(error), _field(request), request.response_format
+    form = request.response_format
+    told, field = _told(error, form), _field(request)
     if not isinstance(form, JsonSchemaFormat) or request.tools is not None or _is_unsatisfiable(error):
         raise _Refusal(told, field, enforcement)
     lenient = msgspec.structs.replace(
@@ -146,14 +162,18 @@ def _is_unsatisfiable(error: str) -> bool:
     return error.startswith("Unsatisfiable schema")
 
 
-def _told(error: str) -> str:
-    """The back end's error for the sender: without the names of rewritten definitions."""
+def _told(error: str, form: ResponseFormat | None) -> str:
+    """The back end's error for the sender: without places and names of what was written for the back end."""
     lines = error.strip().splitlines() or ["the grammar cannot be compiled"]
-    line = lines[0]
+    line = lines[0] if isinstance(form, LarkFormat) else _PLACE.sub("", lines[0])
     # Of a regular expression's error the last line has the reason.
     detail = next((each for each in lines[1:] if each.startswith("error: ")), "")
     if detail:
-        return f"{line} {detail.removeprefix('error: ')}"
+        line = f"{line} {detail.removeprefix('error: ')}"
+    if isinstance(form, RegexFormat) and line.startswith("invalid regex"):
+        return f"{line}; patterns are those of Rust's regex: no look-around, back-references or \\b"
+    if line.startswith(_OUT_OF_BOUNDS):
+        return f"{line}: it needs more work than one token may cost; repeat and list less in it"
     if _is_unsatisfiable(line):
         return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
     return line
@@ -182,6 +202,20 @@ def _grammars(
     return grammars, enforcement
 
 
+def _unforced(grammars: list[Grammar], backend: Backend) -> list[Grammar]:
+    """Text that spells a control token has to come in other tokens, but the library forces that one, and then
+    refuses it. Where such text is asked for it forces nothing.
+    """
+    asked = [each for each in grammars if each["name"] not in ("tool_calls", "reasoning")]
+    first = grammars[0]
+    if not asked or not backend.spells_control_token(serialize(asked)):
+        return grammars
+    if "lark_grammar" in first:
+        return [{**first, "lark_grammar": _NO_FORCING + first["lark_grammar"]}, *grammars[1:]]
+    start = {"name": "start", "lark_grammar": f"{_NO_FORCING}start: @{first['name']}\n"}
+    return [start, *grammars]
+
+
 def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
     """Free text up to the end of the reasoning block, then the grammar called `then`."""
     if THINK_CLOSE in token_ids:
@@ -200,11 +234,9 @@ def _answer(
         case JsonSchemaFormat():
             return _schema_answer(form, limits, left_out)
         case RegexFormat(pattern=pattern):
-            return {
-                "lark_grammar": f"start: ANSWER\nANSWER: /{llguidance.regex_to_lark(pattern, '')}/\n"
-            }, None
+            return {"lark_grammar": f"start: ANSWER\nANSWER: /{_lark_pattern(pattern)}/\n"}, None
         case ChoiceFormat(options=options):
-            alternatives = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+            alternatives = " | ".join(map(_lark_string, options))
             return {"lark_grammar": f"start: ANSWER\nANSWER: {alternatives}\n"}, None
         case LarkFormat(grammar=grammar):
             return {"lark_grammar": grammar}, None
@@ -213,6 +245,24 @@ def _answer(
                 return {"lark_grammar": gbnf_to_lark(grammar)}, None
             except GbnfError as error:
                 raise _Refusal(str(error), "response_format.ebnf") from error
+
+
+def _lark_pattern(pattern: str) -> str:
+    """Raises _Refusal for what the library would write as another pattern."""
+    field = "response_format.regex"
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise _Refusal("the pattern ends with a backslash that escapes nothing; remove or double it", field)
+    if "\n" in pattern and _VERBOSE.search(pattern):
+        # It would take line breaks for text, which are layout here, and comments would not end.
+        raise _Refusal(
+            "line breaks in a pattern with the flag x cannot be told apart; write it on one line", field
+        )
+    return str(llguidance.regex_to_lark(pattern, ""))
+
+
+def _lark_string(text: str) -> str:
+    # The library cannot read a DEL that is not escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _schema_answer(

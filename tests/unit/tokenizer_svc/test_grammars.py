@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
+from services.grammar import PARSER_LIMITS
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.formats import tool_call_format
@@ -49,9 +50,26 @@ class Family:
     def accepts(self, request: GrammarRequest, text: str) -> bool:
         built = self.build(request)
         assert isinstance(built, Built), built
-        matcher = LLMatcher(self.matcher_tokenizer, built.payload.decode())
+        matcher = self.matcher(built)
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    def matcher(self, built: Built) -> LLMatcher:
+        limits = LLParserLimits(**PARSER_LIMITS)
+        return LLMatcher(self.matcher_tokenizer, built.payload.decode(), limits=limits)
+
+    def written(self, request: GrammarRequest) -> str:
+        """The text of a walk that takes the first token that the masks allow."""
+        built = self.build(request)
+        assert isinstance(built, Built), built
+        matcher = self.matcher(built)
+        ids: list[int] = []
+        while not matcher.is_accepting():
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            ids.append((allowed & -allowed).bit_length() - 1)
+            assert matcher.try_consume_tokens(ids[-1:]) == 1, matcher.get_error()
+        assert not any(self.matcher_tokenizer.is_special_token(each) for each in ids)
+        return str(self.tokenizer.decode(ids))
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +105,55 @@ def test_formats(qwen: Family, form: Any, good: list[str], bad: list[str]) -> No
     assert [text for text in bad if qwen.accepts(request, text)] == []
 
 
+SPELLED = "a<|im_end|>b<think>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ChoiceFormat((SPELLED,)), SPELLED),
+        (RegexFormat(r"a<\|im_end\|>b<think>"), SPELLED),
+        (LarkFormat(f'start: "{SPELLED}"'), SPELLED),
+        (JsonSchemaFormat(json.dumps({"const": SPELLED})), json.dumps(SPELLED)),
+    ],
+)
+@pytest.mark.parametrize("reasoning_open", [False, True])
+def test_text_that_spells_control_tokens_can_be_written(
+    qwen: Family, form: Any, text: str, reasoning_open: bool
+) -> None:
+    assert qwen.written(GrammarRequest(response_format=form)) == text
+    built = qwen.build(GrammarRequest(response_format=form, reasoning_open=reasoning_open))
+    assert isinstance(built, Built)
+    assert b"no_forcing" in built.payload
+    plain = qwen.build(GrammarRequest(response_format=ChoiceFormat(("a", "b"))))
+    assert isinstance(plain, Built)
+    assert b"no_forcing" not in plain.payload
+
+
+def test_a_choice_may_hold_any_character(qwen: Family) -> None:
+    for code in (*range(0x21), 0x7F, 0x85, 0x2028, 0xFEFF, 0xFFFF, 0x1F600):
+        request = GrammarRequest(response_format=ChoiceFormat((f"a{chr(code)}b", "c")))
+        assert qwen.accepts(request, f"a{chr(code)}b"), hex(code)
+
+
+def test_an_object_may_have_hundreds_of_optional_properties(qwen: Family) -> None:
+    properties = {f"p{number}": {"type": "integer"} for number in range(700)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    assert qwen.accepts(schema_format(schema), '{"p3":1,"p650":2}')
+
+
 @pytest.mark.parametrize(
     ("form", "field", "part"),
     [
         (RegexFormat("(a"), "response_format.regex", "regex parse error"),
+        (RegexFormat("a\\"), "response_format.regex", "backslash"),
+        (RegexFormat("(?x) a # one\n b"), "response_format.regex", "flag x"),
+        (RegexFormat("x(a{1000}){1000}"), "response_format.regex", "repeat and list less"),
+        (
+            JsonSchemaFormat('{"type": "string", "pattern": "^(a{1000}){1000}$"}'),
+            "response_format.json_schema",
+            "pattern at /pattern",
+        ),
         (RegexFormat("(?=a)b"), "response_format.regex", "look"),
         (LarkFormat("start: nothing"), "response_format.lark", "nothing"),
         (EbnfFormat("root ::= ["), "response_format.ebnf", "EBNF"),
