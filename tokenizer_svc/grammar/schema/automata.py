@@ -324,17 +324,23 @@ class _Derivatives:
         return result
 
 
-def _edges(node: Node, found: set[int]) -> None:
+def _edges(node: Node) -> set[int]:
     """Code points at which some set in the expression begins, or has just ended."""
-    if node[0] == "set":
-        for low, high in node[1]:
-            found.update((low, high + 1))
-    elif node[0] in ("or", "and"):
-        for each in node[1]:
-            _edges(each, found)
-    else:
-        for each in node[1:]:
-            _edges(each, found)
+    found: set[int] = set()
+    # Expressions share their parts: each is looked at once.
+    seen = {node}
+    pending = [node]
+    while pending:
+        kind, *parts = pending.pop()
+        if kind == "set":
+            for low, high in parts[0]:
+                found.update((low, high + 1))
+            continue
+        for each in parts[0] if kind in ("or", "and") else parts:
+            if each not in seen:
+                seen.add(each)
+                pending.append(each)
+    return found
 
 
 def _pattern_of(start: Node) -> str | None:
@@ -349,8 +355,7 @@ def _pattern_of(start: Node) -> str | None:
         number = numbers[state]
         if derivatives.of(state, _END).nullable:
             accepting.add(number)
-        cuts: set[int] = {low for low, _ in _SIGMA} | {high + 1 for _, high in _SIGMA}
-        _edges(state, cuts)
+        cuts = {low for low, _ in _SIGMA} | {high + 1 for _, high in _SIGMA} | _edges(state)
         points = sorted(cut for cut in cuts if cut <= 0x110000)
         for low, following in pairwise(points):
             if 0xD800 <= low <= 0xDFFF:

@@ -23,12 +23,13 @@ _LARGEST, _LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
 # What stands for "more than 0": smaller ones have too many places for the back end's expressions.
 _SMALLEST = 1e-30
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+_BOUNDED = frozenset(BOUNDS)
 BEYOND = "no number of 64 bits is there"
 
 
 def is_rounded(value: Any) -> bool:
     """Whether a JSON value holds a number that the back end cannot write as it is."""
-    if isinstance(value, bool):
+    if isinstance(value, str | bool):
         return False
     if isinstance(value, int):
         return abs(value) > _MAX_WHOLE and not _is_short(Decimal(value))
@@ -93,39 +94,16 @@ def is_beyond(keyword: str, value: Any) -> bool:
     return bool(-BOUNDS[keyword] * value < -_LARGEST)
 
 
-def with_bounds(schema: Schema) -> Schema:
-    """The finished schema with bounds that the back end keeps: none admits more than was asked for.
+def with_bounds(node: dict[str, Any], *, has_fractions: bool) -> dict[str, Any]:
+    """A node of the finished schema with bounds that the back end keeps: none admits more than was asked for.
 
     A bound that is no floating-point number is moved inwards to the next one, which leaves out at most 1,023
-    whole numbers next to it; those beyond 64 bits are left out.
+    whole numbers next to it; those beyond 64 bits are left out. `has_fractions` tells whether a bound of the
+    whole schema is no whole number.
     """
-    return _bounded(schema, has_fractions=_has_fractions(schema))
-
-
-def _has_fractions(schema: Schema) -> bool:
-    if isinstance(schema, list):
-        return any(map(_has_fractions, schema))
-    if not isinstance(schema, dict):
-        return False
-    return any(
-        isinstance(value, float) and not value.is_integer() if key in BOUNDS else _has_fractions(value)
-        for key, value in schema.items()
-    )
-
-
-def _bounded(schema: Schema, *, has_fractions: bool) -> Schema:
-    if isinstance(schema, list):
-        return [_bounded(each, has_fractions=has_fractions) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    written: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
-            written[key] = {name: _bounded(each, has_fractions=has_fractions) for name, each in value.items()}
-        elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
-            written[key] = _bounded(value, has_fractions=has_fractions)
-        else:
-            written[key] = value
+    if _BOUNDED.isdisjoint(node):
+        return node
+    written = dict(node)
     types = written.get("type", "number")
     may_be_fraction = types == "number" or (isinstance(types, list) and "number" in types)
     for key, inwards in BOUNDS.items():

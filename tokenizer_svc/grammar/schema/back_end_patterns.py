@@ -11,8 +11,6 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from tokenizer_svc.grammar.schema.shapes import Schema
-
 _SPACES = "\\t-\\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _NO_SPACES = (
     "\\x00-\\x08\\x0e-\\x1f!-\u009f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e"
@@ -29,29 +27,26 @@ _SET_ESCAPES = "dDwWsSpP"
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 _NUL = re.compile(r"\\(?:x00|u0000|[ux]\{0+\}|0)|\x00")
 # Keywords with patterns.
-PATTERNS = ("pattern", "patternProperties")
+PATTERNS = frozenset({"pattern", "patternProperties"})
 _NEVER = "[^\\x00-\U0010ffff]"
 
 
-def for_back_end(schema: Schema) -> Schema:
-    """The finished schema with its patterns written for the back end."""
-    if isinstance(schema, list):
-        return [for_back_end(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    written: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "pattern" and isinstance(value, str):
-            written[key] = back_end_pattern(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            written[key] = {back_end_pattern(name): for_back_end(each) for name, each in value.items()}
-        elif key in ("properties", "$defs") and isinstance(value, dict):
-            written[key] = {name: for_back_end(each) for name, each in value.items()}
-        elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
-            written[key] = for_back_end(value)
-        else:
-            written[key] = value
+def with_patterns(node: dict[str, Any]) -> dict[str, Any]:
+    """A node of the finished schema with its patterns written for the back end."""
+    if "pattern" not in node and "patternProperties" not in node:
+        return node
+    written = dict(node)
+    pattern, named = node.get("pattern"), node.get("patternProperties")
+    if isinstance(pattern, str):
+        written["pattern"] = back_end_pattern(pattern)
+    if isinstance(named, dict):
+        written["patternProperties"] = {back_end_pattern(name): each for name, each in named.items()}
     return written
+
+
+def for_back_end(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for several nodes without others in them."""
+    return [with_patterns(each) for each in nodes]
 
 
 @lru_cache(4096)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
 from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
@@ -13,6 +15,9 @@ from tokenizer_svc.types import KeywordStatus
 # Rewriting may multiply; beyond this many nodes the schema is refused.
 MAX_NODES = 60_000
 _MAX_LOOK = 8
+_NUMERIC = frozenset({"const", "enum", *BOUNDS})
+# What tells types beside the keyword itself.
+_NARROWING = frozenset({"const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
 # Definitions that the back end is handed by their own address.
 METASCHEMAS = frozenset(
     {
@@ -29,34 +34,67 @@ class TooLarge(Exception):
     """The rewritten schema has too many nodes."""
 
 
-class Place:
-    """Where a schema stands: its JSON pointer, and the base of references in it."""
+class Place(msgspec.Struct, eq=False, gc=False):
+    """Where a schema stands: its JSON pointer, and the base of references in it.
 
-    __slots__ = ("base", "path")
+    Few pointers are ever asked for, so they are put together when they are.
+    """
 
-    def __init__(self, path: str, base: str) -> None:
-        self.path = path
-        self.base = base
+    _pointer: str | None
+    base: str
+    # For a pointer that is not put together: the place around it, and the steps from there.
+    _around: Place | None = None
+    _steps: tuple[str | int, ...] = ()
 
     def at(self, *keys: str | int) -> Place:
         """The place of a sub-schema."""
-        path = self.path
-        for key in keys:
-            path += "/" + str(key).replace("~", "~0").replace("/", "~1")
-        return Place(path, self.base)
+        return Place(None, self.base, self, keys)
+
+    def under(self, base: str) -> Place:
+        """The same place where other references apply."""
+        return self if base == self.base else Place(None, base, self)
+
+    @property
+    def path(self) -> str:
+        """The JSON pointer."""
+        if self._pointer is None:
+            steps: list[tuple[str | int, ...]] = []
+            place = self
+            while place._pointer is None and place._around is not None:
+                steps.append(place._steps)
+                place = place._around
+            keys = (str(key) for part in reversed(steps) for key in part)
+            escaped = (key.replace("~", "~0").replace("/", "~1") for key in keys)
+            self._pointer = "/".join((place._pointer or "", *escaped))
+        return self._pointer
+
+
+class _Met(msgspec.Struct):
+    """Of a keyword: its first path and how often it occurs."""
+
+    path: str
+    count: int = 1
 
 
 # (schema, place, types that can occur here) → schema for the back end.
 Rewrite = Callable[[Any, Place, frozenset[str]], Schema]
 
 
+# The same with the context, as the functions are written that rewrite.
+Rewriter = Callable[["Context", Any, Place, frozenset[str]], Schema]
+
+
 class Context:
-    """Everything that the rewriting functions share. `positive` and `negative` are set by the compiler."""
+    """Everything that the rewriting functions share."""
 
-    positive: Rewrite
-    negative: Rewrite
-
-    def __init__(self, document: Document, left_out: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        document: Document,
+        *,
+        positive: Rewriter,
+        negative: Rewriter,
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         self.document = document
         # Paths of keywords that are left out, with the note that the report shall have.
         self._left_out = left_out or {}
@@ -64,16 +102,25 @@ class Context:
         self.definitions: dict[str, Schema] = {}
         self.unenforced: dict[tuple[str, str], KeywordStatus] = {}
         self.approximated: dict[tuple[str, str], KeywordStatus] = {}
-        # First path and number of occurrences of every keyword met.
-        self.keywords: dict[str, tuple[str, int]] = {}
+        self.keywords: dict[str, _Met] = {}
         self._names: dict[tuple[str, str, frozenset[str]], str] = {}
         self._open: set[str] = set()
-        self._types: dict[int, frozenset[str]] = {}
+        # By the node's id, with the node: an id is another node's once that is gone.
+        self._types: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
         # Which branches of oneOf exclude each other: (path of the first, index of the second).
         self.apart: dict[tuple[str, int], bool] = {}
         # References followed while negating beside something known.
         self.depth_of_given = 0
         self._num_nodes = 0
+        self._positive, self._negative = positive, negative
+
+    def positive(self, node: Any, place: Place, types: frozenset[str]) -> Schema:
+        """The schema for the back end. Only values of `types` can occur here."""
+        return self._positive(self, node, place, types)
+
+    def negative(self, node: Any, place: Place, types: frozenset[str]) -> Schema:
+        """A schema that, among values of `types`, admits those that `node` does not."""
+        return self._negative(self, node, place, types)
 
     def count(self) -> None:
         """Counts one rewritten node; raises TooLarge."""
@@ -85,9 +132,9 @@ class Context:
         """Notes that a constraint was seen."""
         known = self.keywords.get(keyword)
         if known is None:
-            self.keywords[keyword] = (f"{place.path}/{keyword}", 1)
+            self.keywords[keyword] = _Met(f"{place.path}/{keyword}")
         else:
-            self.keywords[keyword] = (known[0], known[1] + 1)
+            known.count += 1
 
     def give_up(self, keyword: str, place: Place, note: str) -> Schema:
         """Leaves `keyword` out: everything is accepted in its place, and the report says so."""
@@ -118,6 +165,8 @@ class Context:
 
     def look_for_rounded(self, node: dict[str, Any], place: Place) -> None:
         """Notes listed values that the back end would change, and bounds that it has no numbers for."""
+        if _NUMERIC.isdisjoint(node):
+            return
         for keyword in ("const", "enum"):
             if keyword in node and is_rounded(node[keyword]):
                 self.approximate(keyword, place, ROUNDED)
@@ -134,8 +183,7 @@ class Context:
 
     def enter(self, node: Any, place: Place) -> Place:
         """`place` with the base that applies inside `node`."""
-        base = self.document.base_of(node, place.base)
-        return place if base == place.base else Place(place.path, base)
+        return place.under(self.document.base_of(node, place.base))
 
     def define(self, target: Target, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
         """Name of the definition that holds the rewritten target; rewritten once per kind and types."""
@@ -164,13 +212,15 @@ class Context:
             return frozenset()
         if not isinstance(node, dict) or depth > _MAX_LOOK:
             return ALL_TYPES
+        if _NARROWING.isdisjoint(node):
+            return types_of_keyword(node["type"]) if "type" in node else ALL_TYPES
         known = self._types.get(id(node))
         if known is not None:
-            return known
+            return known[1]
         types = self._look(node, self.enter(node, place), depth)
         # Cut short by depth, the answer is still right but larger; only complete ones are kept.
         if depth == 0:
-            self._types[id(node)] = types
+            self._types[id(node)] = (node, types)
         return types
 
     def _look(self, node: dict[str, Any], place: Place, depth: int) -> frozenset[str]:

@@ -12,6 +12,7 @@ import jsonschema_rs
 
 # Keywords whose values are data, not schemas.
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
+_CONTAINERS = (dict, list)
 _BASE = "http://schema.invalid/"
 
 
@@ -57,6 +58,7 @@ SINCE = {
 }
 # Keywords whose schemas judge the same value.
 _SAME_LEVEL = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+_LEADING_ON = frozenset({"$ref", *_SAME_LEVEL})
 _WHOLE = "http://schema.invalid/whole"
 
 
@@ -99,11 +101,13 @@ class Document:
         self._found: dict[tuple[str, str], Target] = {}
         # Identifiers inside the schema are looked for when a reference needs them.
         self._is_indexed = False
+        # For the validator; made when it is needed.
+        self._registry: Any = None
         _check_depth(root, max_depth)
 
     def base_of(self, node: Any, base: str) -> str:
         """The base of references inside `node`, which stands where `base` applies."""
-        if isinstance(node, dict):
+        if isinstance(node, dict) and ("$id" in node or "id" in node):
             identifier = node.get("$id", node.get("id") if self.draft is Draft.DRAFT4 else None)
             if isinstance(identifier, str) and not identifier.startswith("#"):
                 return urldefrag(urljoin(base, identifier)).url
@@ -123,19 +127,20 @@ class Document:
         Such a schema says nothing about any value.
         """
         state: dict[int, bool] = {}
+        found = list(self._found.items())
+        return next((key[1] for key, target in found if self._loops(target, state)), "")
 
-        def loops(target: Target) -> bool:
-            node = target.node
-            if not isinstance(node, dict):
-                return False
-            if id(node) in state:
-                return state[id(node)]
-            state[id(node)] = True
-            found = any(loops(each) for each in self._same_level(target))
-            state[id(node)] = False
-            return found
-
-        return next((key[1] for key, target in list(self._found.items()) if loops(target)), "")
+    def _loops(self, target: Target, state: dict[int, bool]) -> bool:
+        """Whether the target leads to one that is open; `state` has them by id: open, or known not to."""
+        node = target.node
+        if not isinstance(node, dict) or _LEADING_ON.isdisjoint(node):
+            return False
+        if id(node) in state:
+            return state[id(node)]
+        state[id(node)] = True
+        found = any(self._loops(each, state) for each in self._same_level(target))
+        state[id(node)] = False
+        return found
 
     def _same_level(self, target: Target) -> Iterator[Target]:
         """The schemas that judge the same value as the target does."""
@@ -152,9 +157,10 @@ class Document:
     def matcher(self, path: str) -> Callable[[Any], bool] | None:
         """Decides whether a value matches the schema at `path`; None when a validator cannot be made."""
         try:
-            registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
+            if self._registry is None:
+                self._registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
             target = {"$ref": f"{_WHOLE}#{quote(path)}"}
-            validator = validator_class(self.draft)(target, registry=registry, validate_formats=True)
+            validator = validator_class(self.draft)(target, registry=self._registry, validate_formats=True)
             return validator.is_valid  # type: ignore[no-any-return]
         except (ValueError, jsonschema_rs.ReferencingError):
             return None
@@ -211,9 +217,16 @@ class Document:
                 self._index(value, f"{path}/{key}", inner)
 
 
-def _check_depth(node: Any, levels: int) -> None:
-    if levels < 0:
-        raise RecursionError("the schema is nested too deeply")
-    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        if isinstance(each, dict | list):
-            _check_depth(each, levels - 1)
+def _check_depth(root: Any, max_depth: int) -> None:
+    """Raises RecursionError for what is nested more deeply, wherever it stands."""
+    level = [root] if isinstance(root, _CONTAINERS) else []
+    for _ in range(max_depth + 1):
+        level = [
+            each
+            for node in level
+            for each in (node.values() if isinstance(node, dict) else node)
+            if isinstance(each, _CONTAINERS)
+        ]
+        if not level:
+            return
+    raise RecursionError("the schema is nested too deeply")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tokenizer_svc.grammar.backend import pattern_is_readable
 from tokenizer_svc.grammar.schema.arrays import contains, finite_values, unique_items
 from tokenizer_svc.grammar.schema.automata import plain
-from tokenizer_svc.grammar.schema.back_end_numbers import is_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
 from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
@@ -59,6 +60,10 @@ _PLAIN = frozenset(
         "writeOnly",
     }
 )  # fmt: skip
+# A reference, and what constrains nothing.
+_REFERRING = (_PLAIN - {"type"}) | {"$ref"}
+# Nodes without any of these are looked at keyword by keyword alone.
+_INVOLVED = _REWRITTEN | _SCHEMA_LISTS | {"$id", "id", "$ref", "const", "enum", *BOUNDS}
 # Values of a listing that are tried one by one.
 _MAX_FILTERED = 500
 
@@ -66,16 +71,31 @@ _MAX_FILTERED = 500
 def positive(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
     """The schema for the back end. Only values of `types` can occur here."""
     context.count()
-    if isinstance(node, bool):
-        return node
     if not isinstance(node, dict):
-        return context.give_up("schema", place, "a schema must be an object or a boolean")
+        known = isinstance(node, bool)
+        return node if known else context.give_up("schema", place, "a schema must be an object or a boolean")
     if node.keys() <= _PLAIN:
         return _plain(context, node, place, types)
+    if _INVOLVED.isdisjoint(node):
+        if "type" in node:
+            types &= types_of_keyword(node["type"])
+        return _conjunction(context, node, place, types) if types else False
+    if node.keys() <= _REFERRING:
+        return _plain_reference(context, node, place, types)
     place = context.enter(node, place)
-    if context.document.draft <= Draft.DRAFT7 and isinstance(node.get("$ref"), str) and has_constraints(node):
-        return _old_reference(context, node, place, types)
-    return _entered(context, node, place, types)
+    is_old = context.document.draft <= Draft.DRAFT7 and isinstance(node.get("$ref"), str)
+    write = _old_reference if is_old and has_constraints(node) else _entered
+    return write(context, node, place, types)
+
+
+def _plain_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    """A reference with annotations."""
+    if not types & context.types_of(node, place):
+        return False
+    out: dict[str, Schema] = {}
+    extra: list[Schema] = []
+    _reference(context, node, "$ref", node["$ref"], place, types, out, extra)
+    return all_of([out, *extra])
 
 
 def _old_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
@@ -124,26 +144,25 @@ def _conjunction(context: Context, node: dict[str, Any], place: Place, types: fr
         node = {keyword: value for keyword, value in node.items() if keyword not in unwritable}
     if "object" in types and not _BY_CASES.isdisjoint(node):
         node = _without_cases(context, node, place, types, extra)
+    writers = _WRITERS[context.document.draft]
     for keyword, value in node.items():
-        if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
-            continue
-        if keyword in _COPIED:
+        write = writers.get(keyword)
+        if write is not None:
+            write(context, node, keyword, value, place, types, out, extra)
+        elif keyword in _COPIED:
             context.met(keyword, place)
             # A count may be written 2.0.
-            is_count = keyword[3:] in _COUNTED and isinstance(value, float) and value.is_integer()
+            is_count = isinstance(value, float) and keyword[3:] in _COUNTED and value.is_integer()
             out[keyword] = int(value) if is_count else value
         elif keyword == "type":
             context.met(keyword, place)
             if not types_of_keyword(value):
                 return context.give_up("type", place, f"unknown type {value!r}")
             out[keyword] = value
-        elif keyword in _REWRITTEN:
-            context.met(keyword, place)
-            _rewritten(context, node, keyword, place, types, out, extra)
-        else:
-            _nested(context, node, keyword, value, place, types, out, extra)
     _object_rules(context, node, place, types, out, extra)
-    return all_of([out, *extra])
+    if extra or len(out) < 2:
+        return all_of([out, *extra])
+    return out
 
 
 def _object_rules(
@@ -215,7 +234,14 @@ def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any]
     return [value for value in values if matches(value)]
 
 
-def _nested(
+# (context, node, keyword, its value, place, types, out, extra): writes the keyword into `out`, or appends a
+# schema to `extra` that holds besides.
+_Writer = Callable[
+    [Context, dict[str, Any], str, Any, Place, frozenset[str], dict[str, Schema], list[Schema]], None
+]
+
+
+def _map(
     context: Context,
     node: dict[str, Any],
     keyword: str,
@@ -225,74 +251,112 @@ def _nested(
     out: dict[str, Schema],
     extra: list[Schema],
 ) -> None:
-    if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+    """Schemas by name or pattern."""
+    if isinstance(value, dict):
         context.met(keyword, place)
         out[keyword] = {
-            name: _any_type(context, each, place.at(keyword, name)) for name, each in value.items()
+            name: positive(context, each, place.at(keyword, name), ALL_TYPES) for name, each in value.items()
         }
-    elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+
+
+def _list(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    """Schemas of the same value."""
+    if isinstance(value, list):
         context.met(keyword, place)
         out[keyword] = [
-            context.positive(each, place.at(keyword, index), types) for index, each in enumerate(value)
+            positive(context, each, place.at(keyword, index), types) for index, each in enumerate(value)
         ]
-    elif keyword == "additionalProperties":
-        context.met(keyword, place)
-        out[keyword] = _any_type(context, value, place.at(keyword))
-    elif keyword in ("items", "prefixItems", "additionalItems"):
-        _items(context, node, keyword, value, place, out)
-    elif keyword == "$ref":
-        context.met(keyword, place)
-        _reference(context, value, place, out, extra)
-    elif keyword == "pattern":
-        context.met(keyword, place)
-        _pattern(context, value, place, out, extra)
-    elif keyword == "format" and isinstance(value, str):
-        # A format that the specification does not define is an annotation.
-        if value in BACKEND_FORMATS:
-            context.met(keyword, place)
-            out[keyword] = value
-            if value in FORMAT_LIMITS and "string" in types:
-                extra.append(FORMAT_LIMITS[value])
-        elif value in STANDARD_FORMATS:
-            context.met(keyword, place)
-            extra.append({"pattern": STANDARD_FORMATS[value]} if "string" in types else True)
-        elif value in OTHER_FORMATS and "string" in types:
-            context.give_up(keyword, place, f"{value!r} has no grammar here")
 
 
-def _any_type(context: Context, node: Any, place: Place) -> Schema:
-    return context.positive(node, place, ALL_TYPES)
+def _additional(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    context.met(keyword, place)
+    out[keyword] = positive(context, value, place.at(keyword), ALL_TYPES)
+
+
+def _format(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    """A format that the specification does not define is an annotation."""
+    if not isinstance(value, str):
+        return
+    if value in BACKEND_FORMATS:
+        context.met(keyword, place)
+        out[keyword] = value
+        if value in FORMAT_LIMITS and "string" in types:
+            extra.append(FORMAT_LIMITS[value])
+    elif value in STANDARD_FORMATS:
+        context.met(keyword, place)
+        extra.append({"pattern": STANDARD_FORMATS[value]} if "string" in types else True)
+    elif value in OTHER_FORMATS and "string" in types:
+        context.give_up(keyword, place, f"{value!r} has no grammar here")
 
 
 def _items(
-    context: Context, node: dict[str, Any], keyword: str, value: Any, place: Place, out: dict[str, Schema]
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
 ) -> None:
     """Arrays of schemas are written as prefixItems, and what follows them as items, for every draft."""
     context.met(keyword, place)
     is_list = isinstance(node.get("items"), list)
     if (keyword == "items" and is_list) or (keyword == "prefixItems" and isinstance(value, list)):
         out["prefixItems"] = [
-            _any_type(context, each, place.at(keyword, index)) for index, each in enumerate(value)
+            positive(context, each, place.at(keyword, index), ALL_TYPES) for index, each in enumerate(value)
         ]
-    elif keyword == "additionalItems":
-        if is_list:
-            out["items"] = _any_type(context, value, place.at(keyword))
-    elif keyword == "items":
-        out["items"] = _any_type(context, value, place.at(keyword))
+    elif keyword == "items" or (keyword == "additionalItems" and is_list):
+        out["items"] = positive(context, value, place.at(keyword), ALL_TYPES)
 
 
 def _reference(
-    context: Context, reference: Any, place: Place, out: dict[str, Schema], extra: list[Schema]
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
 ) -> None:
-    if not isinstance(reference, str):
+    context.met(keyword, place)
+    if not isinstance(value, str):
         context.give_up("$ref", place, "a reference must be a text")
         return
-    target = context.resolve(reference, place)
+    target = context.resolve(value, place)
     if target is None:
-        if reference.rstrip("#") in METASCHEMAS:
-            out["$ref"] = reference
+        if value.rstrip("#") in METASCHEMAS:
+            out["$ref"] = value
         else:
-            context.give_up("$ref", place, f"{reference!r} points outside the schema, or to nothing")
+            context.give_up("$ref", place, f"{value!r} points outside the schema, or to nothing")
         return
     name = context.define(target, "p", ALL_TYPES, context.positive)
     definition = context.definitions[name]
@@ -325,24 +389,33 @@ def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schem
 
 def has_constraints(node: dict[str, Any]) -> bool:
     """Whether there is anything that constrains beside $ref."""
-    return any(
-        key in _COPIED
-        or key in _REWRITTEN
-        or key in _SCHEMA_MAPS
-        or key in _SCHEMA_LISTS
-        or key in _BESIDE_REF
-        for key in node
-    )
+    return not _CONSTRAINING.isdisjoint(node)
 
 
-_BESIDE_REF = frozenset({"type", "items", "prefixItems", "additionalProperties", "pattern", "format"})
+_CONSTRAINING = (
+    _COPIED
+    | _REWRITTEN
+    | _SCHEMA_MAPS
+    | _SCHEMA_LISTS
+    | {"type", "items", "prefixItems", "additionalProperties", "pattern", "format"}
+)
 
 
 # Perhaps an anchor that is not the pattern's last character, a word's edge, a back-reference or a property.
 _DOUBTFUL = re.compile(r"(?<!\\)\$.|\\[bBkpP1-9]")
 
 
-def _pattern(context: Context, value: Any, place: Place, out: dict[str, Schema], extra: list[Schema]) -> None:
+def _pattern(
+    context: Context,
+    node: dict[str, Any],
+    keyword: str,
+    value: Any,
+    place: Place,
+    types: frozenset[str],
+    out: dict[str, Schema],
+    extra: list[Schema],
+) -> None:
+    context.met(keyword, place)
     if not isinstance(value, str):
         context.give_up("pattern", place, "a pattern must be a text")
         return
@@ -365,12 +438,13 @@ def _rewritten(
     context: Context,
     node: dict[str, Any],
     keyword: str,
+    value: Any,
     place: Place,
     types: frozenset[str],
     out: dict[str, Schema],
     extra: list[Schema],
 ) -> None:
-    value = node[keyword]
+    context.met(keyword, place)
     match keyword:
         case "oneOf":
             one_of(context, node, place, types, out, extra)
@@ -391,3 +465,22 @@ def _rewritten(
         case _:
             # About other types than can occur, or taken with the other object keywords.
             pass
+
+
+_ALL_WRITERS: dict[str, _Writer] = {
+    **dict.fromkeys(_REWRITTEN, _rewritten),
+    **dict.fromkeys(_SCHEMA_MAPS, _map),
+    **dict.fromkeys(_SCHEMA_LISTS, _list),
+    **dict.fromkeys(("items", "prefixItems", "additionalItems"), _items),
+    "additionalProperties": _additional,
+    "format": _format,
+    "pattern": _pattern,
+    "$ref": _reference,
+}
+# By draft: keywords that it does not have are annotations.
+_WRITERS = {
+    draft: {
+        keyword: write for keyword, write in _ALL_WRITERS.items() if draft >= SINCE.get(keyword, Draft.DRAFT4)
+    }
+    for draft in Draft
+}

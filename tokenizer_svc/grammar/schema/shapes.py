@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 # A schema as llguidance takes it: an object or a boolean.
 Schema = Any
 
@@ -14,36 +16,30 @@ Schema = Any
 FRACTION = "fraction"
 ALL_TYPES = frozenset({"null", "boolean", "integer", FRACTION, "string", "array", "object"})
 NUMBERS = frozenset({"integer", FRACTION})
-# A number written with a fraction or an exponent.
-_WHOLE_FLOAT = re.compile(r"[0-9](?:\.[0-9]|e[+-]?[0-9])")
+# An exponent, in what `_encoded` writes.
+_EXPONENT = re.compile(rb"e[0-9]")
+# What numbers that are not finite are written as there, and null itself.
+_NULL = re.compile(rb"(?<!\")null")
+_encoded = msgspec.json.Encoder(order="sorted").encode
 _NAMES = ("null", "boolean", "string", "array", "object")
+_ADMITTED = {**{name: frozenset({name}) for name in (*_NAMES, "integer")}, "number": NUMBERS}
+_NOTHING: frozenset[str] = frozenset()
+_KINDS = {type(None): "null", bool: "boolean", int: "integer", str: "string", list: "array"}
 
 
 def types_of_keyword(value: Any) -> frozenset[str]:
     """The types that `type: value` admits; unknown names admit nothing."""
+    if isinstance(value, str):
+        return _ADMITTED.get(value, _NOTHING)
     names = value if isinstance(value, list) else [value]
-    found: set[str] = set()
-    for name in names:
-        if name == "number":
-            found |= NUMBERS
-        elif name in ALL_TYPES and name != FRACTION:
-            found.add(name)
-    return frozenset(found)
+    return _NOTHING.union(*(_ADMITTED.get(name, _NOTHING) for name in names))
 
 
 def type_of_value(value: Any) -> str:
     """The type of a JSON value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
     if isinstance(value, float):
         return "integer" if value.is_integer() else FRACTION
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"
+    return _KINDS.get(type(value), "object")
 
 
 def type_names(types: frozenset[str]) -> list[str] | None:
@@ -65,7 +61,7 @@ def any_of(options: Iterable[Schema]) -> Schema:
         if option is True or option == {}:
             return True
         if option is not False:
-            flat += option["anyOf"] if set(option) == {"anyOf"} else [option]
+            flat += option["anyOf"] if len(option) == 1 and "anyOf" in option else [option]
     return _joined("anyOf", flat, False)
 
 
@@ -76,7 +72,7 @@ def all_of(parts: Iterable[Schema]) -> Schema:
         if part is False:
             return False
         if part is not True and part != {}:
-            flat += part["allOf"] if set(part) == {"allOf"} else [part]
+            flat += part["allOf"] if len(part) == 1 and "allOf" in part else [part]
     return _joined("allOf", flat, True)
 
 
@@ -104,9 +100,17 @@ def for_type(kind: str, types: frozenset[str], schema: Schema) -> Schema:
 
 def key_of(value: Any) -> str:
     """Equal for equal JSON values, whatever the order of keys; 1 and 1.0 are equal, 1 and true are not."""
-    text = json.dumps(value, sort_keys=True)
-    # Only texts with a fraction that is none need another look.
-    return json.dumps(_canonical(value), sort_keys=True) if _WHOLE_FLOAT.search(text) else text
+    try:
+        text = _encoded(value)
+    except UnicodeEncodeError:
+        # Half a surrogate pair, which is no UTF-8.
+        return json.dumps(_canonical(value), sort_keys=True)
+    if b"null" in text and _NULL.search(text):
+        return json.dumps(_canonical(value), sort_keys=True)
+    # Only texts with a fraction that may be none need another look.
+    if b".0" in text or _EXPONENT.search(text):
+        text = _encoded(_canonical(value))
+    return text.decode()
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,0 +1,90 @@
+"""The rewritten schema as a whole: what is in it, and its keywords as the back end must be told them.
+
+Large schemas are looked at once; of what need not change, nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
+from tokenizer_svc.grammar.schema.shapes import Schema
+
+_REFERENCE = "#/$defs/"
+# Keywords whose values are schemas by name, and those whose values are none.
+_MAPS = frozenset({"properties", "patternProperties", "$defs"})
+_DATA = frozenset({"enum", "const", "required", "x-guidance"})
+_CONTAINERS = (dict, list)
+
+
+class Contents:
+    """What a schema and the definitions that it needs hold."""
+
+    def __init__(self, schema: Schema, definitions: dict[str, Schema]) -> None:
+        self.keywords: set[str] = set()
+        # Names of definitions that are referred to.
+        self.references: set[str] = set()
+        # Whether a listed value is a number that the back end would round, and a bound is no whole number.
+        self.is_rounded = False
+        self.has_fractions = False
+        self._definitions = definitions
+        pending = [schema]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, dict):
+                self._note(node, pending)
+
+    def _note(self, node: dict[str, Any], pending: list[Any]) -> None:
+        """Looks at one node; what stands in it becomes pending."""
+        self.keywords.update(node)
+        for keyword, value in node.items():
+            if isinstance(value, dict):
+                if keyword in _MAPS:
+                    pending += value.values()
+                elif keyword != "const":
+                    pending.append(value)
+            elif isinstance(value, list):
+                if keyword not in _DATA:
+                    pending += value
+                elif keyword == "enum":
+                    self.is_rounded = self.is_rounded or is_rounded(value)
+            elif keyword == "$ref":
+                self._follow(value, pending)
+            elif isinstance(value, float) and keyword in BOUNDS:
+                self.has_fractions = self.has_fractions or not value.is_integer()
+        if "const" in node:
+            self.is_rounded = self.is_rounded or is_rounded(node["const"])
+
+    def _follow(self, reference: Any, pending: list[Any]) -> None:
+        if isinstance(reference, str) and reference.startswith(_REFERENCE):
+            name = reference.removeprefix(_REFERENCE)
+            if name not in self.references:
+                self.references.add(name)
+                pending.append(self._definitions[name])
+
+
+def with_change(schema: Schema, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Schema:
+    """`schema` with `change` made to each of its nodes, the inner ones first.
+
+    `change` copies what it changes; of a schema that stays as it is, so do all its objects.
+    """
+    if isinstance(schema, list):
+        parts = [with_change(each, change) if isinstance(each, _CONTAINERS) else each for each in schema]
+        return schema if all(map(is_, parts, schema)) else parts
+    if not isinstance(schema, dict):
+        return schema
+    written: dict[str, Any] | None = None
+    for keyword, value in schema.items():
+        if not isinstance(value, _CONTAINERS) or keyword in _DATA:
+            continue
+        if keyword in _MAPS and isinstance(value, dict):
+            named = {name: with_change(each, change) for name, each in value.items()}
+            changed: Any = value if all(map(is_, named.values(), value.values())) else named
+        else:
+            changed = with_change(value, change)
+        if changed is not value:
+            written = dict(schema) if written is None else written
+            written[keyword] = changed
+    return change(schema if written is None else written)
