@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -21,17 +21,54 @@ _INTEGER = {"type": "integer", "minimum": 0}
 _STRING = {"type": "string"}
 _NULLABLE_STRING = {"type": ["string", "null"]}
 
-# Reasons by which a request may be refused, per endpoint.
+# Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no
+# valid HTTP, headers beyond its limit, too many connections, too slow a client, no gateway.
+_EDGE = (
+    Reason.MALFORMED_BODY,
+    Reason.REQUEST_TOO_LARGE,
+    Reason.QUEUE_LIMIT_EXCEEDED,
+    Reason.ENGINE_UNAVAILABLE,
+    Reason.DEADLINE_EXCEEDED,
+)
 _ALWAYS = (
+    *_EDGE,
     Reason.MISSING_CREDENTIALS,
     Reason.INVALID_CREDENTIALS,
+    # Of tokens whose claims name a tenant or tier that is not there.
+    Reason.TENANT_NOT_ALLOWED,
+    Reason.TIER_NOT_ALLOWED,
     Reason.REQUEST_RATE_EXCEEDED,
+    Reason.LIMITS_UNAVAILABLE,
     Reason.TOKENIZER_UNAVAILABLE,
     Reason.INTERNAL,
 )
 _WITH_MODEL = (*_ALWAYS, Reason.MODEL_NOT_FOUND, Reason.MODEL_NOT_ALLOWED)
-_WITH_BODY = (*_WITH_MODEL, Reason.INVALID_ARGUMENT, Reason.MALFORMED_BODY, Reason.REQUEST_TOO_LARGE)
-_GENERATES = (*_WITH_BODY, Reason.TIER_NOT_ALLOWED, Reason.ENGINE_LOST, Reason.DEADLINE_EXCEEDED)
+_WITH_BODY = (*_WITH_MODEL, Reason.INVALID_ARGUMENT)
+_GENERATES = (*_WITH_BODY, Reason.ENGINE_LOST, Reason.CANCELLED)
+
+
+# Headers of responses: statuses that may have them (none means all), what they say, and how.
+_COUNTED = ("200", "400", "403", "404", "413", "429", "499", "500", "503", "504")
+_HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
+    "x-request-id": ((), "Id of the request in logs, traces and the ledger.", _STRING),
+    "openai-processing-ms": ((), "Milliseconds from the request's head to the response's.", _INTEGER),
+    "retry-after": (("429", "503"), "Seconds after which another try may help.", _INTEGER),
+    "www-authenticate": (("401",), "The scheme that is asked for.", _STRING),
+    "x-millrace-warning": (("200",), "A field that has no effect, or less than it says.", _STRING),
+    **{
+        f"x-ratelimit-{part}-{unit}": (
+            _COUNTED,
+            f"{meaning} {unit} per minute, where they are limited.",
+            schema,
+        )
+        for unit in ("requests", "tokens")
+        for part, meaning, schema in (
+            ("limit", "Most", _INTEGER),
+            ("remaining", "What is left of", _INTEGER),
+            ("reset", "Time, as 1m0s, until all are there again of", _STRING),
+        )
+    },
+}
 
 
 def document() -> bytes:
@@ -69,8 +106,17 @@ def _document() -> dict[str, Any]:
                     "operationId": "health",
                     "security": [],
                     "responses": {
-                        "200": {"description": "Requests are served.", "content": _json("Health")},
-                        "503": {"description": "Something is missing.", "content": _json("Health")},
+                        **_refusals(_EDGE),
+                        "200": {
+                            "description": "Requests are served.",
+                            "headers": _headers("200"),
+                            "content": _json("Health"),
+                        },
+                        "503": {
+                            "description": "Something is missing, or no gateway answers.",
+                            "headers": _headers("503"),
+                            "content": _json("Health", "Error"),
+                        },
                     },
                 }
             },
@@ -103,21 +149,36 @@ def _post(operation: str, body: str, answer: str) -> dict[str, Any]:
 
 
 def _operation(operation: str, content: dict[str, Any], reasons: tuple[Reason, ...]) -> dict[str, Any]:
+    answer = {"description": "The answer.", "headers": _headers("200"), "content": content}
+    return {"operationId": operation, "responses": {"200": answer, **_refusals(reasons)}}
+
+
+def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
     statuses: dict[str, list[str]] = {}
     for reason in reasons:
         statuses.setdefault(str(TABLE[reason].http_status), []).append(reason.value)
-    refusals = {
-        status: {"description": ", ".join(names) + " and others of this status", "content": _json("Error")}
+    return {
+        status: {
+            "description": ", ".join(names) + " and others of this status",
+            "headers": _headers(status),
+            "content": _json("Error"),
+        }
         for status, names in sorted(statuses.items())
     }
+
+
+def _headers(status: str) -> dict[str, Any]:
+    """Headers that a response with this status may have."""
     return {
-        "operationId": operation,
-        "responses": {"200": {"description": "The answer.", "content": content}, **refusals},
+        name: {"description": description, "schema": schema}
+        for name, (statuses, description, schema) in _HEADERS.items()
+        if not statuses or status in statuses
     }
 
 
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
+def _json(*names: str) -> dict[str, Any]:
+    schemas = [{"$ref": _REF.format(name=name)} for name in names]
+    return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
 
 
 def _body(name: str) -> dict[str, Any]:

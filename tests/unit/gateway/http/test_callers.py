@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER
+from gateway.auth.authorizer import AUTHORIZE_PREFIX, CLAIMS_HEADER, QUESTION_HEADER
 from gateway.auth.directory import hash_key
 from services.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed
@@ -72,3 +73,26 @@ async def test_only_a_question_is_answered_with_a_context() -> None:
         assert CONTEXT_HEADER not in answer.headers
         answer = await ask(rig, f"{AUTHORIZE_PREFIX}v1/models", **headers, **{QUESTION_HEADER: "1"})
         assert CONTEXT_HEADER in answer.headers
+
+
+async def test_refusals_of_callers_are_in_the_document() -> None:
+    # Claims that the edge has verified, of a tenant that is not there.
+    claims = base64.urlsafe_b64encode(b'{"tenant": "nobody", "sub": "someone"}').decode()
+    tables = {
+        **TABLES,
+        "keys": {"jwt": {"issuer": "https://issuer.test", "jwks_url": "https://issuer.test/k"}},
+    }
+    async with deployed(tables=tables) as rig:
+        document = (await ask(rig, "/openapi.json")).json()
+        refusals = [await ask(rig), await ask(rig, **{CLAIMS_HEADER: claims})]
+        assert [each.status_code for each in refusals] == [401, 403]
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                responses = operation["responses"]
+                # Health is told to everybody.
+                told = refusals if operation.get("security") != [] else []
+                assert {str(each.status_code) for each in told} <= set(responses), path
+                # The edge answers every path with these, whatever is behind it.
+                assert {"400", "413", "429", "503", "504"} <= set(responses), path
+                for each in told:
+                    assert "x-request-id" in responses[str(each.status_code)]["headers"]
