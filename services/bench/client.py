@@ -102,7 +102,6 @@ class _Connection(asyncio.Protocol):
         self.answered = False
         self._finished = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        record.start_s = time.perf_counter()
         self.transport.write(request)
         try:
             await self._finished
@@ -170,6 +169,8 @@ class Client:
         """Sends the request and reads the whole stream. Failures end up in the record."""
         record = RequestRecord(index=request.index, tier=request.tier, prompt_tokens=request.prompt_tokens)
         head = self._target.head("POST", request.path, len(request.body))
+        # A user waits for the connection as well.
+        record.start_s = time.perf_counter()
         try:
             connection = await self._send(head + request.body, record)
         except OSError as error:
