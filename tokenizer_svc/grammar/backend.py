@@ -15,7 +15,7 @@ from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, for
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
 Grammar = dict[str, Any]
 # Processor time that an engine may need to begin with a grammar: all its answers wait meanwhile.
-_MAX_START_S = 0.25
+_MAX_START_S = 0.4
 
 
 class Backend:
