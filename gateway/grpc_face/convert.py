@@ -12,7 +12,6 @@ from gateway.engines.types import TokenLogprob
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.request import (
-    Conversation,
     GenerationRequest,
     Prompt,
     SamplingOptions,
@@ -117,8 +116,10 @@ def _format_name(message: chat_pb2.ResponseFormat) -> Mapping[str, str]:
     return {"response_format": f"response_format.{kind}"} if kind else {}
 
 
-def count_prompt(message: inference_pb2.CountTokensRequest) -> Conversation | TextPrompt:
-    """What CountTokens counts; raises INVALID_ARGUMENT when nothing is given, or no conversation."""
+def prompt_request(
+    message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest,
+) -> GenerationRequest:
+    """A request with the prompt to encode; raises INVALID_ARGUMENT where none is given, or no conversation."""
     refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
@@ -130,15 +131,40 @@ def count_prompt(message: inference_pb2.CountTokensRequest) -> Conversation | Te
                 field_parts=_FIELD_PARTS,
             )
             check_conversation(request, conversation)
-            return conversation
+            return request
         case "text":
-            return TextPrompt(message.text)
+            names = {"prompt": "text"}
+            return GenerationRequest(model=message.model, prompt=TextPrompt(message.text), field_names=names)
         case _:
-            raise refuse(
-                GenerationRequest(model=message.model, prompt=TextPrompt("")),
-                "input",
-                "give a conversation or a text",
+            raise _refuse(message.model, "input", "give a conversation or a text")
+
+
+def special_tokens(message: inference_pb2.TokenizeRequest) -> bool | None:
+    """Whether to add them; raises INVALID_ARGUMENT where a template decides."""
+    if not message.HasField("add_special_tokens"):
+        return None
+    if message.HasField("conversation"):
+        raise _refuse(
+            message.model, "add_special_tokens", "it has no effect with a conversation; leave it out"
+        )
+    return message.add_special_tokens
+
+
+def ids_to_decode(message: inference_pb2.DetokenizeRequest, vocabulary: Vocabulary) -> list[int]:
+    """The token ids; raises INVALID_ARGUMENT for one that the model does not have."""
+    refuse_unknown(message)
+    for index, token_id in enumerate(message.token_ids):
+        if token_id >= vocabulary.size:
+            raise _refuse(
+                message.model,
+                f"token_ids[{index}]",
+                f"token id {token_id} is outside the vocabulary of {vocabulary.size} tokens",
             )
+    return list(message.token_ids)
+
+
+def _refuse(model: str, field: str, problem: str) -> MillraceError:
+    return refuse(GenerationRequest(model=model, prompt=TextPrompt("")), field, problem)
 
 
 def sampling(message: sampling_pb2.SamplingOptions) -> SamplingOptions:

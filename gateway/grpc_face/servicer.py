@@ -13,9 +13,11 @@ from gateway.grpc_face import convert
 from gateway.pipeline.caller import Caller
 from gateway.pipeline.delta import by_choice
 from gateway.pipeline.pipeline import Pipeline
+from gateway.pipeline.request import GenerationRequest, TokenPrompt
 from gateway.text.detokenizer import decode
 from gateway.tokenizer.convert import enforcement_message
 from services.context import CONTEXT_HEADER
+from services.errors import MillraceError
 
 FULL_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -72,8 +74,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CountTokensResponse:
         """Counts without generating."""
         self._pipeline().check_model(self._caller(context), request.model)
-        ids = await self._pipeline().tokenizer.tokenize(request.model, convert.count_prompt(request))
+        ids = await self._encode(convert.prompt_request(request))
         return inference_pb2.CountTokensResponse(num_tokens=len(ids))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        """Encodes without generating."""
+        pipeline = self._pipeline()
+        pipeline.check_model(self._caller(context), request.model)
+        ids = await self._encode(convert.prompt_request(request), convert.special_tokens(request))
+        shown = ids if request.include_token_texts else ()
+        return inference_pb2.TokenizeResponse(
+            token_ids=ids,
+            token_texts=[pipeline.vocabulary.token_text(token_id) for token_id in shown],
+            max_model_len=pipeline.fleet.max_model_len,
+        )
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        """Decodes token ids."""
+        pipeline = self._pipeline()
+        pipeline.check_model(self._caller(context), request.model)
+        ids = convert.ids_to_decode(request, pipeline.vocabulary)
+        return inference_pb2.DetokenizeResponse(text=decode(pipeline.texts, ids))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -91,6 +116,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for name in pipeline.served_names(self._caller(context))
             ]
         )
+
+    async def _encode(
+        self, request: GenerationRequest, special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        pipeline, prompt = self._pipeline(), request.prompt
+        assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
+        try:
+            # All names stand for one vocabulary.
+            return await pipeline.tokenizer.tokenize(
+                pipeline.model.served_name, prompt, add_special_tokens=special_tokens
+            )
+        except MillraceError as error:
+            raise request.tell(error) from error
 
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         metadata = {

@@ -175,7 +175,9 @@ def _check_combinations(request: GenerationRequest) -> None:
     n = sampling.n or 1
     if sampling.best_of is not None and sampling.best_of < n:
         raise refuse(request, "best_of", f"{sampling.best_of} is less than n {n}")
-    if sampling.best_of is not None and sampling.best_of > n and request.streaming:
+    # gRPC has streams alone, and an answer in one piece is one.
+    in_pieces = request.streaming and request.face != "grpc"
+    if sampling.best_of is not None and sampling.best_of > n and in_pieces:
         raise refuse(request, "best_of", "the best answers are known at the end only; it cannot be streamed")
     if sampling.beam_width is not None and n > sampling.beam_width:
         raise refuse(request, "beam_width", f"{sampling.beam_width} beams cannot give n {n} answers")

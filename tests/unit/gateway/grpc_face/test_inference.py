@@ -209,3 +209,42 @@ async def test_cancelled_call_releases_the_engine() -> None:
             await asyncio.wait_for(engine.changed.wait(), 10)
         while stack.gateway.num_open:
             await asyncio.sleep(0.01)
+
+
+async def test_tokenize_and_detokenize_as_over_http() -> None:
+    async with deployed() as stack:
+        text = "h\u00e9 the"
+        request = inference_pb2.TokenizeRequest(model="default", text=text, include_token_texts=True)
+        answer = await stack.inference.Tokenize(request, metadata=METADATA)
+        over_http = await stack.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+        assert list(answer.token_ids) == over_http.json()["tokens"]
+        assert list(answer.token_texts) == over_http.json()["token_strs"]
+        assert answer.max_model_len == over_http.json()["max_model_len"]
+        back = inference_pb2.DetokenizeRequest(model="tiny", token_ids=answer.token_ids)
+        assert (await stack.inference.Detokenize(back, metadata=METADATA)).text == text
+        conversation = inference_pb2.TokenizeRequest(model="tiny", conversation=chat().conversation)
+        assert not (await stack.inference.Tokenize(conversation, metadata=METADATA)).token_texts
+        conversation.add_special_tokens = False
+        wrong = [
+            (stack.inference.Tokenize, conversation, "add_special_tokens"),
+            (stack.inference.Tokenize, inference_pb2.TokenizeRequest(model="tiny"), "input"),
+            (stack.inference.Tokenize, inference_pb2.TokenizeRequest(model="no", text="a"), "model"),
+            (
+                stack.inference.Detokenize,
+                inference_pb2.DetokenizeRequest(model="tiny", token_ids=[1, 99_999]),
+                "token_ids[1]",
+            ),
+        ]
+        for call, message, field in wrong:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await call(message, metadata=METADATA)
+            assert from_rpc_error(failure.value).field == field
+
+
+async def test_best_of_is_answered_at_the_end() -> None:
+    async with deployed() as stack:
+        request = chat()
+        request.sampling.best_of = 3
+        responses = [r async for r in stack.inference.Chat(request, metadata=METADATA)]
+        assert "".join(choice.content for r in responses for choice in r.choices) == "hello 0"
+        assert stack.engines[0].submissions[0].sampling.best_of == 3

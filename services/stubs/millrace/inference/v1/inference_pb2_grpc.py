@@ -52,6 +52,16 @@ class InferenceServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Tokenize',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/millrace.inference.v1.InferenceService/Detokenize',
+                request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/millrace.inference.v1.InferenceService/ListModels',
                 request_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -86,6 +96,20 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Tokenize says which tokens a conversation or text becomes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize says which text token ids stand for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """ListModels names the models that the key may use.
         """
@@ -110,6 +134,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.CountTokens,
                     request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -201,6 +235,60 @@ class InferenceService:
             '/millrace.inference.v1.InferenceService/CountTokens',
             millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
             millrace_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Tokenize',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.InferenceService/Detokenize',
+            millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
