@@ -119,7 +119,7 @@ def _format_name(message: chat_pb2.ResponseFormat) -> Mapping[str, str]:
 def prompt_request(
     message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest,
 ) -> GenerationRequest:
-    """A request with the prompt to encode; raises INVALID_ARGUMENT where none is given, or no conversation."""
+    """A request with the prompt to encode; raises INVALID_ARGUMENT for none, and for no conversation."""
     refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
