@@ -90,7 +90,6 @@ def serve_core(connection: CoreSocket) -> int:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG
     scheduler = make_scheduler(config, model, memory, facts)
-    watch.start()
     loop = EngineLoop(
         scheduler,
         runner,
@@ -102,6 +101,7 @@ def serve_core(connection: CoreSocket) -> int:
     gc.collect()
     gc.freeze()
     give_back()
+    watch.start()
     use_huge_pages()
     # The first load report comes before readiness, so that whoever asks finds one.
     loop.publish()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.types import MemoryPlan, MemoryUse
+from services.memory import give_back
 
 _STATUS = Path("/proc/self/status")
 # Stage in which the cache is allocated: what was loaded before it are the weights.
@@ -43,6 +44,7 @@ class MemoryWatch:
     """Follows one engine; made when its libraries are imported and nothing is loaded."""
 
     def __init__(self) -> None:
+        give_back()
         # The interpreter and its libraries, which no plan counts.
         self._before = _own_bytes()
         self._loaded = 0
@@ -51,6 +53,12 @@ class MemoryWatch:
     def stage(self, stage: str, fraction: float) -> None:
         """A part of start-up is done."""
         cuda = _cuda()
+        if cuda is None and stage == _CACHE_STAGE:
+            # Weights are packed after they were read, and what they were packed from is garbage. The cache
+            # itself is untouched, and costs nothing yet.
+            give_back()
+            self._loaded = _own_bytes() - self._before
+            return
         now = int(cuda.memory_allocated()) if cuda is not None else _own_bytes() - self._before
         if stage == _CACHE_STAGE:
             if fraction >= 1:
@@ -60,7 +68,7 @@ class MemoryWatch:
             self._loaded = now
 
     def start(self) -> None:
-        """Start-up is over: peaks count from here."""
+        """Start-up is over, and what it freed is given back: peaks count from here."""
         cuda = _cuda()
         if cuda is not None:
             cuda.reset_peak_memory_stats()

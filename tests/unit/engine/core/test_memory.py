@@ -36,6 +36,20 @@ def test_growth_is_booked_under_its_part() -> None:
     assert 25 * MEGABYTE < after.workspace_bytes - before.workspace_bytes < 45 * MEGABYTE
 
 
+def test_what_is_packed_after_the_last_tensor_was_read_is_a_weight() -> None:
+    watch = MemoryWatch()
+    watch.stage("load weights", 1.0)
+    head = fresh(40)
+    watch.stage("allocate KV cache", 0.0)
+    watch.stage("load draft model", 1.0)
+    draft = fresh(30)
+    watch.stage("allocate KV cache", 1.0)
+    watch.start()
+    used = watch.use(memory_plan(num_blocks=64, block_size=4), 0)
+    assert 0 <= used.weights_bytes - len(head) - len(draft) < 20 * MEGABYTE
+    assert used.workspace_bytes < 20 * MEGABYTE
+
+
 def test_pages_of_a_file_are_neither_weights_nor_workspace(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_bytes(b"w" * 40 * MEGABYTE)
