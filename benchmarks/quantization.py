@@ -181,9 +181,6 @@ def variants() -> Iterator[Variant]:
             # Its rows are no multiple of 256.
             kinds["ffn_down"] = Kind.Q8_0
         yield Variant(name=f"GGUF {gguf_kind.name}", convert=_gguf({**kinds, "": gguf_kind}))
-        if gguf_kind is Kind.F16:
-            convert = _gguf({**kinds, "": gguf_kind})
-            yield Variant(name="GGUF F16, in 16 bits", options={"dtype": "bfloat16"}, convert=convert)
 
 
 # --- figures ------------------------------------------------------------------------------------------------
