@@ -86,6 +86,7 @@ class ChoiceStream:
         delta.stop_reason = text.stop_string
         if text.stop_string is not None:
             reason = FinishReason.STOP
-        if reason is FinishReason.STOP and text.called_tools:
+        is_cut = text.stop_string is not None and text.in_call
+        if reason is FinishReason.STOP and text.called_tools and not is_cut:
             reason = FinishReason.TOOL_CALLS
         delta.finish_reason = reason

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Mapping
+
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.request import Conversation, GenerationRequest
 from gateway.pipeline.validate import refuse
@@ -42,7 +45,7 @@ class AnswerReader:
         with_logprobs = request.sampling.logprobs is not None
         return {
             index: ChoiceStream(
-                index, texts, options, _call_ids(request_id, index), with_logprobs=with_logprobs
+                index, texts, options, self._call_ids(request_id, index), with_logprobs=with_logprobs
             )
             for index in range(num_choices)
         }
@@ -61,6 +64,9 @@ class AnswerReader:
             single_tool_call=prompt.parallel_tool_calls is False,
         )
 
+    def _call_ids(self, request_id: str, choice_index: int) -> CallIds:
+        return _CALL_IDS.get(self._tool_format, _long_ids)(request_id, choice_index)
+
     def _texts(self, options: TextOptions) -> TokenTexts:
         key = (options.tool_call_format, options.reasoning_format)
         texts = self._marked.get(key)
@@ -71,7 +77,18 @@ class AnswerReader:
         return texts
 
 
-def _call_ids(request_id: str, choice_index: int) -> CallIds:
-    """Ids of a choice's tool calls: unique, and the same if the choice is continued elsewhere."""
+def _long_ids(request_id: str, choice_index: int) -> CallIds:
     stem = f"call_{request_id.replace('-', '')[:24]}{choice_index:02d}"
     return lambda call_index: f"{stem}{call_index:02d}"
+
+
+def _nine_characters(request_id: str, choice_index: int) -> CallIds:
+    def call_id(call_index: int) -> str:
+        return hashlib.sha256(f"{request_id} {choice_index} {call_index}".encode()).hexdigest()[:9]
+
+    return call_id
+
+
+# Ids of a choice's tool calls for formats whose templates refuse any others. All are unique, and the same if
+# the choice is continued elsewhere.
+_CALL_IDS: Mapping[str, Callable[[str, int], CallIds]] = {"mistral": _nine_characters}

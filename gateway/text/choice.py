@@ -87,6 +87,11 @@ class ChoiceText:
         return self._single_call or self._stop.is_armed
 
     @property
+    def in_call(self) -> bool:
+        """Whether a tool call has begun that is not complete."""
+        return self._calls is not None and self._calls.num_complete < self._calls.num_calls
+
+    @property
     def ended(self) -> bool:
         """Whether the text is over before the engine says so: a stop string, or the one allowed tool call."""
         if self._stop.matched is not None:

@@ -1,0 +1,46 @@
+"""Ids of tool calls: templates get them back with the next turn, and some take only what they know."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.gateway.rig.deployment import deployed
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.tokenizer import ByteTokenizer
+from tests.unit.gateway.rig.vocabulary import END_ID, encode
+
+BODY = {
+    "model": "tiny",
+    "n": 2,
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
+CALLS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2,
+    # Mistral's templates refuse every id that has not nine letters and digits.
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]',
+}
+
+
+@pytest.mark.parametrize(("name", "form"), [("hermes", r"call_\w+"), ("mistral", r"[a-zA-Z0-9]{9}")])
+async def test_ids_are_unique_and_of_the_form_that_templates_take(name: str, form: str) -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(CALLS[name]), END_ID])
+    tokenizer = ByteTokenizer()
+    tokenizer.tool_call_format = name
+    async with deployed(engine, tokenizer=tokenizer) as stack:
+        answer = (await stack.http.post("/v1/chat/completions", json=BODY)).json()
+    ids = [call["id"] for choice in answer["choices"] for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == 4
+    assert all(re.fullmatch(form, each) for each in ids), ids
+
+
+async def test_a_call_that_a_stop_string_cuts_is_not_told_as_a_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"city": 1}}</tool_call>'
+    engine = ScriptedEngine(reply=lambda submit, choice: [*encode(text), END_ID])
+    async with deployed(engine) as stack:
+        cut = (await stack.http.post("/v1/chat/completions", json={**BODY, "stop": "city"})).json()
+        whole = (await stack.http.post("/v1/chat/completions", json={**BODY, "stop": "none"})).json()
+    assert [choice["finish_reason"] for choice in cut["choices"]] == ["stop", "stop"]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["tool_calls", "tool_calls"]
