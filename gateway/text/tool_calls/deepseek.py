@@ -91,15 +91,35 @@ class DeepSeekParser:
     def _before_arguments(self, character: str) -> None:
         if character != "{" or SEPARATOR not in self._header:
             self._header += character
+            if self._header.endswith(CALL_END):
+                self._end_without_object()
             return
-        kind, _, rest = self._header.partition(SEPARATOR)
-        # A tool of the new format may itself be called "function"; then nothing stands after the separator.
-        is_old = kind.strip() == _OLD_TYPE and rest.strip()
-        name = rest.partition("\n")[0] if is_old else kind
-        self._sink.begin(name.strip())
+        self._sink.begin(self._name())
         self._value = JsonValue()
         self._step = self._in_arguments
         self._in_arguments(character)
+
+    def _end_without_object(self) -> None:
+        """A call whose arguments are no object: one of nothing, or text."""
+        name = self._name()
+        written = self._header.removesuffix(CALL_END).partition(SEPARATOR)[2].strip()
+        written = written.removeprefix(name).strip().removeprefix("```json").removesuffix("```")
+        self._step = None
+        if SEPARATOR in self._header and name and not written.strip():
+            self._sink.begin(name)
+            self._sink.argue("{}")
+            self.num_complete += 1
+        elif self.num_calls:
+            self._sink.content(CALL_BEGIN + self._header)
+        else:
+            self._raw += self._header
+
+    def _name(self) -> str:
+        """What the header calls."""
+        kind, _, rest = self._header.removesuffix(CALL_END).partition(SEPARATOR)
+        # A tool of the new format may itself be called "function"; then nothing stands after the separator.
+        is_old = kind.strip() == _OLD_TYPE and rest.strip()
+        return (rest.partition("\n")[0] if is_old else kind).strip()
 
     def _in_arguments(self, character: str) -> None:
         _, ended = self._value.take(character)

@@ -179,7 +179,9 @@ class JsonCall:
         elif self._key in _ARGUMENT_KEYS and self._streams:
             self._argued = True
         elif self._key in _ARGUMENT_KEYS:
-            written = (_decode_string(text) if text.startswith('"') else text) or ""
+            # Clients parse the arguments of every call; what is no JSON text is theirs to see.
+            decoded = _decode_string(text) if text.startswith('"') else text
+            written = text if decoded is None else decoded or "{}"
             self._argued = True
             if self._name:
                 self._announce()

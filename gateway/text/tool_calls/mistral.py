@@ -58,6 +58,10 @@ class MistralParser:
         self._held = ""
 
     def _after_marker(self, character: str) -> None:
+        if character == "{":
+            # One call without the list around it.
+            self._between_calls(character)
+            return
         self._raw += character
         if character == "[":
             self._step = self._between_calls

@@ -145,6 +145,8 @@ FORMATS = {
         '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
         '<｜tool▁call▁begin｜>sub<｜tool▁sep｜>{"b": "{"}<｜tool▁call▁end｜>',
         "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜>sub<｜tool▁sep｜><｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n[1]<｜tool▁call▁end｜>",
         "<｜tool",
         "\n",
         "text {",
@@ -256,7 +258,34 @@ def test_every_cut_of_every_format_gives_the_same_answer(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
             ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f", "", []),
         ),
+        # Without arguments; the next call's are not its own.
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁call▁begin｜>"
+            'g<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            ("", "", [("id0", "f", "{}"), ("id1", "g", '{"x": 1}')]),
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            ("", "", [("id0", "f", "{}")]),
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n[1]<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            (
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n[1]<｜tool▁call▁end｜>"
+                "<｜tool▁calls▁end｜>",
+                "",
+                [],
+            ),
+        ),
+        ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}', ("", "", [("id0", "f", "{}")])),
+        ("mistral", '[TOOL_CALLS] {"nam": "f"}', ('[TOOL_CALLS] {"nam": "f"}', "", [])),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("id0", "f", "{}")])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', ("", "", [("id0", "f", "{}")])),
     ],
 )
 def test_formats(name: str, text: str, expected: object) -> None:
