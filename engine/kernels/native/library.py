@@ -195,9 +195,27 @@ def _check(level: str) -> None:
         passed.touch()
 
 
-@cache
 def load_native() -> NativeLibrary:
     """The best library that works here. Raises NativeUnavailableError saying why there is none."""
+    found = _found()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@cache
+def _found() -> NativeLibrary | str:
+    """The best library, or why there is none: a build that fails is not tried again, as the next who asks may
+    be a step that others wait for.
+    """
+    try:
+        return best_library()
+    except NativeUnavailableError as error:
+        return str(error)
+
+
+def best_library() -> NativeLibrary:
+    """As `load_native`, tried anew."""
     levels = machine_levels()
     if not levels:
         raise NativeUnavailableError("the processor has no AVX2, or this is not Linux on x86-64")

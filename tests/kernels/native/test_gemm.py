@@ -193,4 +193,4 @@ def test_the_next_level_serves_where_the_best_fails_its_check(monkeypatch: pytes
     monkeypatch.setattr(library, "load_level", library.load_level.__wrapped__)
     monkeypatch.setattr(library, "CHECKED_LEVELS", frozenset({levels[-1]}))
     monkeypatch.setattr(library, "SELF_CHECK", "no_such_module")
-    assert library.load_native.__wrapped__().level == levels[-2]
+    assert library.best_library().level == levels[-2]

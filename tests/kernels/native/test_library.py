@@ -11,17 +11,18 @@ import sys
 import tempfile
 import time
 from ctypes import c_int64, c_void_p
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels.native import NativeLibrary, Op, build
-from engine.kernels.native.embedding import EmbeddingArgs
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, build, library
+from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TABLE_TYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_an_op_runs_on_all_threads(native: NativeLibrary, dtype: torch.dtype, num_threads: int) -> None:
     table = torch.randn(50, 33).to(dtype)
@@ -30,7 +31,7 @@ def test_an_op_runs_on_all_threads(native: NativeLibrary, dtype: torch.dtype, nu
         step = StepStruct(num_tokens=count, token_ids=ids.data_ptr())
         out = torch.full((count, 33), float("nan"))
         args = EmbeddingArgs(
-            ctypes.addressof(step), table.data_ptr(), out.data_ptr(), 33, dtype == torch.bfloat16, 2.0
+            ctypes.addressof(step), table.data_ptr(), out.data_ptr(), 33, TABLE_TYPES[dtype], 2.0
         )
         native.run([Op(native, "embedding", args)] * 5, num_threads=num_threads)
         assert torch.equal(out, table[ids].float() * 2)
@@ -120,6 +121,24 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "no C++ compiler (g++ or clang++) is installed"
+
+
+def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sampler in its first step, for instance: each try may be a build that takes a minute to fail."""
+    tries: list[str] = []
+
+    def fails(level: str) -> NativeLibrary:
+        tries.append(level)
+        raise NativeUnavailableError("the compiler ran out of disk space")
+
+    monkeypatch.setattr(library, "machine_levels", lambda: ["avx2"])
+    monkeypatch.setattr(library, "forced_level", lambda: "")
+    monkeypatch.setattr(library, "load_level", fails)
+    monkeypatch.setattr(library, "_found", cache(library._found.__wrapped__))
+    for _ in range(3):
+        with pytest.raises(NativeUnavailableError, match="ran out of disk space"):
+            library.load_native()
+    assert tries == ["avx2"]
 
 
 @pytest.mark.parametrize("has_library", [True, False])
