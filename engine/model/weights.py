@@ -2,7 +2,9 @@
 
 Files are memory-mapped; each tensor is converted to the target type and device once and alone, so the peak is
 the model plus one tensor. A tensor that needs no conversion is a part of the mapping, which stays as long as
-one of them lives; where weights are packed, what stays is copied instead, and the mapping goes.
+one of them lives. Where weights are packed, pages that were read are let go, and what stays is copied, so
+that the mapping goes; but a large table that is looked up stays in the file, and only its rows that were
+asked for are resident.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from engine.kernels.paged_cache.memory import empty_on_huge_pages
 from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.checkpoint import TensorHeader, folder_of, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
+from engine.model.mapped_pages import MappedPages
 from engine.model.spec import CheckpointError
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import Scheme
@@ -40,6 +43,8 @@ IGNORED_SUFFIXES = (
     ".v_scale",
     ".output_scale",
 )
+# A table of this size stays in its file where it is used as it is stored.
+LARGE_TABLE_BYTES = 16 << 20
 
 
 class WeightReader:
@@ -82,6 +87,9 @@ class WeightReader:
         self._left = {name for name in self.headers if not name.endswith(IGNORED_SUFFIXES)}
         self._bytes_total = sum(header.num_elements for header in self.headers.values()) or 1
         self._bytes_done = 0
+        # Whether what is handed out lies in files, and is copied by those who take it.
+        self._maps = is_packed and self._gguf is None and device.type == "cpu"
+        self._pages = MappedPages()
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -89,6 +97,7 @@ class WeightReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pages.let_go()
         self._files.clear()
         self._stack.close()
 
@@ -105,6 +114,8 @@ class WeightReader:
         stored = self.stored(name, shape)
         tensor = stored.to(dtype or self._taken(stored))
         if not self._is_packed or tensor.data_ptr() != stored.data_ptr():
+            return tensor
+        if self._maps and tensor.nbytes >= LARGE_TABLE_BYTES:
             return tensor
         return empty_on_huge_pages(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
@@ -192,6 +203,8 @@ class WeightReader:
                     f"{self._file(header)}: tensor {name} cannot be read: {error}"
                 ) from error
         self._count(name, header)
+        if self._maps:
+            self._pages.read(tensor)
         if not is_finite(tensor):
             raise self._not_finite(name)
         return tensor.to(self.device)

@@ -1,0 +1,60 @@
+"""Pages of a mapped checkpoint file: they count as the process's memory while it maps them, though the system
+has them anyway, and can be let go once what they hold was copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+from torch import Tensor
+
+# So much of a file is read until its pages are let go.
+STRIDE_BYTES = 64 << 20
+_MAPS = Path("/proc/self/maps")
+
+
+class MappedPages:
+    """Tensors that lie in a file's mapping. Nobody writes to them, and the mapping outlives this."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        self._held_bytes = 0
+
+    def read(self, tensor: Tensor) -> None:
+        """A tensor is about to be read. Those before it are let go now and then; who reads one once more has
+        its pages from the system again, unchanged.
+        """
+        if self._held_bytes >= STRIDE_BYTES:
+            self.let_go()
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._ranges.append((begin, end - begin))
+            self._held_bytes += end - begin
+
+    def let_go(self) -> None:
+        """Of everything that was read so far. Does nothing where the system does not tell what lies in files:
+        of other memory the contents would be lost.
+        """
+        self._held_bytes = 0
+        if not (_MAPS.exists() and hasattr(mmap, "MADV_DONTNEED")):
+            return
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        files = _file_areas()
+        for begin, size in self._ranges:
+            if any(start <= begin and begin + size <= end for start, end in files):
+                advise(begin, size, mmap.MADV_DONTNEED)
+
+
+def _file_areas() -> list[tuple[int, int]]:
+    """Addresses that large files are mapped to."""
+    areas = []
+    for line in _MAPS.read_text().splitlines():
+        area, _, _, _, inode, *_ = line.split()
+        start, end = (int(each, 16) for each in area.split("-"))
+        if inode != "0" and end - start >= STRIDE_BYTES // 16:
+            areas.append((start, end))
+    return areas
