@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping
 HERMES = "hermes"
 LLAMA3 = "llama3"
 MISTRAL = "mistral"
+# From version 11 of its tokenizers on: the name before the arguments, at first with the id between them.
+MISTRAL_V11 = "mistral_v11"
+MISTRAL_V13 = "mistral_v13"
 DEEPSEEK = "deepseek"
 # From V3.1 on: the name before the separator, and the arguments without a fence.
 DEEPSEEK_V31 = "deepseek_v31"
@@ -23,6 +26,8 @@ def tool_call_format(templates: Mapping[str, str], tokens: Mapping[str, int]) ->
         return HERMES
     if "<｜tool▁calls▁begin｜>" in source:
         return DEEPSEEK if "```json" in source else DEEPSEEK_V31
+    if "[TOOL_CALLS]" in source and "[ARGS]" in source:
+        return MISTRAL_V11 if "[CALL_ID]" in source else MISTRAL_V13
     if "[TOOL_CALLS]" in source:
         return MISTRAL
     if "<|python_tag|>" in tokens and "tools" in source:

@@ -91,4 +91,6 @@ def _nine_characters(request_id: str, choice_index: int) -> CallIds:
 
 # Ids of a choice's tool calls for formats whose templates refuse any others. All are unique, and the same if
 # the choice is continued elsewhere.
-_CALL_IDS: Mapping[str, Callable[[str, int], CallIds]] = {"mistral": _nine_characters}
+_CALL_IDS: Mapping[str, Callable[[str, int], CallIds]] = dict.fromkeys(
+    ("mistral", "mistral_v11", "mistral_v13"), _nine_characters
+)

@@ -29,7 +29,9 @@ class ToolsRefused(Exception):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes calls. `{name}` in `before` is the tool's name as JSON text, `{raw}` as it is."""
+    """How a family writes calls. `{name}` in `before` is the tool's name as JSON text, `{raw}` as it is, and
+    `{id}` the call's id.
+    """
 
     # Opens the block of calls, and makes free text end where calls are optional.
     mark: str
@@ -43,6 +45,8 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
 
 
+# What Mistral's templates take for the id of a call.
+_CALL_ID = "/[a-zA-Z0-9]{9}/"
 _LAYOUTS: Mapping[str, _Layout] = {
     formats.HERMES: _Layout(
         mark="<tool_call>",
@@ -66,6 +70,10 @@ _LAYOUTS: Mapping[str, _Layout] = {
         between=", ",
         end="]",
     ),
+    formats.MISTRAL_V11: _Layout(
+        mark="[TOOL_CALLS]", before="{raw}[CALL_ID]{id}[ARGS]", after="", between="[TOOL_CALLS]"
+    ),
+    formats.MISTRAL_V13: _Layout(mark="[TOOL_CALLS]", before="{raw}[ARGS]", after="", between="[TOOL_CALLS]"),
     formats.DEEPSEEK: _Layout(
         mark="<｜tool▁calls▁begin｜>",
         before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{raw}\n```json\n",
@@ -106,7 +114,7 @@ def tool_grammars(
         before = layout.before.replace("{name}", json.dumps(tool.name, ensure_ascii=False))
         before = before.replace("{raw}", tool.name)
         alternatives.append(
-            f"{_literal(before, token_ids)} @arguments_{index} {_literal(layout.after, token_ids)}"
+            f"{_with_id(before, token_ids)} @arguments_{index} {_literal(layout.after, token_ids)}"
         )
     more = f"({_literal(layout.between, token_ids)} call)*" if rules.parallel else ""
     lines = [
@@ -141,6 +149,10 @@ def _optional(layout: _Layout, token_ids: Mapping[str, int], *, has_answer: bool
         f"until_mark[lazy]: /(?s:.*)/ {mark}",
         text,
     ]
+
+
+def _with_id(text: str, token_ids: Mapping[str, int]) -> str:
+    return f" {_CALL_ID} ".join(_literal(part, token_ids) for part in text.split("{id}"))
 
 
 def _literal(text: str, token_ids: Mapping[str, int]) -> str:

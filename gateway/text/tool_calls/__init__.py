@@ -40,6 +40,8 @@ PARSERS: Mapping[str, Callable[[CallIds], ToolCallParser]] = {
     "hermes": HermesParser,
     "llama3": Llama3Parser,
     "mistral": MistralParser,
+    "mistral_v11": MistralParser,
+    "mistral_v13": MistralParser,
     "deepseek": DeepSeekParser,
     "deepseek_v31": DeepSeekParser,
 }
@@ -51,12 +53,15 @@ _DEEPSEEK = (
     deepseek.CALL_END,
     deepseek.SEPARATOR,
 )
+_MISTRAL = (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID)
 # Tokens that these formats are made of. They are read by the parser even where the tokenizer calls them
 # special.
 MARKERS: Mapping[str, tuple[str, ...]] = {
     "hermes": (hermes.OPEN, hermes.CLOSE),
     "llama3": (llama3.TAG,),
-    "mistral": (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID),
+    "mistral": _MISTRAL,
+    "mistral_v11": _MISTRAL,
+    "mistral_v13": _MISTRAL,
     "deepseek": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
 }

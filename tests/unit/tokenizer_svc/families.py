@@ -16,7 +16,7 @@ LLAMA3 = (
 )  # fmt: skip
 MISTRAL = (
     "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-    "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[CALL_ID]", "[ARGS]",
 )  # fmt: skip
 GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 DEEPSEEK = (
@@ -32,7 +32,7 @@ def _text(name: str) -> str:
     return (_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def make(name: str, folder: Path) -> Path:
+def make(name: str, folder: Path) -> Path:  # noqa: PLR0911 one return per family
     """The checkpoint of one family."""
     match name:
         case "chatml":
@@ -40,6 +40,10 @@ def make(name: str, folder: Path) -> Path:
         case "llama3":
             config = {"bos_token": LLAMA3[0], "eos_token": "<|eot_id|>"}
             return write(folder, byte_level(LLAMA3), _text(name), config=config)
+        case "mistral_v11" | "mistral_v13":
+            return write(
+                folder, byte_level(MISTRAL), _text(name), config={"bos_token": "<s>", "eos_token": "</s>"}
+            )
         case "mistral":
             config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
             return write(folder, sentencepiece(MISTRAL), _text(name), config=config)
@@ -54,8 +58,11 @@ def make(name: str, folder: Path) -> Path:
     raise ValueError(name)
 
 
-FAMILIES = ("chatml", "llama3", "mistral", "qwen_tools", "gemma", "deepseek", "deepseek_v31")
-WITH_TOOLS = ("llama3", "mistral", "qwen_tools", "deepseek", "deepseek_v31")
+FAMILIES = (
+    "chatml", "llama3", "mistral", "mistral_v11", "mistral_v13", "qwen_tools", "gemma", "deepseek",
+    "deepseek_v31",
+)  # fmt: skip
+WITH_TOOLS = ("llama3", "mistral", "mistral_v11", "mistral_v13", "qwen_tools", "deepseek", "deepseek_v31")
 
 PLAIN: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hello world"}],

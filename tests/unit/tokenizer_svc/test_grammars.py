@@ -332,6 +332,19 @@ CALLS = {
         '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"town": "Bern"}}]',
     ),
+    "mistral_v11": (
+        '[TOOL_CALLS]get_weather[CALL_ID]aB3456789[ARGS]{"city": "Bern"}',
+        "[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}"
+        '[TOOL_CALLS]get_weather[CALL_ID]aaaaaaaaa[ARGS]{"city": "Bern"}',
+        "[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}",
+        '[TOOL_CALLS]get_weather[CALL_ID]aB3456789[ARGS]{"town": "Bern"}',
+    ),
+    "mistral_v13": (
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Bern"}',
+        '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "Bern"}',
+        "[TOOL_CALLS]now[ARGS]{}",
+        '[TOOL_CALLS]get_weather[ARGS]{"town": "Bern"}',
+    ),
     "deepseek": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
         '```json\n{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',

@@ -21,10 +21,16 @@ CALLS = {
     "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2,
     # Mistral's templates refuse every id that has not nine letters and digits.
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]',
+    "mistral_v11": "[TOOL_CALLS]f[CALL_ID]aaaaaaaaa[ARGS]{}[TOOL_CALLS]f[CALL_ID]aaaaaaaaa[ARGS]{}",
+    "mistral_v13": "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}",
 }
+NINE = r"[a-zA-Z0-9]{9}"
 
 
-@pytest.mark.parametrize(("name", "form"), [("hermes", r"call_\w+"), ("mistral", r"[a-zA-Z0-9]{9}")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("hermes", r"call_\w+"), ("mistral", NINE), ("mistral_v11", NINE), ("mistral_v13", NINE)],
+)
 async def test_ids_are_unique_and_of_the_form_that_templates_take(name: str, form: str) -> None:
     engine = ScriptedEngine(reply=lambda submit, choice: [*encode(CALLS[name]), END_ID])
     tokenizer = ByteTokenizer()
