@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import llguidance
+import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from services.grammar import PARSER_LIMITS
@@ -79,9 +80,13 @@ class Backend:
 def serialize(grammars: list[Grammar]) -> str:
     """The payload that engines build matchers from; the first grammar is the start.
 
-    Raises ValueError for numbers that are not finite.
+    Raises ValueError for numbers that are not finite, UnicodeEncodeError for half surrogate pairs.
     """
-    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = msgspec.json.encode({"grammars": grammars}).decode()
+    # Numbers that are not finite are written as null there; types are called "null".
+    if text.count("null") > text.count('"null"'):
+        json.dumps(grammars, allow_nan=False)
+    return text
 
 
 def string_schema_is_empty(parts: list[Any]) -> bool:

@@ -20,9 +20,10 @@ from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
+from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import repair
-from tokenizer_svc.grammar.schema.unwritable import culprits
-from tokenizer_svc.grammar.tools import ToolsRefused, tool_grammars
+from tokenizer_svc.grammar.schema.unwritable import culprits, places
+from tokenizer_svc.grammar.tools import ToolsRefused, parameters_field, parameters_path, tool_grammars
 from tokenizer_svc.types import (
     ChoiceFormat,
     EbnfFormat,
@@ -86,17 +87,27 @@ def _written(grammars: list[Grammar], backend: Backend, limits: BuildLimits) -> 
             payload = serialize(grammars)
             if backend.spells_control_token(payload):
                 payload = serialize(_unforced(grammars, backend))
+        except UnicodeEncodeError:
+            return "", "there is half a surrogate pair in it, which no text in UTF-8 holds"
         except ValueError:
             return "", "the schema has a number beyond 1.8e308, or NaN; numbers must be finite"
         if len(payload) > limits.max_artifact_bytes:
             limit = limits.max_artifact_bytes
             return "", f"the grammar grows to {len(payload)} bytes; the limit is {limit}"
-        error = backend.error(payload)
+        error = _foreseen(grammars, payload) or backend.error(payload)
         if not error:
             return payload, ""
         if not _repaired(grammars, error):
             break
     return "", error
+
+
+def _foreseen(grammars: list[Grammar], payload: str) -> str:
+    """Why the back end would take too long, as far as that is easily seen, or ""."""
+    if '"multipleOf"' not in payload:
+        return ""
+    errors = (unwritable_divisors(each["json_schema"]) for each in grammars if "json_schema" in each)
+    return next(filter(None, errors), "")
 
 
 def _without_culprits(
@@ -110,32 +121,75 @@ def _without_culprits(
 
     Raises _Refusal when strict, with those keywords, and for all others that it stops at.
     """
-    form = request.response_format
-    told, field = _told(error, form), _field(request)
-    if not isinstance(form, JsonSchemaFormat) or request.tools is not None or _is_unsatisfiable(error):
-        raise _Refusal(told, field, enforcement)
-    lenient = msgspec.structs.replace(
-        request, response_format=JsonSchemaFormat(form.schema_json, strict=False)
-    )
+    told = _told(error, request.response_format)
+    sources = [] if _is_unsatisfiable(error) else _sources(request)
+    lenient = _lenient(request)
 
     def attempt(left_out: list[str]) -> tuple[str, EnforcementReport | None]:
         notes = dict.fromkeys(left_out, told)
         grammars, report = _grammars(lenient, limits, backend.named_tokens, notes)
         return _written(grammars, backend, limits)[0], report
 
-    schema = json.loads(form.schema_json)
-    found = culprits(schema, lambda some: bool(attempt(some)[0]))
+    kept = [path for source in sources for path in places(source.schema, source.prefix)]
+    found = culprits(kept, lambda some: bool(attempt(some)[0]))
     if not found:
-        raise _Refusal(told, field, enforcement)
+        raise _Refusal(told, _field(request), enforcement)
     payload, report = attempt(found)
-    readable = _is_readable(schema)
-    if form.strict or not readable:
-        keyword, more = found[0].rpartition("/")[2], len(found) - 1
-        others = f" (and {more} more)" if more else ""
-        advice = ", or set strict to false and check the answer" if readable else ""
-        message = f"{keyword} at {found[0]} cannot be enforced: {told}{others}; change the schema{advice}"
-        raise _Refusal(message, field, report)
+    for path in found:
+        source = next(each for each in sources if path.startswith(f"{each.prefix}/"))
+        readable = _is_readable(source.schema)
+        if source.is_strict or not readable:
+            place, more = path.removeprefix(source.prefix), len(found) - 1
+            others = f" (and {more} more)" if more else ""
+            advice = ", or set strict to false and check the answer" if readable else ""
+            what = f"{source.title}{place.rpartition('/')[2]} at {place} cannot be enforced"
+            raise _Refusal(f"{what}: {told}{others}; change the schema{advice}", source.field, report)
     return payload, report
+
+
+class _Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A schema of a request."""
+
+    schema: Any
+    is_strict: bool
+    field: str
+    # Before its paths, where the request has several.
+    prefix: str = ""
+    # Begins a message about it.
+    title: str = ""
+
+
+def _sources(request: GrammarRequest) -> list[_Source]:
+    form, tools = request.response_format, request.tools.tools if request.tools is not None else ()
+    sources = [
+        _Source(
+            schema=tool.parameters,
+            is_strict=tool.strict,
+            field=parameters_field(index),
+            prefix=parameters_path(index),
+            title=f"tool {tool.name!r}: ",
+        )
+        for index, tool in enumerate(tools)
+        if tool.parameters is not None
+    ]
+    if isinstance(form, JsonSchemaFormat):
+        sources.append(
+            _Source(
+                schema=_read(form.schema_json), is_strict=form.strict, field="response_format.json_schema"
+            )
+        )
+    return sources
+
+
+def _lenient(request: GrammarRequest) -> GrammarRequest:
+    """The same request, nothing of it strict."""
+    form, rules = request.response_format, request.tools
+    if isinstance(form, JsonSchemaFormat):
+        form = JsonSchemaFormat(form.schema_json, strict=False)
+    if rules is not None:
+        tools = tuple(msgspec.structs.replace(tool, strict=False) for tool in rules.tools)
+        rules = msgspec.structs.replace(rules, tools=tools)
+    return msgspec.structs.replace(request, response_format=form, tools=rules)
 
 
 def _is_readable(schema: Any) -> bool:
@@ -191,7 +245,9 @@ def _grammars(
         answer, enforcement = _answer(request.response_format, limits, left_out)
     if request.tools is not None:
         try:
-            grammars, enforcement = tool_grammars(request.tools, answer, token_ids, limits.max_schema_depth)
+            grammars, enforcement = tool_grammars(
+                request.tools, answer, token_ids, limits.max_schema_depth, left_out
+            )
         except ToolsRefused as refused:
             raise _Refusal(str(refused), refused.field, refused.enforcement) from refused
     else:
@@ -265,12 +321,20 @@ def _lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _read(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        # Python's own also reads NaN and numbers beyond floating-point ones, and says better what is wrong.
+        return json.loads(text)
+
+
 def _schema_answer(
     form: JsonSchemaFormat, limits: BuildLimits, left_out: Mapping[str, str] | None
 ) -> tuple[Grammar, EnforcementReport]:
     field = "response_format.json_schema"
     try:
-        schema: Any = json.loads(form.schema_json)
+        schema = _read(form.schema_json)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _Refusal(f"the schema is not valid JSON: {reason}", field) from error

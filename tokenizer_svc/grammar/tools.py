@@ -92,11 +92,16 @@ _LAYOUTS: Mapping[str, _Layout] = {
 
 
 def tool_grammars(
-    rules: ToolRules, answer: Grammar | None, token_ids: Mapping[str, int], max_schema_depth: int
+    rules: ToolRules,
+    answer: Grammar | None,
+    token_ids: Mapping[str, int],
+    max_schema_depth: int,
+    left_out: Mapping[str, str] | None = None,
 ) -> tuple[list[Grammar], EnforcementReport]:
     """The start grammar, then those of each tool's arguments and of `answer`, the alternative to calls.
 
-    `token_ids` are control tokens, which cannot be spelled as text. Raises ToolsRefused.
+    `token_ids` are control tokens, which cannot be spelled as text. `left_out` has the paths of keywords that
+    shall not be enforced, see `parameters_path`, with the reason that the report gives. Raises ToolsRefused.
     """
     layout = _LAYOUTS.get(rules.format)
     if layout is None:
@@ -108,7 +113,7 @@ def tool_grammars(
     reports: list[EnforcementReport] = []
     alternatives = []
     for index, tool in enumerate(rules.tools):
-        schema, report = _arguments_schema(tool, index, max_schema_depth)
+        schema, report = _arguments_schema(tool, index, max_schema_depth, left_out or {})
         reports.append(report)
         grammars.append({"name": f"arguments_{index}", "json_schema": schema})
         before = layout.before.replace("{name}", json.dumps(tool.name, ensure_ascii=False))
@@ -167,16 +172,33 @@ def _literal(text: str, token_ids: Mapping[str, int]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _arguments_schema(tool: ToolSpec, index: int, max_depth: int) -> tuple[object, EnforcementReport]:
+def parameters_path(index: int) -> str:
+    """Before the paths of a tool's parameters, in reports about several."""
+    return f"/tools/{index}/parameters"
+
+
+def parameters_field(index: int) -> str:
+    """The request's field with a tool's parameters."""
+    return f"tools[{index}].function.parameters"
+
+
+def _arguments_schema(
+    tool: ToolSpec, index: int, max_depth: int, left_out: Mapping[str, str]
+) -> tuple[object, EnforcementReport]:
+    prefix = parameters_path(index)
     schema = tool.parameters if tool.parameters is not None else {"type": "object"}
     if "type" not in schema and "$ref" not in schema:
         schema = {"type": "object", **schema}
     try:
-        compiled = compile_schema(schema, strict=tool.strict, max_depth=max_depth)
+        here = {
+            path.removeprefix(prefix): note
+            for path, note in left_out.items()
+            if path.startswith(f"{prefix}/")
+        }
+        compiled = compile_schema(schema, strict=tool.strict, max_depth=max_depth, left_out=here)
     except SchemaRefused as refused:
-        field = f"tools[{index}].function.parameters"
-        raise ToolsRefused(f"tool {tool.name!r}: {refused}", field, refused.enforcement) from refused
-    prefix = f"/tools/{index}/parameters"
+        message = f"tool {tool.name!r}: {refused}"
+        raise ToolsRefused(message, parameters_field(index), refused.enforcement) from refused
     return compiled.schema, _under(prefix, compiled.enforcement)
 
 

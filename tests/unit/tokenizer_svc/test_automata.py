@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenizer_svc.grammar.schema.automata import outside, plain
+from tokenizer_svc.grammar.schema.strings import listed
 
 PATTERNS = (
     "^a", "b$", "ab", "^(a|b)*c?$", "^(?!ab)[a-c]+$", "^(?=.*a)(?=.*b)[^c]+$", "^(a|b($|c))*$", "(?!$)",
@@ -42,3 +44,16 @@ def test_most_of_them_have_a_form() -> None:
 @pytest.mark.parametrize("pattern", [r"\bword", "(a)\\1", "(?i)a", "(?<=a)b", "(", "a{1000}", "(.*a.{9}){5}"])
 def test_what_is_beyond_them_has_no_form(pattern: str) -> None:
     assert outside(pattern) is None
+
+
+def test_parts_that_expressions_share_are_looked_at_once() -> None:
+    # Few distinct parts, and 5^20 ways to them.
+    assert outside("^(c1d3g3.{4,8}){20}") is None
+
+
+@pytest.mark.parametrize("pattern", ["^[[a]$", "^[+--b]$", "^[a&&b]$", "^(?![[a])"])
+def test_classes_that_python_may_read_otherwise_one_day_go_to_no_log(pattern: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outside(pattern) is not None
+        listed(pattern)

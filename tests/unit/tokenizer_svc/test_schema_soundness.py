@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -229,3 +230,29 @@ def test_patterns_without_a_form_are_named_or_unenforced(pattern: str) -> None:
     assert built is not None
     assert built.enforcement is not None
     assert [each.path for each in built.enforcement.unenforced] == ["/pattern"]
+
+
+def test_a_value_that_looks_like_a_reference_is_a_value() -> None:
+    schema = {"enum": [{"$ref": "#/$defs/nothing"}, {"minimum": 0.5}]}
+    assert accepts(schema, {"$ref": "#/$defs/nothing"})
+    assert not accepts(schema, {"$ref": "#/$defs/p0"})
+
+
+def test_half_a_surrogate_pair_is_refused_as_that() -> None:
+    refused = reply({"const": "\ud800"}).refused
+    assert refused is not None
+    assert "half a surrogate pair" in refused.message
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_numbers_beyond_json_are_refused(number: str) -> None:
+    form = JsonSchemaFormat(f'{{"enum": [null, "null", {number}]}}')
+    refused = build(GrammarRequest(response_format=form), _BACKEND, _LIMITS).refused
+    assert refused is not None
+    assert "finite" in refused.message
+
+
+def test_collections_of_garbage_go_on_after_a_schema() -> None:
+    assert reply({"const": 1}).built is not None
+    assert reply({"const": "\ud800", "type": "integer", "$ref": 1}, strict=True).refused is not None
+    assert gc.isenabled()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import re._parser as sre_parse  # type: ignore[import-not-found]
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -16,6 +17,15 @@ from typing import Any
 
 # Ranges of code points, ascending and apart. Surrogates are no characters.
 Ranges = tuple[tuple[int, int], ...]
+
+
+def parse(pattern: str) -> Any:
+    """Python's reading of the pattern; raises re.error. It warns of classes that it may read as ECMA-262's v
+    mode does one day ([[a], [a--b]); as long as it does not, it reads them as they are meant here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return sre_parse.parse(pattern)
 
 
 class _NoForm(Exception):
@@ -97,7 +107,7 @@ def outside(pattern: str) -> str | None:
 @lru_cache(maxsize=256)
 def _rewritten(pattern: str, *, complement: bool) -> str | None:
     try:
-        parsed = sre_parse.parse(pattern)
+        parsed = parse(pattern)
         if parsed.state.flags & ~int(re.UNICODE):
             return None
         character: Node = _node("set", _SIGMA)

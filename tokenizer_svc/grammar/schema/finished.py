@@ -65,6 +65,17 @@ class Contents:
                 pending.append(self._definitions[name])
 
 
+def schemas_in(node: dict[str, Any]) -> list[Any]:
+    """The schemas that stand in one, of maps and lists each."""
+    found: list[Any] = []
+    for keyword, value in node.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            found += value.values()
+        elif keyword not in _DATA:
+            found += value if isinstance(value, list) else [value]
+    return [each for each in found if isinstance(each, dict)]
+
+
 def with_change(schema: Schema, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Schema:
     """`schema` with `change` made to each of its nodes, the inner ones first.
 

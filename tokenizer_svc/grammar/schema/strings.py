@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import re._parser as sre_parse  # type: ignore[import-not-found]
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tokenizer_svc.grammar.schema.automata import outside
+from tokenizer_svc.grammar.schema.automata import outside, parse
 
 # Formats that llguidance enforces itself.
 BACKEND_FORMATS = frozenset(
@@ -115,7 +114,7 @@ _MAX_LISTED = 64
 def listed(pattern: str) -> list[str] | None:
     """The strings that a pattern matches when they are few, such as ^(on|off)$; None otherwise."""
     try:
-        found = _texts(sre_parse.parse(pattern).data)
+        found = _texts(parse(pattern).data)
     except (re.error, RecursionError, OverflowError):
         return None
     texts = []

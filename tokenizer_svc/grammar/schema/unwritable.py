@@ -15,10 +15,10 @@ _KEYWORDS = ("pattern", "patternProperties", "multipleOf")
 _MAX_PLACES, _MAX_TRIALS = 256, 64
 
 
-def places(schema: Any) -> list[str]:
-    """JSON pointers of what the back end may stop at; beyond a limit none."""
+def places(schema: Any, prefix: str = "") -> list[str]:
+    """JSON pointers of what the back end may stop at, after the prefix; beyond a limit none."""
     found: list[str] = []
-    pending = [("", schema)]
+    pending = [(prefix, schema)]
     while pending:
         path, node = pending.pop()
         if isinstance(node, dict):
@@ -30,9 +30,8 @@ def places(schema: Any) -> list[str]:
     return sorted(found) if len(found) <= _MAX_PLACES else []
 
 
-def culprits(schema: Any, works_without: Callable[[list[str]], bool]) -> list[str]:
-    """A smallest set of places without which the schema works, as far as the trials last; none if none is."""
-    kept = places(schema)
+def culprits(kept: list[str], works_without: Callable[[list[str]], bool]) -> list[str]:
+    """A smallest set of the places without which it works, as far as the trials last; none if none is."""
     if not kept or not works_without(kept):
         return []
     # Whole parts are put back first, then smaller ones.
