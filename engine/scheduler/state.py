@@ -302,6 +302,9 @@ class SchedulerState:
         del self.groups[group.request.request_id]
         self._promised_beams.pop(group.request.request_id, None)
         self.counters.leave(account_of(group.sequences[0]))
+        # They know their group as well: what is left of a request would wait for the garbage collector, which
+        # holds up a step for as long as it looks.
+        group.sequences = []
 
     def check_invariants(self) -> None:
         """Raises AssertionError with the first thing that does not add up."""

@@ -65,6 +65,7 @@ class Endpoint:
             answering = self._handler(exchange)
         except Exception as error:
             _tell(exchange, error)
+            _forget_places(error)
             return None
         return None if answering is None else self._follow(exchange, answering)
 
@@ -89,6 +90,7 @@ class Endpoint:
                 raise
         except Exception as error:
             _tell(exchange, error)
+            _forget_places(error)
 
 
 def _add(exchange: Exchange, headers: Mapping[str, str]) -> None:
@@ -101,6 +103,17 @@ def _tell(exchange: Exchange, error: Exception) -> None:
         error = unexpected()
     if not exchange.begun:
         exchange.respond_error(error)
+
+
+def _forget_places(error: BaseException | None) -> None:
+    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with the
+    request's body, and all that would stay until the garbage collector comes by.
+    """
+    while error is not None:
+        # One that was raised from itself, in other words, is its own cause.
+        earlier = error.__cause__ or error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = earlier
 
 
 def authorize(authorizer: Authorizer, exchange: Exchange) -> None:

@@ -96,6 +96,8 @@ class Connection(asyncio.Protocol):
         active, self._active = self._active, None
         if active is not None and not active.ended:
             active.note_gone()
+        # It holds this object's methods; both would stay until the garbage collector comes by.
+        del self._parser
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
@@ -45,33 +45,34 @@ class ThinkParser:
 
     def __init__(self, answer: TextParser, *, opened: bool) -> None:
         self._answer = answer
-        # The template has written the opening tag already.
-        self._step: Callable[[str, TextDelta], str] = self._think if opened else self._before
+        # A function of the class: a bound one would make a cycle, which only the garbage collector ends. The
+        # template has written the opening tag already where reasoning is opened.
+        self._step: _Step = ThinkParser._think if opened else ThinkParser._before
         self._held = ""
         self._at_start = True
 
     @property
     def thinking(self) -> bool:
         """Whether text that comes now is reasoning."""
-        return self._step == self._think
+        return self._step is ThinkParser._think
 
     def feed(self, text: str, delta: TextDelta) -> None:
         """See TextParser."""
-        if self._step == self._after_think:
+        if self._step is ThinkParser._after_think:
             self._after_think(text, delta)
             return
         text, self._held = self._held + text, ""
         step = None
-        while text and step != self._step:
+        while text and step is not self._step:
             step = self._step
-            text = step(text, delta)
+            text = step(self, text, delta)
         self._held = text
 
     def finish(self, delta: TextDelta) -> None:
         """See TextParser. Reasoning that never ended stays reasoning."""
-        if self._step == self._before:
+        if self._step is ThinkParser._before:
             self._answer.feed(self._held, delta)
-        elif self._step == self._think:
+        elif self._step is ThinkParser._think:
             delta.reasoning += self._held.rstrip("\n")
         self._held = ""
         self._answer.finish(delta)
@@ -79,11 +80,11 @@ class ThinkParser:
     def _before(self, text: str, delta: TextDelta) -> str:
         stripped = text.lstrip("\n")
         if stripped.startswith(OPEN):
-            self._step = self._think
+            self._step = ThinkParser._think
             return stripped[len(OPEN) :]
         if OPEN.startswith(stripped):
             return text
-        self._step = self._after_think
+        self._step = ThinkParser._after_think
         self._at_start = False
         return text
 
@@ -96,7 +97,7 @@ class ThinkParser:
         before, marker, rest = split_at_marker(text, (CLOSE,))
         if marker is not None:
             delta.reasoning += before.rstrip("\n")
-            self._step = self._after_think
+            self._step = ThinkParser._after_think
             self._at_start = True
             return rest
         certain = before.rstrip("\n")
@@ -111,3 +112,6 @@ class ThinkParser:
             self._at_start = False
         self._answer.feed(text, delta)
         return ""
+
+
+_Step: TypeAlias = Callable[[ThinkParser, str, TextDelta], str]

@@ -173,6 +173,8 @@ class Relay(asyncio.Protocol):
             self.other._transport.close()
             # A peer that does not read what is left must not keep the connection.
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.other.abort)
+        # Each knowing the other, both would stay until the garbage collector comes by.
+        self.other = None
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the other side reads no faster than this one is read from."""

@@ -26,7 +26,7 @@ class DeepSeekParser:
         self.num_complete = 0
         self._sink = CallSink(call_id)
         # Reads one character of a call; None outside of calls.
-        self._step: Callable[[str], None] | None = None
+        self._step: Callable[[DeepSeekParser, str], None] | None = None
         self._in_calls = False
         self._held = ""
         self._header = ""
@@ -48,7 +48,7 @@ class DeepSeekParser:
     def finish(self, delta: TextDelta) -> None:
         """See ToolCallParser."""
         self._sink.delta = delta
-        if self._step == self._before_arguments:
+        if self._step is DeepSeekParser._before_arguments:
             self._sink.content((CALL_BEGIN if self.num_calls else self._raw) + self._header)
         elif self._in_calls and not self.num_calls:
             self._sink.content(self._raw + self._held)
@@ -77,13 +77,13 @@ class DeepSeekParser:
             self._sink.content(self._raw)
         if marker == CALL_BEGIN:
             self._header = ""
-            self._step = self._before_arguments
+            self._step = DeepSeekParser._before_arguments
         return rest
 
     def _read_call(self, text: str) -> str:
         for position, character in enumerate(text):
             assert self._step is not None, "a call is open here"
-            self._step(character)
+            self._step(self, character)
             if self._step is None:
                 return text[position + 1 :]
         return ""
@@ -96,7 +96,7 @@ class DeepSeekParser:
             return
         self._sink.begin(self._name())
         self._value = JsonValue()
-        self._step = self._in_arguments
+        self._step = DeepSeekParser._in_arguments
         self._in_arguments(character)
 
     def _end_without_object(self) -> None:

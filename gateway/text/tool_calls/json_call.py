@@ -85,7 +85,7 @@ class JsonCall:
         self.raw: list[str] = []
         self._on_name = on_name
         self._on_arguments = on_arguments
-        self._step: Callable[[str], None] = self._before_object
+        self._step: Callable[[JsonCall, str], None] = JsonCall._before_object
         self._key = ""
         self._value = JsonValue()
         self._text: list[str] = []
@@ -95,11 +95,11 @@ class JsonCall:
     def take(self, character: str) -> None:
         """Reads one character."""
         self.raw.append(character)
-        self._step(character)
+        self._step(self, character)
 
     def _before_object(self, character: str) -> None:
         if character == "{":
-            self._step = self._before_key
+            self._step = JsonCall._before_key
         elif character not in _SPACE:
             self.state = CallState.BROKEN
 
@@ -108,7 +108,7 @@ class JsonCall:
             self._text = [character]
             self._value = JsonValue()
             self._value.take(character)
-            self._step = self._in_key
+            self._step = JsonCall._in_key
         elif character == "}":
             self._end()
         elif character not in _SPACE:
@@ -123,11 +123,11 @@ class JsonCall:
                 self.state = CallState.BROKEN
                 return
             self._key = key
-            self._step = self._before_colon
+            self._step = JsonCall._before_colon
 
     def _before_colon(self, character: str) -> None:
         if character == ":":
-            self._step = self._before_value
+            self._step = JsonCall._before_value
         elif character not in _SPACE:
             self.state = CallState.BROKEN
 
@@ -141,7 +141,7 @@ class JsonCall:
             self._announce()
         self._value = JsonValue()
         self._text = []
-        self._step = self._in_value
+        self._step = JsonCall._in_value
         self._in_value(character)
 
     def _in_value(self, character: str) -> None:
@@ -152,7 +152,7 @@ class JsonCall:
                 self._on_arguments(character)
         if ended:
             self._end_value("".join(self._text))
-            self._step = self._after_value
+            self._step = JsonCall._after_value
             if not belongs:
                 self._after_value(character)
 
@@ -197,7 +197,7 @@ class JsonCall:
         if self.state is CallState.BROKEN:
             return
         if character == ",":
-            self._step = self._before_key
+            self._step = JsonCall._before_key
         elif character == "}":
             self._end()
         elif character not in _SPACE:

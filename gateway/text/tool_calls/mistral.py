@@ -22,7 +22,7 @@ class MistralParser:
         self.num_complete = 0
         self._sink = CallSink(call_id)
         # Reads one character after the marker; None before it.
-        self._step: Callable[[str], None] | None = None
+        self._step: Callable[[MistralParser, str], None] | None = None
         self._held = ""
         # What followed the marker so far, given back when no call comes of it.
         self._raw = ""
@@ -44,9 +44,9 @@ class MistralParser:
             self._sink.content(before)
             if marker is None:
                 return
-            self._step, text = self._after_marker, rest
+            self._step, text = MistralParser._after_marker, rest
         for character in text:
-            self._step(character)
+            self._step(self, character)
 
     def finish(self, delta: TextDelta) -> None:
         """See ToolCallParser."""
@@ -64,15 +64,15 @@ class MistralParser:
             return
         self._raw += character
         if character == "[":
-            self._step = self._between_calls
+            self._step = MistralParser._between_calls
         elif character not in _SPACE:
             self._name = character
-            self._step = self._in_name
+            self._step = MistralParser._in_name
 
     def _between_calls(self, character: str) -> None:
         if character == "{":
             self._call = JsonCall(self._sink.begin, self._sink.argue)
-            self._step = self._in_call
+            self._step = MistralParser._in_call
             self._in_call(character)
         else:
             self._raw += character
@@ -83,7 +83,7 @@ class MistralParser:
         self._call.take(character)
         if self._call.state is not CallState.OPEN:
             self.num_complete += self._call.state is CallState.DONE
-            self._step = self._between_calls
+            self._step = MistralParser._between_calls
 
     def _in_name(self, character: str) -> None:
         self._raw += character
@@ -95,11 +95,11 @@ class MistralParser:
         self._name = ""
         if not name:
             # Arguments of nothing: no call, and dropped like other text here.
-            self._step = self._in_nothing
+            self._step = MistralParser._in_nothing
             self._value.take(character)
             return
         self._sink.begin(name)
-        self._step = self._in_arguments
+        self._step = MistralParser._in_arguments
         self._in_arguments(character)
 
     def _in_arguments(self, character: str) -> None:
@@ -107,9 +107,9 @@ class MistralParser:
         self._sink.argue(character)
         if ended:
             self.num_complete += 1
-            self._step = self._in_name
+            self._step = MistralParser._in_name
 
     def _in_nothing(self, character: str) -> None:
         self._raw += character
         if self._value.take(character)[1]:
-            self._step = self._in_name
+            self._step = MistralParser._in_name
