@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jsonschema_rs
@@ -143,3 +147,30 @@ def test_references_by_identifier_and_anchor() -> None:
     after = validator(plain(compiled(schema).schema))
     assert after.is_valid({"a": 1, "b": "x", "c": None})
     assert not any(after.is_valid(each) for each in ({"a": "x"}, {"b": 1}, {"c": 1}))
+
+
+_TOLD = """
+import json, sys
+from tokenizer_svc.grammar.schema.compiler import compile_schema
+compiled = compile_schema(json.loads(sys.argv[1]), strict=False, max_depth=64)
+print(json.dumps(compiled.schema), compiled.enforcement)
+"""
+
+
+def test_every_process_writes_the_same() -> None:
+    # Texts hash otherwise in each: nothing may come in the order of a set.
+    schema = {
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        "not": {"required": ["c"]},
+        "dependentRequired": {"a": ["d"]},
+        "if": {"required": ["e"]},
+        "then": {"required": ["f"]},
+    }
+    command = [sys.executable, "-c", _TOLD, json.dumps(schema)]
+    told = {
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, check=True
+        ).stdout
+        for seed in range(4)
+    }
+    assert len(told) == 1

@@ -148,11 +148,12 @@ class Context:
         """
         if not self._left_out:
             return set()
-        found = {keyword for keyword in node if f"{place.path}/{keyword}" in self._left_out}
-        notes = {keyword: self._left_out[f"{place.path}/{keyword}"] for keyword in found}
-        if "patternProperties" in found:
+        paths = {keyword: f"{place.path}/{keyword}" for keyword in node}
+        notes = {keyword: self._left_out[path] for keyword, path in paths.items() if path in self._left_out}
+        if "patternProperties" in notes:
             # Names that match are no others.
-            beside = {"additionalProperties", "unevaluatedProperties"} & node.keys()
+            others = ("additionalProperties", "unevaluatedProperties")
+            beside = [keyword for keyword in others if keyword in node]
             notes.update(dict.fromkeys(beside, "patternProperties beside it is not enforced"))
         for keyword, note in notes.items():
             self.give_up(keyword, place, note)

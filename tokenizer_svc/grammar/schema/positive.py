@@ -194,7 +194,9 @@ def _without_cases(
     gathered = gather(context, node, place)
     if not gathered.keywords and not gathered.members:
         return node
-    for keyword in gathered.keywords:
+    # In the node's order, so that every process writes the same.
+    taken = {key: value for key, value in node.items() if key in gathered.keywords}
+    for keyword in taken:
         context.met(keyword, place)
     for index in gathered.members:
         for keyword in node["allOf"][index]:
@@ -202,7 +204,6 @@ def _without_cases(
     union = gathered.union
     if others:
         # Other values are not concerned by cases of properties; the conditions are taken one by one.
-        taken = {key: node[key] for key in gathered.keywords}
         members = [
             each if index in gathered.members else True for index, each in enumerate(node.get("allOf", ()))
         ]

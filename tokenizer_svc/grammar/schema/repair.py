@@ -49,7 +49,7 @@ def _without(schema: dict[str, Any], name: str) -> Schema:
 
     definitions = {key: replaced(value) for key, value in schema["$defs"].items() if key != name}
     body = replaced({key: value for key, value in schema.items() if key not in _ASIDE})
-    aside = {key: schema[key] for key in _ASIDE & set(schema)} | {"$defs": definitions}
+    aside = {key: value for key, value in schema.items() if key in _ASIDE} | {"$defs": definitions}
     return {**(body if isinstance(body, dict) else {"enum": []}), **aside}
 
 
@@ -72,7 +72,7 @@ class _Unroller:
         result = self._rewritten(body)
         for name in sorted(self._original):
             self._new[name] = self._rewritten(self._original[name])
-        aside = {key: schema[key] for key in _ASIDE & set(schema)}
+        aside = {key: value for key, value in schema.items() if key in _ASIDE}
         return {**(result if isinstance(result, dict) else {"allOf": [result]}), **aside, "$defs": self._new}
 
     def _rewritten(self, node: Any) -> Any:
