@@ -40,7 +40,8 @@ class GrammarCompiler:
         # By content, and by tenant where one in debt asked: its workers may be late for want of a processor,
         # which is nobody else's matter.
         self._refused: OrderedDict[tuple[bytes, str], tuple[float, Refused]] = OrderedDict()
-        self._in_flight: dict[tuple[bytes, str], asyncio.Task[WorkerReply]] = {}
+        # With the tenant in whose turn it is.
+        self._in_flight: dict[tuple[bytes, str], tuple[asyncio.Task[WorkerReply], str]] = {}
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
@@ -52,10 +53,10 @@ class GrammarCompiler:
         asked = (key, tenant if self.pool.in_debt(tenant) else "")
         for each in dict.fromkeys((asked, (key, ""))):
             self._raise_if_refused(each)
-        task = self._in_flight.get((key, "")) or self._in_flight.get(asked)
+        task = self._joined(key, asked[1], tenant)
         if task is None:
             task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
-            self._in_flight[asked] = task
+            self._in_flight[asked] = (task, tenant)
             task.add_done_callback(lambda done: self._finish(asked, done))
         # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
         reply = await asyncio.shield(task)
@@ -63,6 +64,14 @@ class GrammarCompiler:
             assert reply.refused is not None
             raise refusal(reply.refused)
         return self._built.get(key) or self._compiled(reply.built), False
+
+    def _joined(self, key: bytes, debtor: str, tenant: str) -> asyncio.Task[WorkerReply] | None:
+        """The same work, under way: not behind what another tenant has queued before it."""
+        for asked in dict.fromkeys(((key, ""), (key, debtor))):
+            task, whose = self._in_flight.get(asked, (None, ""))
+            if task is not None and (whose == tenant or not self.pool.num_queued(whose)):
+                return task
+        return None
 
     async def validate(self, schema_json: str, texts: tuple[str, ...], *, tenant: str) -> tuple[Verdict, ...]:
         """One verdict per text. Raises GRAMMAR_REFUSED when the schema cannot judge, or takes too long."""
@@ -74,7 +83,8 @@ class GrammarCompiler:
         return reply.verdicts
 
     def _finish(self, asked: tuple[bytes, str], task: asyncio.Task[WorkerReply]) -> None:
-        del self._in_flight[asked]
+        if self._in_flight.get(asked, (None, ""))[0] is task:
+            del self._in_flight[asked]
         if task.cancelled() or task.exception() is not None:
             return
         reply = task.result()

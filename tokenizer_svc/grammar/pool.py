@@ -134,6 +134,10 @@ class WorkerPool:
             self._kill(worker)
         await self._nursery.close()
 
+    def num_queued(self, tenant: str) -> int:
+        """Jobs of a tenant that no worker has begun."""
+        return len(self._waiting.get(tenant, ()))
+
     async def run(
         self, request: EncodedGrammar | ValidationRequest | EncodedPrompt, *, tenant: str
     ) -> WorkerReply:
