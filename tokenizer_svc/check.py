@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 from services.config import ModelConfig
-from services.errors import ConfigError
+from services.errors import ConfigError, MillraceError
 from tokenizer_svc.checkpoint import load_checkpoint, locate
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
+from tokenizer_svc.limits import invalid
 from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, KeywordStatus
+
+# Of UTF-8.
+_MAX_CHARACTER_BYTES = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     try:
-        text = sys.stdin.read() if str(options.file) == "-" else options.file.read_text(encoding="utf-8")
+        text = _text(options.file)
         checkpoint = load_checkpoint(locate(ModelConfig(path=options.model), simulated=False))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
+    except (OSError, MillraceError, ConfigError) as error:
         print(f"python -m tokenizer_svc.check: {error}", file=sys.stderr)
         return 2
     backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
@@ -39,6 +43,24 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         _print(strict, lenient)
     return 0 if strict.built is not None else 1
+
+
+def _text(path: Path) -> str:
+    """What the file, or standard input, holds; raises MillraceError for what no request could carry."""
+    most = LimitsConfig().max_grammar_bytes
+    with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
+        data = file.read(_MAX_CHARACTER_BYTES * most + 1)
+    too_large = invalid(f"{path} has more than {most} characters, the limit of the service", "file")
+    if len(data) > _MAX_CHARACTER_BYTES * most:
+        raise too_large
+    try:
+        # Editors mark UTF-8 with bytes that are no JSON.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid(f"{path} is not UTF-8 ({error}); save it as UTF-8", "file") from error
+    if len(text) > most:
+        raise too_large
+    return text
 
 
 def _build(text: str, backend: Backend, *, strict: bool) -> WorkerReply:

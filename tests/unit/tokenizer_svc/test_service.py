@@ -375,6 +375,25 @@ def test_the_command_and_the_call_report_the_same(
         assert listed == [(each["keyword"], each["path"], each["note"]) for each in written[part]]
 
 
+@pytest.mark.parametrize(
+    ("data", "code", "said"),
+    [
+        (b"\xef\xbb\xbf" + b'{"type": "string"}', 0, "accepted"),
+        ('{"type": "string"}'.encode("utf-16"), 2, "save it as UTF-8"),
+        (b'{"enum": ["' + b"x" * (1 << 20) + b'"]}', 2, "the limit of the service"),
+        (b'"' + "é".encode() * (4 << 20), 2, "the limit of the service"),
+        (b"", 1, "not valid JSON"),
+    ],
+)
+def test_the_command_reads_what_a_request_could_carry(
+    data: bytes, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "schema.json").write_bytes(data)
+    assert check.main([str(tmp_path / "schema.json")]) == code
+    written = capsys.readouterr()
+    assert said in written.out + written.err
+
+
 def test_health_and_metrics(service: Service) -> None:
     import httpx
 
