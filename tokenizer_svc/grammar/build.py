@@ -228,6 +228,8 @@ def _told(error: str, form: ResponseFormat | None) -> str:
         return f"{line}; patterns are those of Rust's regex: no look-around, back-references or \\b"
     if line.startswith(_OUT_OF_BOUNDS):
         return f"{line}: it needs more work than one token may cost; repeat and list less in it"
+    if line == "NoExtensionBias":
+        return "its rules only refer to each other, so that no answer can begin; add an alternative that ends"
     if _is_unsatisfiable(line):
         return f"no value matches the schema ({line.removeprefix('Unsatisfiable schema: ')})"
     return line

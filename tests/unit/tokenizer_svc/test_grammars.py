@@ -97,6 +97,11 @@ def schema_format(schema: Any, *, strict: bool = True) -> GrammarRequest:
             ["abc,x1"],
             ["d", "a,"],
         ),
+        (
+            EbnfFormat('root ::= "a" # "one\n  # of\n  | "#b\\"|" [^"#|\\n]\n  | "c"\n# end'),
+            ["a", '#b"|x', "c"],
+            ["b", '#b"|#', "d"],
+        ),
     ],
 )
 def test_formats(qwen: Family, form: Any, good: list[str], bad: list[str]) -> None:
@@ -156,6 +161,7 @@ def test_an_object_may_have_hundreds_of_optional_properties(qwen: Family) -> Non
         ),
         (RegexFormat("(?=a)b"), "response_format.regex", "look"),
         (LarkFormat("start: nothing"), "response_format.lark", "nothing"),
+        (LarkFormat("start: start"), "response_format.lark", "only refer to each other"),
         (EbnfFormat("root ::= ["), "response_format.ebnf", "EBNF"),
         (JsonSchemaFormat("{"), "response_format.json_schema", "not valid JSON"),
         (JsonSchemaFormat("[]"), "response_format.json_schema", "object or a boolean"),
