@@ -12,11 +12,14 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-# So many objects more than at the last look, which takes some milliseconds then: more than the requests have
-# that one process serves at a time, with what is told of them later.
-_YOUNG = 10_000
-# Looks at the young until those that are older are looked at as well.
-_OLDER = 20
+# So many objects more than at the last look, which takes a millisecond then, and every stream waits for it.
+# 256 requests that begin have 30,000.
+_YOUNG = 2_000
+# Looks at the young until those that survived one are looked at, all at once: that takes as long as there are
+# requests, and requests leave nothing behind that could be found.
+_OLDER = 1_000
+# Such looks until everything is looked at.
+_OLDEST = 20
 
 _HUGE = 2 * 1024 * 1024
 _PAGE = 4096
@@ -31,7 +34,7 @@ def settle() -> None:
     """To be called once, when everything is loaded that stays."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, _OLDER, _OLDER)
+    gc.set_threshold(_YOUNG, _OLDER, _OLDEST)
     give_back()
     use_huge_pages()
 
