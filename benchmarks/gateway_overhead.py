@@ -9,11 +9,13 @@ One gateway process; authentication, limits, tracing and ledger are on. Four loa
   stream     64 streams of 128 tokens at full speed: tokens per second
   paced      256 streams at 20 ms a token: share of tokens that come within 50 ms of when they are due
 
-A token is due one engine step after the token before it. Tokens are counted, not reads: TCP and proxies join
-chunks. The same loads run in the same run on a back end that costs nothing (`direct`), on an Envoy that only
-forwards to it, and, with `--litellm`, on one worker of LiteLLM's proxy before it; the first also on the hops
-of our path with no work in them (`chain`), below which no change of our own code brings the added latency. To
-set LiteLLM up:
+A token is due one engine step after the token before it; tokens that come together with a late one are late
+as well. The share by the schedule that a stream's first token begins stands beside it: there a stall costs
+the tokens that it delays beyond the limit, and time that is lost for good every token after it. Tokens are
+counted, not reads: TCP and proxies join chunks. The same loads run in the same run on a back end that costs
+nothing (`direct`), on an Envoy that only forwards to it, and, with `--litellm`, on one worker of LiteLLM's
+proxy before it; the first also on the hops of our path with no work in them (`chain`), below which no change
+of our own code brings the added latency. To set LiteLLM up:
 
   python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install 'litellm[proxy]==1.106.2'
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -47,8 +48,12 @@ class Figures(msgspec.Struct, frozen=True):
     ttft_p99_ms: float
     latency_p50_ms: float
     latency_p99_ms: float
-    # Share of gaps between tokens that are at most one step plus 50 ms.
+    # Share of tokens that come at most one step plus 50 ms after the one before; what comes together with one
+    # that is late is late.
     on_time: float
+    # Share of tokens that come at most 50 ms after they are due by the schedule that the stream's first token
+    # begins, one a step. A loss of time anywhere counts for every token that follows in the stream.
+    on_schedule: float
     num_failed: int
     # CPU milliseconds per request of each process, where it is ours.
     cpu_ms: dict[str, float] = {}
@@ -74,6 +79,7 @@ class _Stream(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._tail = b""
         self._first_s = self._last_s = 0.0
+        self._num_tokens = 0
         self._started_s = time.perf_counter()
         self._transport.write(self._shared.request)
 
@@ -95,7 +101,11 @@ class _Stream(asyncio.Protocol):
             # Tokens that come together with one that is late are late as well.
             shared.num_late += count if gap_s > STEP_MS / 1000 + LATE_S else 0
             shared.num_gaps += count
+            # Of the tokens that come now, number 0 being the stream's first, those below this one are late.
+            on_time_from = math.ceil((now_s - self._first_s - LATE_S) * 1000 / STEP_MS)
+            shared.num_behind += min(count, max(0, on_time_from - self._num_tokens))
         self._last_s = now_s
+        self._num_tokens += count
         shared.num_tokens += count
 
     def on_message_complete(self) -> None:
@@ -115,7 +125,8 @@ class Counts:
         self.left = num_requests
         self.ttfts_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.num_tokens = self.num_gaps = self.num_late = self.num_failed = 0
+        self.num_tokens = self.num_gaps = self.num_late = self.num_behind = 0
+        self.num_failed = 0
 
 
 def request_of(peer: Peer, load: Load, headers: str = "") -> bytes:
@@ -173,6 +184,7 @@ async def measure(
         latency_p50_ms=_percentile(counts.latencies_s, 0.5),
         latency_p99_ms=_percentile(counts.latencies_s, 0.99),
         on_time=1.0 - counts.num_late / max(counts.num_gaps, 1),
+        on_schedule=1.0 - counts.num_behind / max(counts.num_gaps, 1),
         num_failed=counts.num_failed,
         cpu_ms={
             name: (used_s - cpu_before[name]) / load.num_requests * 1000
@@ -212,6 +224,6 @@ def _line(figures: Figures) -> str:
     return (
         f"{figures.requests_per_s:8.0f} requests/s {figures.tokens_per_s:8.0f} tokens/s   "
         f"p50 {figures.latency_p50_ms:7.2f} p99 {figures.latency_p99_ms:7.2f} ms   "
-        f"on time {figures.on_time:7.2%}   failed {figures.num_failed}"
-        + (f"   CPU ms a request: {cpu} = {total:.2f}" if cpu else "")
+        f"on time {figures.on_time:7.2%} (by schedule {figures.on_schedule:7.2%})   "
+        f"failed {figures.num_failed}" + (f"   CPU ms a request: {cpu} = {total:.2f}" if cpu else "")
     )
