@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig, QuantizationConfig
 from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight, pack_linear
+from engine.quantization import at_load
 from engine.quantization.at_load import int4_weight, int8_weight, quantize, rounding_weight
 from engine.quantization.grouping import group_size_for
 from engine.types import SamplingParams
@@ -38,6 +40,33 @@ def test_int8_levels_cover_each_output() -> None:
     # Rounding is off by at most half a level.
     assert float(((made.dequantize() - weight).abs() / made.scale).max()) <= 0.501
     assert int8_weight(torch.zeros(2, 8)).dequantize().tolist() == [[0.0] * 8] * 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 3), (65, 64), (3, 2000)])
+def test_pieces_give_what_the_whole_gives(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_load, "PIECE_ELEMENTS", 640)
+    weight = torch.randn(shape).bfloat16()
+    found = int8_weight(weight)
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    assert torch.equal(found.scale, scale)
+    assert torch.equal(found.values, (weight.float() / scale).round().to(torch.int8))
+
+
+def test_a_large_head_is_not_copied_whole() -> None:
+    """The process may have little more than what the plan says."""
+    weight = torch.ones(60_000, 1024, dtype=torch.bfloat16)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of resident memory cannot be reset here")
+    before, made = _status_bytes("VmRSS"), int8_weight(weight)
+    assert _status_bytes("VmHWM") - before < made.num_bytes() + weight.nbytes
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 @pytest.mark.parametrize(("size", "limit"), [(32, 0.0065), (64, 0.0085), (128, 0.011)])
