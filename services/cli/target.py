@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from services.errors import ConfigError
@@ -25,14 +26,15 @@ class Target:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Credentials as gRPC metadata."""
-        return (("authorization", f"Bearer {self.api_key}"),)
+        """Credentials as gRPC metadata; none without a key."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
 def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Target:
     """The server at `url`, else at MILLRACE_URL, else the stack that was started in this directory.
 
-    Raises ConfigError when there is none, with the remedy.
+    Without MILLRACE_API_KEY the development key is sent, to this machine only. Raises ConfigError when there
+    is no server, with the remedy.
     """
     url = url or environ.get(_URL_VARIABLE, "")
     state = running_stack(environ)
@@ -44,14 +46,23 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
             raise ConfigError(
                 f"url {url!r}: {error}; expected http://host:port or https://host:port"
             ) from error
-        key = environ.get(_KEY_VARIABLE) or development_key(environ)
-        return Target(f"{parts.hostname}:{port}", key)
+        host = parts.hostname or ""
+        # What this machine's stacks know is no business of another's.
+        own_key = development_key(environ) if _is_this_machine(host) else ""
+        return Target(f"{host}:{port}", environ.get(_KEY_VARIABLE) or own_key)
     if state is None:
         raise ConfigError(
             f"no running stack found (state directory {state_directory(environ)}); start one with "
             f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
         )
     return Target(state.address, environ.get(_KEY_VARIABLE) or state.api_key, state.model)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:
