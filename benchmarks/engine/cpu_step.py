@@ -3,9 +3,10 @@
 The real loop, scheduler and runner over a checkpoint with random weights, messages encoded as for the front;
 no other process takes part. The baseline puts every step together anew. "native" is the time inside the
 kernels, "read" that of the weights alone at the memory's measured rate (a last cache that holds them is
-faster). The second table is a prompt of 2,048 tokens, beside the measured rate of multiplication, attention's
-operations counted; rates are the better of two measurements, before and after. "others" says how many CPUs
-other programs took meanwhile: above 0.05, measure again.
+faster). The second table says to which ops that time goes (products by outputs x inputs) and at what rate
+they read and multiply. The third is a prompt of 2,048 tokens, beside the measured rate of multiplication,
+attention's operations counted; rates are the better of two measurements, before and after. "others" says how
+many CPUs other programs took meanwhile: above 0.05, measure again.
 
     python -m benchmarks.engine.cpu_step [--checkpoint llama-40m] [--ours bf16] [--sequences 1 32]
         [--environments DIR] [--json OUT]
@@ -19,6 +20,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from ctypes import c_int64
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -35,6 +37,8 @@ from benchmarks.peers.tables import OURS, precision_of
 from engine.config import EngineConfig
 from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
+from engine.kernels.native import Op
+from engine.kernels.native.library import Program
 from engine.model.lowering import NativeDecoder
 from engine.runner.steady import SteadyDecode
 from engine.runner.torch_runner import TorchRunner, build
@@ -46,6 +50,54 @@ _NUM_TOKENS = 128
 _LONG_PROMPT = 2048
 _ROUNDS = 3
 _KV_BYTES = 2 << 30
+# Ops that take less of a step are left out.
+_LEAST_MS = 0.01
+
+
+class _OpTimes:
+    """What each op of a forward took, by `_name_of`: milliseconds and multiplied weights."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[int, dict[str, float]]] = []
+        self.weights: dict[str, int] = {}
+
+    def run(self, program: Program, pool: int) -> None:
+        """In place of `Program.run`. A body opens a forward; head and sampling belong to the one before."""
+        spent, ops = program.run_timed(pool), program.ops
+        times: dict[str, float] = {}
+        weights: dict[str, int] = {}
+        for op, seconds in zip(ops, spent, strict=True):
+            name = _name_of(op)
+            times[name] = times.get(name, 0.0) + 1e3 * seconds
+            if op.name == "gemm":
+                weights[name] = weights.get(name, 0) + op.args.weight.outputs * op.args.weight.inputs
+        self.weights |= weights
+        if ops[0].name == "embedding":
+            self.forwards.append((c_int64.from_address(ops[0].args.step).value, {}))
+        if self.forwards:
+            self.forwards[-1][1].update(times)
+
+    def rows(self, num_tokens: int, weight_bytes: float) -> list[Row]:
+        """Medians over forwards of so many tokens, most first."""
+        found = [times for count, times in self.forwards if count == num_tokens]
+        medians = {name: median(times.get(name, 0.0) for times in found) for name in found[-1]}
+        total = sum(medians.values())
+        return [
+            {
+                "sequences": num_tokens,
+                "op": name,
+                "ms": round(ms, 3),
+                "share %": round(100 * ms / total, 1),
+                "GB/s": round(self.weights.get(name, 0) * weight_bytes / ms / 1e6, 1),
+                "GFLOP/s": round(2 * num_tokens * self.weights.get(name, 0) / ms / 1e6),
+            }
+            for name, ms in sorted(medians.items(), key=lambda each: -each[1])
+            if ms >= _LEAST_MS
+        ]
+
+
+def _name_of(op: Op) -> str:
+    return f"{op.args.weight.outputs} x {op.args.weight.inputs}" if op.name == "gemm" else op.name
 
 
 class Bench:
@@ -124,6 +176,17 @@ class Bench:
             "others": round(max(others for _, others in runs), 2),
         }
 
+    def op_rows(self, num_sequences: int) -> list[Row]:
+        """What each kind of op takes of a step in which so many sequences decode."""
+        times = _OpTimes()
+
+        def timed(program: Program, pool: int) -> None:
+            times.run(program, pool)
+
+        with patch.object(Program, "run", timed):
+            self.run(num_sequences, _PROMPT, _NUM_TOKENS)
+        return times.rows(num_sequences, precision_of(f"millrace-{self.precision}").weight_bytes)
+
     def prefill_row(self, machine: Machine) -> Row:
         """A long prompt: tokens per second, and operations per second beside the machine's."""
         self.run(1, _LONG_PROMPT, 1)
@@ -169,6 +232,7 @@ def main() -> None:
     decode = [
         bench.decode_row(count, machine, anew=anew) for count in arguments.sequences for anew in (True, False)
     ]
+    ops = [row for count in arguments.sequences for row in bench.op_rows(count)]
     machine = machine.best(measure_machine())
     rate = precision_of(f"millrace-{arguments.ours}").flops_per_s(machine)
     measured = float(prefill["TFLOP/s"])
@@ -178,6 +242,8 @@ def main() -> None:
         f"{machine.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     publish("A decode step on the CPU, medians", decode, arguments.json, notes)
+    ops_json = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_ops")
+    publish("Where a decode step's kernels spend it, medians in ms", ops, ops_json, notes)
     prefill_json = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_prefill")
     publish("A prompt of 2,048 tokens, best of three", [prefill], prefill_json, notes)
     bench.runner.close()
