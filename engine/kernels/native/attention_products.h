@@ -1,4 +1,4 @@
-// The two products of attention over one part: scores of queries against keys, and weights against values. Both
+// The two products of attention over one part: scores of queries against keys, and weights against values. All
 // classes have the same functions; `Worker` in attention.cc calls them. Rows of a unit are those of its heads, one head
 // after another.
 //
