@@ -3,7 +3,6 @@
 
 #include "attention_plan.h"
 #include "attention_products.h"
-#include "attention_products_fp16.h"
 
 namespace millrace {
 namespace {
@@ -559,11 +558,7 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
 #if defined(__AVX512BF16__)
       if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args, num_threads);
 #endif
-#if defined(__AVX512FP16__)
-      return attend<HalfProducts>(args, num_threads);
-#else
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);
-#endif
     case kKvInt8:
 #if defined(__AVX512VNNI__)
       return attend<IntegerProducts>(args, num_threads);

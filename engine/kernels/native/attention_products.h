@@ -1,4 +1,4 @@
-// The two products of attention over one part: scores of queries against keys, and weights against values. All
+// The two products of attention over one part: scores of queries against keys, and weights against values. Both
 // classes have the same functions; `Worker` in attention.cc calls them. Rows of a unit are those of its heads, one head
 // after another.
 //
@@ -41,27 +41,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// A query as it came, and what it is multiplied by.
-struct PlainQuery {
-  const float* values;
-  float factor;
-};
-
-// A value that waits to be added to the sums of its rows, with their weights of a place.
-struct PlainValue {
-  int64_t row, rows, at;
-  const char* base;
-};
-
 struct ProductScratch {
   Buffer queries, scores, packed, weighted, levels, sums;
 #if defined(__AVX512VNNI__)
   std::vector<QueryLevels> query_levels;
   std::vector<float> factors;
-#endif
-#if defined(__AVX512FP16__)
-  std::vector<PlainQuery> plain_queries;
-  std::vector<PlainValue> plain_values;
 #endif
 };
 

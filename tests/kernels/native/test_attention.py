@@ -28,8 +28,6 @@ HEADS = [
 # over an int8 cache. The reference computes in float32 from the same cache.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.int8: 1e-4}
 FLOAT32_TOLERANCE = 3e-6
-# Of sums in float16 (level avx512_fp16), where the reference's are in float32.
-FLOAT16_TOLERANCE = 3e-3
 OPTIONS = ["plain", "window", "soft cap", "sinks"]
 
 
@@ -83,7 +81,7 @@ def test_equals_reference(
 def test_both_ways_to_multiply_bfloat16(
     native: NativeLibrary, num_heads: int, num_kv_heads: int, dim: int, pairs: bool
 ) -> None:
-    """In pairs or not, what the reference gives from the same cache, and a row alone has the same bits."""
+    """In float32, what the reference gives from the same cache; either way, a row alone has the same bits."""
     lengths, new = [300, 5, 129, 700], [200, 5, 1, 1]
     cache, tables, generator = filled_cache(
         lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=dim, dtype=torch.bfloat16
@@ -95,8 +93,7 @@ def test_both_ways_to_multiply_bfloat16(
     backend = NativeAttention(**heads, library=native, num_threads=2, pairs=pairs)
     found = attend(backend, batch, q, cache, options)
     expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
-    single = FLOAT16_TOLERANCE if native.level == "avx512_fp16" else FLOAT32_TOLERANCE
-    tolerance = TOLERANCES[torch.bfloat16] if pairs else single
+    tolerance = TOLERANCES[torch.bfloat16] if pairs else FLOAT32_TOLERANCE
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-5)
     for row, length in ((199, 300), (206, 700)):
         which = 0 if row == 199 else 3
@@ -242,8 +239,8 @@ def test_shared_blocks_change_no_bit(native: NativeLibrary, window: int | None, 
 
 
 @pytest.mark.parametrize("value_dim", [36, 64, 160])
-def test_bfloat16_that_float16_cannot_hold(native: NativeLibrary, value_dim: int) -> None:
-    """Keys and values far beyond and far below the range of float16, in every part of a history."""
+def test_bfloat16_of_all_magnitudes(native: NativeLibrary, value_dim: int) -> None:
+    """Very large, very small and zero keys and values, in every part of a history."""
     lengths, new = [600, 530, 520, 515], [600, 1, 2, 1]
     cache, tables, generator = filled_cache(
         lengths, num_heads=2, key_dim=64, value_dim=value_dim, dtype=torch.bfloat16
@@ -266,7 +263,7 @@ def test_bfloat16_that_float16_cannot_hold(native: NativeLibrary, value_dim: int
     expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
     assert expected.isfinite().all()
     error = (found - expected).abs() / expected.abs().amax(-1, keepdim=True)
-    assert error.max() < (FLOAT16_TOLERANCE if native.level == "avx512_fp16" else 1e-5)
+    assert error.max() < 1e-5
     for row in (4, 71, 257, 402, 599):
         alone = step_of([row + 1], [1], tables[:1])
         assert torch.equal(attend(backend, alone, q[row : row + 1], cache, options)[0], found[row]), row
