@@ -44,6 +44,25 @@ struct Positions {
   int64_t first, last;
 };
 
+// As `exp`, of what is at most 0.
+Vec exp_of_negative(Vec x) {
+  const Vec bounded = max(set1(-87.0f), x);
+  // Rounds to whole numbers, as sums so large have no other.
+  const Vec large = set1(12582912.0f);
+  const Vec n = sub(add(mul(bounded, set1(1.44269504088896341f)), large), large);
+  Vec r = fnma(n, set1(0.693359375f), bounded);
+  r = fnma(n, set1(-2.12194440e-4f), r);
+  Vec p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  p = add(p, set1(1.0f));
+  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
+}
+
 float exp_of(float x) {
   alignas(64) float lanes[kLanes];
   store(lanes, exp(set1(x)));
@@ -375,9 +394,14 @@ class Worker {
     const int64_t high = std::min(end, position + 1 - origin);
     float* scores = products_.scores(row);
     const Vec nothing = set1(-INFINITY);
+    const bool as_they_are = !cache_.scales && args_.soft_cap == 0.0f;
     Vec most = nothing;
     for (int64_t i = from; i < end; i += kLanes) {
       Vec s = load(scores + i);
+      if (as_they_are && i >= low && i + kLanes <= high) {
+        most = max(most, s);
+        continue;
+      }
       if (cache_.scales) s = mul(s, load(key_scales + i));
       if (args_.soft_cap != 0.0f) s = mul(set1(args_.soft_cap), tanh(div(s, set1(args_.soft_cap))));
       if (i < low) s = select(first(low - i), nothing, s);
@@ -389,7 +413,7 @@ class Worker {
     const Vec base = set1(base_of(maximum));
     Vec total = zero();
     for (int64_t i = from; i < end; i += kLanes) {
-      Vec weight = exp(sub(load(scores + i), base));
+      Vec weight = exp_of_negative(sub(load(scores + i), base));
       total = add(total, weight);
       if (cache_.scales) weight = mul(weight, load(value_scales + i));
       products_.set_weights(row, i, weight);

@@ -194,77 +194,139 @@ inline void values_in_order(const int32_t* sums, float factor, int64_t dim, floa
 
 // --- few rows, straight from the cache ---
 
-// Lane i of the result is the sum of vector i.
-inline __m512i sums_of(const __m512i v[16]) {
-  __m512i a[8], b[4], c[2];
-  for (int i = 0; i < 8; ++i) {
-    a[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
-  }
-  for (int i = 0; i < 4; ++i) {
-    b[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
-  }
-  for (int i = 0; i < 2; ++i) {
-    c[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(b[2 * i], b[2 * i + 1], 0x88),
-                            _mm512_shuffle_i32x4(b[2 * i], b[2 * i + 1], 0xdd));
-  }
-  return _mm512_add_epi32(_mm512_shuffle_i32x4(c[0], c[1], 0x88), _mm512_shuffle_i32x4(c[0], c[1], 0xdd));
+// The sums of four vectors within each quarter: lane 4 q + i of the result is that of quarter q of vector i.
+[[gnu::always_inline]] inline __m512i quarter_sums(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// Scores of kRows queries against 16 positions; asks for as much at `ahead`.
+// Lane 4 i + j of the result is the sum over quarters of lanes 4 q + j of vector i.
+[[gnu::always_inline]] inline __m512i sums_of_quarters(const __m512i v[4]) {
+  const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xdd));
+  const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2], v[3], 0x88), _mm512_shuffle_i32x4(v[2], v[3], 0xdd));
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+
+// Integer sums of kRows queries against 16 positions; asks for as much at `ahead`. Keys have kLines whole lines, and
+// all levels stay in registers; or, where kLines is 0, any dim. A sum takes the high bytes first: shifted by a byte, it
+// goes on with the low ones.
+template <int kRows, int kLines>
+[[gnu::always_inline]] inline void few_integer_sums(const int32_t* queries, int64_t stride, const Strided& keys,
+                                                    int64_t dim, const char* ahead, __m512i out[kRows]) {
+  const __m512i flip = _mm512_set1_epi8(-128);
+  __m512i level[2][kRows][kLines + 1];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int line = 0; line < kLines; ++line)
+        level[half][r][line] = _mm512_load_si512(queries + r * stride + half * (stride / 2) + line * kLanes);
+  __m512i quarters[kRows][4];
+#pragma GCC unroll 4
+  for (int four = 0; four < 4; ++four) {
+    __m512i sum[kRows][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const char* from = keys[4 * four + i];
+      const char* far = ahead + (4 * four + i) * keys.stride;
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r) sum[r][i] = _mm512_setzero_si512();
+      if constexpr (kLines > 0) {
+        __m512i key[kLines];
+#pragma GCC unroll 2
+        for (int line = 0; line < kLines; ++line) {
+          call_far(far + line * kLineBytes);
+          key[line] = _mm512_xor_si512(_mm512_loadu_si512(from + line * kLineBytes), flip);
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 2
+          for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+            for (int line = 0; line < kLines; ++line) sum[r][i] = dot_bytes(sum[r][i], key[line], level[half][r][line]);
+            if (half == 0) sum[r][i] = _mm512_slli_epi32(sum[r][i], 8);
+          }
+      } else {
+        __m512i low[kRows];
+        for (int r = 0; r < kRows; ++r) low[r] = _mm512_setzero_si512();
+        for (int64_t at = 0; at < dim; at += kLineBytes) {
+          call_far(far + at);
+          const __m512i key = _mm512_xor_si512(_mm512_maskz_loadu_epi8(line_mask(dim - at), from + at), flip);
+          for (int r = 0; r < kRows; ++r) {
+            const int32_t* query = queries + r * stride + at / 4;
+            sum[r][i] = dot_bytes(sum[r][i], key, _mm512_load_si512(query));
+            low[r] = dot_bytes(low[r], key, _mm512_load_si512(query + stride / 2));
+          }
+        }
+        for (int r = 0; r < kRows; ++r) sum[r][i] = both(sum[r][i], low[r]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) quarters[r][four] = quarter_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r) out[r] = sums_of_quarters(quarters[r]);
+}
+
+// Scores of kRows queries against 16 positions.
 template <int kRows>
 inline void few_integer_scores(const int32_t* queries, int64_t stride, const QueryLevels* levels,
                                const Strided& keys, int64_t dim, const char* ahead, float* scores,
                                int64_t scores_stride) {
-  const __m512i flip = _mm512_set1_epi8(-128);
-  __m512i sums[kRows][16];
-  for (int i = 0; i < 16; ++i) {
-    __m512i high[kRows], low[kRows];
-    for (int r = 0; r < kRows; ++r) high[r] = low[r] = _mm512_setzero_si512();
-    for (int64_t at = 0; at < dim; at += kLineBytes) {
-      const char* from = keys[i] + at;
-      call_far(ahead + i * keys.stride + at);
-      const __m512i key = _mm512_xor_si512(
-          dim - at >= kLineBytes ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(line_mask(dim - at), from), flip);
-      for (int r = 0; r < kRows; ++r) {
-        const int32_t* query = queries + r * stride + at / 4;
-        high[r] = dot_bytes(high[r], key, _mm512_load_si512(query));
-        low[r] = dot_bytes(low[r], key, _mm512_load_si512(query + stride / 2));
-      }
-    }
-    for (int r = 0; r < kRows; ++r) sums[r][i] = both(high[r], low[r]);
+  __m512i sums[kRows];
+  switch (dim) {
+    case kLineBytes: few_integer_sums<kRows, 1>(queries, stride, keys, dim, ahead, sums); break;
+    case 2 * kLineBytes: few_integer_sums<kRows, 2>(queries, stride, keys, dim, ahead, sums); break;
+    default: few_integer_sums<kRows, 0>(queries, stride, keys, dim, ahead, sums);
   }
-  for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums_of(sums[r]), levels[r]));
+#pragma GCC unroll 2
+  for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums[r], levels[r]));
 }
 
-// Adds the weighted values of `words` times four positions, which lie in chunks; asks for as much at the
+// Adds the weighted values of `count` chunks, whose levels of places that nobody sees are zero; asks for as much at the
 // addresses `ahead` of as many.
 template <int kRows>
-inline void few_integer_values(const int32_t* weights, int64_t stride, const Strided* chunks, int64_t words,
+inline void few_integer_values(const int32_t* weights, int64_t stride, const Strided* chunks, int64_t count,
                                int64_t dim, const char* const* ahead, int32_t* out, int64_t out_stride, bool fresh) {
-  constexpr int64_t kWords = kChunk / 4;
+  constexpr int kWords = kChunk / 4;
   for (int64_t at = 0; at < dim; at += kLineBytes) {
     const __mmask64 m = line_mask(dim - at);
     __m512i high[kRows][4], low[kRows][4];
+#pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
     }
-    for (int64_t word = 0; word < words; ++word) {
-      const Strided& chunk = chunks[word / kWords];
+    for (int64_t which = 0; which < count; ++which) {
+      const char* from = chunks[which].base + at;
+      const int64_t row_bytes = chunks[which].stride;
       // Line after line, while the values are taken across them.
-      const char* const far = ahead[word / kWords] + (at / kLineBytes * kWords + word % kWords) * 4 * kLineBytes;
-      for (int i = 0; i < 4; ++i) call_far(far + i * kLineBytes);
-      __m512i value[4];
-      interleave(Strided{chunk[4 * (word % kWords)], chunk.stride}, at, m, value);
-      for (int r = 0; r < kRows; ++r) {
-        const __m512i a = _mm512_set1_epi32(weights[r * stride + word]);
-        const __m512i b = _mm512_set1_epi32(weights[r * stride + stride / 2 + word]);
-        for (int j = 0; j < 4; ++j) {
-          high[r][j] = dot_bytes(high[r][j], a, value[j]);
-          low[r][j] = dot_bytes(low[r][j], b, value[j]);
+      const char* far = ahead[which] + at / kLineBytes * kChunk * kLineBytes;
+      const int32_t* const levels = weights + which * kWords;
+#pragma GCC unroll 4
+      for (int word = 0; word < kWords; ++word) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) call_far(far + (4 * word + i) * kLineBytes);
+        __m512i value[4];
+        interleave(Strided{from, row_bytes}, 0, m, value);
+        from += 4 * row_bytes;
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i a = _mm512_set1_epi32(levels[r * stride + word]);
+          const __m512i b = _mm512_set1_epi32(levels[r * stride + stride / 2 + word]);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) {
+            high[r][j] = dot_bytes(high[r][j], a, value[j]);
+            low[r][j] = dot_bytes(low[r][j], b, value[j]);
+          }
         }
       }
     }
+#pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         int32_t* to = out + r * out_stride + at + j * kLanes;
         const __m512i before = fresh ? _mm512_setzero_si512() : _mm512_loadu_si512(to);

@@ -287,13 +287,13 @@ class IntegerProducts {
   void add_chunks(const Chunk* chunks, int64_t, int64_t end, int64_t rows, Stream& stream, bool fresh) {
     Strided values[kChunksOfValues];
     const char* ahead[kChunksOfValues];
-    const int64_t at = chunks->at, words = (end - at + 3) / 4;
-    for (int64_t i = 0; at + i * kChunk < end; ++i) {
+    const int64_t at = chunks->at, count = (end - at + kChunk - 1) / kChunk;
+    for (int64_t i = 0; i < count; ++i) {
       values[i] = chunks[i].rows;
       ahead[i] = stream.ahead(values[i].base);
     }
     const auto with = [&](auto few, int64_t row) {
-      few(levels_ + row * kLevelStride + at / 4, kLevelStride, values, words, sizes_.value_dim, ahead,
+      few(levels_ + row * kLevelStride + at / 4, kLevelStride, values, count, sizes_.value_dim, ahead,
           sums_ + row * width_, width_, fresh);
     };
     const int64_t last = chunks->row + rows;

@@ -17,8 +17,12 @@ namespace millrace {
 constexpr int64_t kChunk = 16;
 // Runs of memory that are worth taking heads together for.
 constexpr int64_t kRunBytes = 16 << 10;
-// What is asked for lies so many chunks ahead of what is in use, about 32 KiB.
-constexpr int64_t kLeadChunks = 8;
+// What is asked for lies so far ahead of what is in use.
+constexpr int64_t kLeadBytes = 32 << 10;
+
+inline int64_t lead_of(int64_t row_bytes) {
+  return std::min<int64_t>(32, std::max<int64_t>(8, kLeadBytes / (kChunk * row_bytes)));
+}
 
 // Ask for a line in the first or the second cache. As assembly, since GCC 12 takes a function that does nothing else for
 // one without effects, and leaves its calls out.
@@ -49,20 +53,20 @@ class Stream {
   using Lists = std::vector<const char*>[2];
 
   Stream(const KvCache& cache, int64_t key_bytes, int64_t value_bytes, Lists& lists)
-      : cache_(cache), key_bytes_(key_bytes), value_bytes_(value_bytes), lists_(lists) {}
+      : cache_(cache), key_bytes_(key_bytes), value_bytes_(value_bytes), lead_(lead_of(key_bytes)), lists_(lists) {}
 
   // The span that is computed now; it was announced by `then`, or is asked for from here on.
   void now(const Span& span) {
     const bool announced = has_next_;
     has_next_ = false;
-    at_ = kLeadChunks;
+    at_ = static_cast<size_t>(lead_);
     if (announced) {
       turn_ = !turn_;
       return;
     }
     list(span, lists_[turn_]);
     const auto& chunks = lists_[turn_];
-    for (size_t i = 0; i < chunks.size() && i < static_cast<size_t>(kLeadChunks); ++i) {
+    for (size_t i = 0; i < chunks.size() && i < static_cast<size_t>(lead_); ++i) {
       for (int64_t byte = 0; byte < kChunk * key_bytes_; byte += 64) call_far(chunks[i] + byte);
     }
   }
@@ -102,6 +106,7 @@ class Stream {
 
   const KvCache& cache_;
   const int64_t key_bytes_, value_bytes_;
+  const int64_t lead_;  // chunks
   Lists& lists_;
   bool turn_ = false, has_next_ = false;
   size_t at_ = 0;

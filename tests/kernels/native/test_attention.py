@@ -238,22 +238,68 @@ def test_shared_blocks_change_no_bit(native: NativeLibrary, window: int | None, 
         assert torch.equal(single, together[starts[row] : starts[row + 1]]), row
 
 
-def test_a_poisoned_sequence_keeps_its_poison(native: NativeLibrary) -> None:
+@pytest.mark.parametrize("value_dim", [36, 64, 160])
+def test_bfloat16_of_all_magnitudes(native: NativeLibrary, value_dim: int) -> None:
+    """Very large, very small and zero keys and values, in every part of a history."""
+    lengths, new = [600, 530, 520, 515], [600, 1, 2, 1]
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=2, key_dim=64, value_dim=value_dim, dtype=torch.bfloat16
+    )
+    keys, values = cache.tensors()[:2]
+    for length, table in zip(lengths, tables, strict=True):
+        for at, by in ((0, 2.0**-30), (3, 2.0**20), (70, 2.0**-10), (255, 2.0**100), (400, 2.0**11)):
+            keys[int(table[at // 16]), :, at % 16, :5] *= by
+            values[int(table[(at + 1) // 16]), :, (at + 1) % 16] *= min(by, 2.0**20)
+        # Wholly small, and zero.
+        keys[int(table[20 // 16]), :, 20 % 16] *= 2.0**-60
+        keys[int(table[21 // 16]), :, 21 % 16] = 0.0
+        values[int(table[(length - 1) // 16]), :, (length - 1) % 16] *= 2.0**9
+    q = torch.randn(sum(new), 4, 64, generator=generator)
+    options = AttentionOptions(scale=0.125, window=None)
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    backend = NativeAttention(**heads, library=native, num_threads=2, pairs=False)
+    batch = step_of(lengths, new, tables)
+    found = attend(backend, batch, q, cache, options)
+    expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
+    assert expected.isfinite().all()
+    error = (found - expected).abs() / expected.abs().amax(-1, keepdim=True)
+    assert error.max() < 1e-5
+    for row in (4, 71, 257, 402, 599):
+        alone = step_of([row + 1], [1], tables[:1])
+        assert torch.equal(attend(backend, alone, q[row : row + 1], cache, options)[0], found[row]), row
+    starts = np.cumsum([0, *new])
+    for which in (1, 2, 3):
+        rows = slice(starts[which], starts[which + 1])
+        alone = step_of([lengths[which]], [new[which]], tables[which : which + 1])
+        assert torch.equal(attend(backend, alone, q[rows], cache, options), found[rows]), which
+
+
+@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_poisoned_sequence_keeps_its_poison(native: NativeLibrary, new: int, dtype: torch.dtype) -> None:
     """What is not finite shows in the sequence's own rows, and in no others."""
     lengths = [300, 290]
-    cache, tables, generator = filled_cache(
-        lengths, num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32
-    )
-    q = torch.randn(2, 2, 16, generator=generator)
+    cache, tables, generator = filled_cache(lengths, num_heads=1, key_dim=64, value_dim=64, dtype=dtype)
+    q = torch.randn(2 * new, 2, 64, generator=generator)
     backend = NativeAttention(num_heads=2, num_kv_heads=1, library=native)
     options = AttentionOptions(scale=0.25)
-    clean = attend(backend, step_of(lengths, [1, 1], tables), q, cache, options)
-    spoiled = q.clone()
-    spoiled[0] = float("nan")
-    found = attend(backend, step_of(lengths, [1, 1], tables), spoiled, cache, options)
-    assert found[0].isnan().all()
-    assert torch.equal(found[1], clean[1])
-    cache.tensors()[1][int(tables[0, 2]), 0, 5] = float("inf")
-    found = attend(backend, step_of(lengths, [1, 1], tables), q, cache, options)
-    assert not found[0].isfinite().any()
-    assert torch.equal(found[1], clean[1])
+    batch = step_of(lengths, [new, new], tables)
+    clean = attend(backend, batch, q, cache, options)
+    for poison in (float("nan"), float("inf")):
+        spoiled = q.clone()
+        spoiled[0] = poison
+        found = attend(backend, batch, spoiled, cache, options)
+        assert not found[0].isfinite().any()
+        assert torch.equal(found[1:], clean[1:])
+    for which, places in ((1, 1), (0, 64)):
+        for poison in (float("nan"), float("inf")):
+            held = cache.tensors()[which][int(tables[0, 2]), 0, 5]
+            kept = held[7].item()
+            held[7] = poison
+            found = attend(backend, batch, q, cache, options)
+            held[7] = kept
+            spoiled_places = ~found[:new].isfinite()
+            # An infinite score may be minus infinity, which nobody notices.
+            assert spoiled_places.any(-1).all() or (which == 0 and poison > 0 and spoiled_places.any())
+            assert spoiled_places.sum(-1).max() >= places
+            assert torch.equal(found[new:], clean[new:])
