@@ -11,7 +11,7 @@ from engine.core import messages
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.scheduler.isolation import Verdict
-from engine.types import MemoryUse, RequestFailure, SchedulerOutput, StepResult
+from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 _IDLE_REPORT_S = 1.0
 # Pause before looking again when there is work that no plan can take up yet, in seconds.
 _STALLED_S = 0.01
+# Pause before looking again whether a grammar is made, in seconds.
+_GRAMMAR_S = 0.001
 # How long the runner may keep what it has of requests that have ended while there is no other to plan for, in
 # seconds. The plan of a request that comes before that forgets them on the way.
 _RELEASE_S = 0.02
@@ -82,6 +84,8 @@ class EngineLoop:
         self._memory_use = memory_use
         self._memory_due_s = 0.0
         self._launched: _Launched | None = None
+        # Requests whose grammars are being made, with the moments at which they came, by id.
+        self._early: dict[int, tuple[Request, float]] = {}
         self._checks: list[int] = []
         self._totals: list[messages.StepTotals] = []
         self._last_step_id = 0
@@ -96,9 +100,11 @@ class EngineLoop:
 
     def step(self) -> None:
         """One turn: take commands, plan, launch, take a result in, publish."""
-        self._take_commands(self._patience_s())
+        patience_s = self._patience_s()
+        self._take_commands(min(patience_s, _GRAMMAR_S) if self._early else patience_s)
         if self.stopped:
             return
+        self._submit_ready()
         try:
             plan = self._scheduler.schedule(self._clock())
             previous, self._launched = self._launched, self._launch(plan)
@@ -133,10 +139,15 @@ class EngineLoop:
             now = self._clock()
             match command:
                 case messages.Submit(request):
-                    self._scheduler.submit(request, now)
+                    if self._may_start(request):
+                        self._scheduler.submit(request, now)
+                    else:
+                        self._early[request.request_id] = (request, now)
                 case messages.Cancel(request_id, reason):
+                    self._submit_early(request_id)
                     self._scheduler.cancel(request_id, now, reason)
                 case messages.Fail(request_id, failure):
+                    self._submit_early(request_id)
                     self._scheduler.fail_request(request_id, failure)
                 case messages.Check(token):
                     self._checks.append(token)
@@ -144,6 +155,20 @@ class EngineLoop:
                     self.stopped = True
                 case messages.Start():
                     raise AssertionError("started twice")
+
+    def _may_start(self, request: Request) -> bool:
+        return request.grammar is None or self._runner.is_ready(request.grammar, request.tenant)
+
+    def _submit_ready(self) -> None:
+        for request, _ in list(self._early.values()):
+            if self._may_start(request):
+                self._submit_early(request.request_id)
+
+    def _submit_early(self, request_id: int) -> None:
+        """Submits a request that waits for its grammar, if it does: as what came when it came."""
+        early = self._early.pop(request_id, None)
+        if early is not None:
+            self._scheduler.submit(*early)
 
     def _launch(self, plan: SchedulerOutput) -> _Launched | None:
         if not plan.scheduled and not plan.released:
@@ -171,6 +196,8 @@ class EngineLoop:
     def _give_up(self, cause: str) -> None:
         _log.error("the runner is broken: %s", cause)
         self._launched = None
+        for request_id in list(self._early):
+            self._submit_early(request_id)
         self._scheduler.fail_all(
             RequestFailure(
                 reason="STEP_FAILED",
@@ -218,7 +245,7 @@ class EngineLoop:
                     violation=violation,
                     num_unreferenced_blocks=self._scheduler.num_unreferenced_blocks,
                     num_total_blocks=self._scheduler.num_total_blocks,
-                    num_requests=self._scheduler.num_requests,
+                    num_requests=self._scheduler.num_requests + len(self._early),
                     num_runner_states=self._runner.num_states(),
                 )
             )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.types import MemoryPlan, ModelFacts, SchedulerOutput, StepResult
+from engine.types import GrammarSpec, MemoryPlan, ModelFacts, SchedulerOutput, StepResult
 from services.config import ModelConfig
 
 # Told (name of the stage, fraction done in [0, 1]) while a model is loaded and warmed up.
@@ -53,6 +53,12 @@ class Runner(Protocol):
     def launch(self, plan: SchedulerOutput) -> PendingStep:
         """Starts one step without waiting for it. An empty plan (`scheduled == ()`) still applies
         releases and block copies. Raises RunnerBroken when the device is lost.
+        """
+        ...
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """Whether a sequence under this grammar can begin without holding up a step. What that takes is begun
+        when it is first asked for; ask again.
         """
         ...
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig, SimulatedConfig
 from engine.runner.base import Progress, RunnerBroken
 from engine.types import (
+    GrammarSpec,
     MemoryPlan,
     ModelFacts,
     NewSequence,
@@ -95,6 +96,10 @@ class SimulatedRunner:
             return SimulatedStep(None, self._free_s, "a prompt holds simulation.poison_token_id")
         results = tuple(self._compute(row) for row in plan.scheduled)
         return SimulatedStep(StepResult(plan.step_id, results, seconds), self._free_s, "")
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """Grammars are refused before they come here."""
+        return True
 
     def num_prefaulted_blocks(self) -> int:
         """No memory is held."""

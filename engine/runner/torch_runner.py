@@ -41,6 +41,7 @@ from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.grammar import GrammarEngine, GrammarMasks
 from engine.sampling.sampler import sample
 from engine.types import (
+    GrammarSpec,
     MemoryPlan,
     ModelFacts,
     ScheduledSequence,
@@ -134,6 +135,10 @@ class TorchRunner:
             return _Done(self._execute(plan), None)
         except Exception as error:
             return _Done(None, error)
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """See Runner."""
+        return self.grammar.is_ready(grammar, tenant)
 
     def num_states(self) -> int:
         """Live sequences."""

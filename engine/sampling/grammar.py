@@ -1,12 +1,14 @@
 """Guided decoding: which tokens a grammar allows next, and where it stands.
 
 The payload is llguidance's serialized grammar (made by the tokenizer service); a Matcher walks it along the
-tokens of one sequence. Masks are filled in a thread of their own while the forward runs; llguidance releases
-the GIL. Near a sequence's token limit the masks lead to the grammar's end (see closing).
+tokens of one sequence. Masks are filled in a thread of their own while the forward runs, and matchers made in
+another (see prototypes); llguidance releases the GIL. Near a sequence's token limit the masks lead to the
+grammar's end (see closing).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.closing import EndFinder, Mark, first_mark, margin
+from engine.sampling.prototypes import Prototypes
 from engine.types import GrammarSpec
 from services.grammar import PARSER_LIMITS
 from services.vocabulary import whole_tokenizer_json
@@ -176,7 +179,13 @@ class GrammarEngine:
         self.mask_width = -(-vocab_size // 32)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._finder: EndFinder | None = None
+        self._loading = threading.Lock()
+        self._prototypes = Prototypes(self._build)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """Whether `matcher` has only to copy; if not, what it needs is made in a thread, tenants in turns."""
+        return grammar.backend != BACKEND or self._prototypes.is_ready(grammar.payload, tenant)
 
     def matcher(self, grammar: GrammarSpec, output: Sequence[int], limit: int = 0) -> Matcher:
         """A matcher that has walked along `output`, and ends within `limit` output tokens where it can; 0 is
@@ -184,21 +193,24 @@ class GrammarEngine:
         """
         if grammar.backend != BACKEND:
             raise GrammarError(f"grammar: back end {grammar.backend!r} is not supported, only {BACKEND!r}")
-        limits = llguidance.LLParserLimits(**PARSER_LIMITS)
-        text = grammar.payload.decode()
-        inner = llguidance.LLMatcher(self._load_tokenizer(), text, log_level=0, limits=limits)
-        if inner.is_error():
-            raise GrammarError(f"grammar: {_reason(inner)}")
-        matcher = Matcher(inner, self._finder, limit)
+        matcher = Matcher(self._prototypes.take(grammar.payload), self._finder, limit)
         matcher.accept(output)
         return matcher
+
+    def _build(self, payload: bytes) -> llguidance.LLMatcher:
+        limits = llguidance.LLParserLimits(**PARSER_LIMITS)
+        inner = llguidance.LLMatcher(self._load_tokenizer(), payload.decode(), log_level=0, limits=limits)
+        if inner.is_error():
+            raise GrammarError(f"grammar: {_reason(inner)}")
+        return inner
 
     def fill(self, wanted: list[tuple[Matcher, tuple[int, ...]]]) -> Future[GrammarMasks]:
         """Starts filling the masks of matchers, each with its drafts; one row per draft and one more."""
         return self._thread.submit(self._fill, wanted)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
+        self._prototypes.close()
         self._thread.shutdown()
 
     def _fill(self, wanted: list[tuple[Matcher, tuple[int, ...]]]) -> GrammarMasks:
@@ -218,16 +230,18 @@ class GrammarEngine:
         return GrammarMasks(masks, problems, time.monotonic() - started)
 
     def _load_tokenizer(self) -> llguidance.LLTokenizer:
-        if self._tokenizer is None:
-            path = self.folder / "tokenizer.json"
-            try:
-                text = whole_tokenizer_json(self.folder)
-            except (OSError, ValueError) as error:
-                raise GrammarError(f"grammar: guided decoding needs {path}: {error}") from error
-            eos = self.eos_token_ids or None
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
-            self._finder = EndFinder(self._tokenizer, self.vocab_size)
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                path = self.folder / "tokenizer.json"
+                try:
+                    text = whole_tokenizer_json(self.folder)
+                except (OSError, ValueError) as error:
+                    raise GrammarError(f"grammar: guided decoding needs {path}: {error}") from error
+                eos = self.eos_token_ids or None
+                tokenizer = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+                self._finder = EndFinder(tokenizer, self.vocab_size)
+                self._tokenizer = tokenizer
+            return self._tokenizer
 
 
 class GrammarMasks:

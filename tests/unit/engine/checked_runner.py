@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.config import SimulatedConfig
 from engine.types import (
+    GrammarSpec,
     NewSequence,
     SamplingParams,
     ScheduledSequence,
@@ -112,6 +113,9 @@ class CheckedRunner:
             return FinishedStep(StepResult(plan.step_id, (), failure=failure), self)
         results = tuple(self._compute(row) for row in plan.scheduled)
         return FinishedStep(StepResult(plan.step_id, results, self.compute_s), self)
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        return True
 
     def num_prefaulted_blocks(self) -> int:
         """No memory is held."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from engine.config import CacheConfig, SchedulerConfig, SimulatedConfig
@@ -12,7 +13,7 @@ from engine.core.frames import CoreSocket, FrameBuffer, PeerGone, encode
 from engine.core.loop import EngineLoop
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler import Scheduler
-from engine.types import Request, RequestFailure, SamplingParams, TokenEvent
+from engine.types import FinishReason, GrammarSpec, Request, RequestFailure, SamplingParams, TokenEvent
 from tests.unit.engine.checked_runner import CheckedRunner, expected_token
 from tests.unit.engine.driver import memory_plan
 
@@ -215,3 +216,60 @@ def test_messages_survive_the_socket_in_any_pieces() -> None:
     with pytest.raises(PeerGone):
         core.receive(1.0)
     theirs.close()
+
+
+class Making(CheckedRunner):
+    """Has the grammars of which it was told."""
+
+    made: frozenset[bytes] = frozenset()
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        return grammar.payload in self.made
+
+
+def guided(request_id: int, payload: bytes) -> Request:
+    grammar = GrammarSpec(digest="", payload=payload, backend="any")
+    return msgspec.structs.replace(request(request_id, (1, 2, 3)), grammar=grammar)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_waits_for_the_grammar_of_another_request(overlap: bool) -> None:
+    runner = Making(MEMORY.num_blocks, MEMORY.block_size)
+    loop, mailbox = make_loop(runner, overlap=overlap)
+    mailbox.commands = [
+        messages.Submit(guided(1, b"slow")),
+        messages.Submit(guided(2, b"slower")),
+        messages.Submit(request(3, (4, 5))),
+        messages.Check(7),
+    ]
+    run(loop, mailbox, 1)
+    assert [each.request_id for each in mailbox.events() if each.finish_reason is not None] == [3]
+    # It looks again soon, and says that there is something to do.
+    for _ in range(4):
+        loop.step()
+    assert 0 < mailbox.patience_s <= 0.01
+    checked = [each for each in mailbox.reports if isinstance(each, messages.Checked)]
+    assert checked[0].num_requests >= 2
+    assert not checked[0].violation
+    runner.made = frozenset({b"slow"})
+    run(loop, mailbox, 2)
+    assert len(mailbox.tokens(1)) == 6
+    # One that is cancelled meanwhile ends as every other does.
+    mailbox.commands = [messages.Cancel(2, FinishReason.CANCELLED)]
+    run(loop, mailbox, 3)
+    (last,) = [each for each in mailbox.events() if each.request_id == 2]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert not last.token_ids
+
+
+def test_requests_that_wait_for_grammars_fail_with_the_runner() -> None:
+    runner = Making(MEMORY.num_blocks, MEMORY.block_size, fault=lambda plan: "no device")
+    loop, mailbox = make_loop(runner)
+    mailbox.commands = [
+        messages.Submit(guided(1, b"slow")),
+        messages.Submit(request(2, (4, 5))),
+        messages.Submit(request(3, (6, 5))),
+    ]
+    run(loop, mailbox, 3)
+    assert loop.broken
+    assert {each.request_id for each in mailbox.events() if each.failure} == {1, 2, 3}
