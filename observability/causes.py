@@ -123,16 +123,21 @@ def _refusal(spans: Sequence[StoredSpan], outcome: str) -> str:
 def _delays(spans: Sequence[StoredSpan]) -> list[Finding]:
     """Measured delays, and those that follow from spans that only exist when something went wrong."""
     found = dict(delays_of(spans))
+    # The engine's part, for which it kept the request from the queue; the compilation comes on top.
+    explained_ms = found.get(Cause.GRAMMAR_COMPILE, 0.0)
+    compiled_ms = 0.0
     for span in spans:
         duration_ms = span.duration_ms
         if span.name == names.TOKENIZER_COMPILE and span.attributes.get(names.GRAMMAR_CACHE) != "hit":
-            found[Cause.GRAMMAR_COMPILE] = max(found.get(Cause.GRAMMAR_COMPILE, 0.0), duration_ms)
+            compiled_ms = max(compiled_ms, duration_ms)
         if span.name in {names.GATEWAY_RESERVE, names.GATEWAY_RATE_LIMIT} and duration_ms >= MIN_DELAY_MS:
             found[Cause.RATE_LIMIT] = found.get(Cause.RATE_LIMIT, 0.0) + duration_ms
         if span.name == names.GATEWAY_RESUBMIT:
             found[Cause.ENGINE_LOST] = found.get(Cause.ENGINE_LOST, 0.0) + duration_ms
+    if compiled_ms:
+        found[Cause.GRAMMAR_COMPILE] = explained_ms + compiled_ms
     _charge_preemption(found, spans)
-    explained_ms = sum(
+    explained_ms += sum(
         found.get(cause, 0.0) for cause in (Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL)
     )
     ttft = ttft_of(spans)

@@ -206,7 +206,7 @@ CAUSE_MEANING: Mapping[Cause, str] = {
     Cause.PREEMPTION: "it lost its place to another request and had to be computed again",
     Cause.BATCH_FULL: "the batch was full of other requests",
     Cause.HIGHER_TIER: "requests of a higher tier went first",
-    Cause.GRAMMAR_COMPILE: "its grammar had to be compiled",
+    Cause.GRAMMAR_COMPILE: "its grammar had to be compiled and made ready",
     Cause.RATE_LIMIT: "its tenant's limits made it wait",
     Cause.COLD_ADAPTER: "its adapter had to be loaded",
     Cause.OFFLOAD: "its blocks were brought back from host memory",

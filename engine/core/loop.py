@@ -12,6 +12,7 @@ from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.scheduler.isolation import Verdict
 from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
+from observability.names import Cause
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class EngineLoop:
         self._memory_use = memory_use
         self._memory_due_s = 0.0
         self._launched: _Launched | None = None
-        # Requests whose grammars are being made, with the moments at which they came, by id.
-        self._early: dict[int, tuple[Request, float]] = {}
+        # Requests whose grammars are being made, by id.
+        self._early: dict[int, Request] = {}
         self._checks: list[int] = []
         self._totals: list[messages.StepTotals] = []
         self._last_step_id = 0
@@ -142,12 +143,12 @@ class EngineLoop:
                     if self._may_start(request):
                         self._scheduler.submit(request, now)
                     else:
-                        self._early[request.request_id] = (request, now)
+                        self._early[request.request_id] = request
                 case messages.Cancel(request_id, reason):
-                    self._submit_early(request_id)
+                    self._submit_early(request_id, now)
                     self._scheduler.cancel(request_id, now, reason)
                 case messages.Fail(request_id, failure):
-                    self._submit_early(request_id)
+                    self._submit_early(request_id, now)
                     self._scheduler.fail_request(request_id, failure)
                 case messages.Check(token):
                     self._checks.append(token)
@@ -160,15 +161,15 @@ class EngineLoop:
         return request.grammar is None or self._runner.is_ready(request.grammar, request.tenant)
 
     def _submit_ready(self) -> None:
-        for request, _ in list(self._early.values()):
+        for request in list(self._early.values()):
             if self._may_start(request):
-                self._submit_early(request.request_id)
+                self._submit_early(request.request_id, self._clock())
 
-    def _submit_early(self, request_id: int) -> None:
-        """Submits a request that waits for its grammar, if it does: as what came when it came."""
-        early = self._early.pop(request_id, None)
-        if early is not None:
-            self._scheduler.submit(*early)
+    def _submit_early(self, request_id: int, now: float) -> None:
+        """Submits a request that waits for its grammar, if it does."""
+        request = self._early.pop(request_id, None)
+        if request is not None:
+            self._scheduler.submit(request, now, waited_for=Cause.GRAMMAR_COMPILE.value)
 
     def _launch(self, plan: SchedulerOutput) -> _Launched | None:
         if not plan.scheduled and not plan.released:
@@ -197,7 +198,7 @@ class EngineLoop:
         _log.error("the runner is broken: %s", cause)
         self._launched = None
         for request_id in list(self._early):
-            self._submit_early(request_id)
+            self._submit_early(request_id, self._clock())
         self._scheduler.fail_all(
             RequestFailure(
                 reason="STEP_FAILED",

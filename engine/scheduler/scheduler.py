@@ -70,8 +70,9 @@ class Scheduler:
 
     # Requests.
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(self, request: Request, now: float, *, waited_for: str = "") -> None:
         """Accepts the request into the queue, or ends it at once with an event that says why not.
+        `waited_for` names what has kept it from the queue since its arrival.
 
         Once accepted it is kept until it has been served, cancelled, or nobody wants it any more.
         """
@@ -95,6 +96,7 @@ class Scheduler:
         for index in range(1 if group.beams else sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
+        first.waiting_for = waited_for
         for sequence in others:
             sequence.status = Status.HELD
             sequence.fork_parent = first

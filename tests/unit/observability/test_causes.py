@@ -20,7 +20,8 @@ def test_a_measured_delay_is_blamed_by_name_and_number(cause: Cause) -> None:
         parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={cause: 300.0, Cause.OFFLOAD: 6.0}
     )
     explanation = explain(spans)
-    if cause not in {Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.LONG_PREFILL}:
+    in_queue = {Cause.KV_PRESSURE, Cause.HIGHER_TIER, Cause.BATCH_FULL, Cause.LONG_PREFILL}
+    if cause not in in_queue | {Cause.GRAMMAR_COMPILE}:
         # The queue is then a delay of its own, and as large.
         assert {finding.cause for finding in explanation.findings[:2]} == {cause, Cause.BATCH_FULL}
         return
@@ -80,6 +81,16 @@ def _with_compile(cache: str) -> list[StoredSpan]:
 def test_a_grammar_that_was_compiled_is_blamed_and_one_from_the_cache_is_not() -> None:
     assert explain(_with_compile("miss")).cause is Cause.GRAMMAR_COMPILE
     assert explain(_with_compile("hit")).cause is None
+
+
+def test_what_the_engine_needs_to_follow_a_grammar_comes_on_top_and_is_no_full_batch() -> None:
+    spans = request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 300.0}, delays_ms={Cause.GRAMMAR_COMPILE: 300.0})
+    (alone,) = (each for each in explain(spans).findings if each.cause)
+    assert alone.milliseconds == 300.0
+    compiled = replace(spans[-1], span_id="e" * 16, name=str(names.TOKENIZER_COMPILE), attributes={})
+    (both,) = (each for each in explain([*spans, compiled]).findings if each.cause)
+    assert both.cause is Cause.GRAMMAR_COMPILE
+    assert both.milliseconds == pytest.approx(300.0 + compiled.duration_ms)
 
 
 def test_preemption_is_told_with_its_numbers() -> None:

@@ -254,6 +254,9 @@ def test_nobody_waits_for_the_grammar_of_another_request(overlap: bool) -> None:
     runner.made = frozenset({b"slow"})
     run(loop, mailbox, 2)
     assert len(mailbox.tokens(1)) == 6
+    (end,) = [each for each in mailbox.events() if each.request_id == 1 and each.statistics]
+    assert end.statistics
+    assert list(end.statistics.delayed_by_s) == ["grammar_compile"]
     # One that is cancelled meanwhile ends as every other does.
     mailbox.commands = [messages.Cancel(2, FinishReason.CANCELLED)]
     run(loop, mailbox, 3)
