@@ -49,18 +49,7 @@ Vec exp_of_negative(Vec x) {
   const Vec bounded = max(set1(-87.0f), x);
   // Rounds to whole numbers, as sums so large have no other.
   const Vec large = set1(12582912.0f);
-  const Vec n = sub(add(mul(bounded, set1(1.44269504088896341f)), large), large);
-  Vec r = fnma(n, set1(0.693359375f), bounded);
-  r = fnma(n, set1(-2.12194440e-4f), r);
-  Vec p = set1(1.9875691500e-4f);
-  p = fma(p, r, set1(1.3981999507e-3f));
-  p = fma(p, r, set1(8.3334519073e-3f));
-  p = fma(p, r, set1(4.1665795894e-2f));
-  p = fma(p, r, set1(1.6666665459e-1f));
-  p = fma(p, r, set1(5.0000001201e-1f));
-  p = fma(p, mul(r, r), r);
-  p = add(p, set1(1.0f));
-  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
+  return exp_of_parts(x, bounded, sub(add(mul(bounded, set1(kLog2OfE)), large), large));
 }
 
 float exp_of(float x) {

@@ -199,12 +199,10 @@ inline uint16_t to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// e^x within 2 units in the last place; 0 below e^-87, NaN for NaN. Results that are no normal numbers would take
-// processors hundreds of cycles a vector, and masked scores are many.
-inline Vec exp(Vec x) {
-  // The bounds go first, as min and max return their second operand where one is NaN.
-  const Vec bounded = max(set1(-87.0f), min(set1(89.0f), x));
-  const Vec n = round(mul(bounded, set1(1.44269504088896341f)));
+constexpr float kLog2OfE = 1.44269504088896341f;
+
+// e^x for `exp`: `bounded` is x within what a float's exponent takes, n the whole number nearest to bounded / ln 2.
+inline Vec exp_of_parts(Vec x, Vec bounded, Vec n) {
   Vec r = fnma(n, set1(0.693359375f), bounded);
   r = fnma(n, set1(-2.12194440e-4f), r);
   Vec p = set1(1.9875691500e-4f);
@@ -216,6 +214,14 @@ inline Vec exp(Vec x) {
   p = fma(p, mul(r, r), r);
   p = add(p, set1(1.0f));
   return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
+}
+
+// e^x within 2 units in the last place; 0 below e^-87, NaN for NaN. Results that are no normal numbers would take
+// processors hundreds of cycles a vector, and masked scores are many.
+inline Vec exp(Vec x) {
+  // The bounds go first, as min and max return their second operand where one is NaN.
+  const Vec bounded = max(set1(-87.0f), min(set1(89.0f), x));
+  return exp_of_parts(x, bounded, round(mul(bounded, set1(kLog2OfE))));
 }
 
 inline Vec sigmoid(Vec x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
