@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
 from engine.kernels.native import NativeLibrary, Op
 
-FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED = range(6)
+FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
 OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
@@ -53,6 +53,10 @@ class _PackArgs(ctypes.Structure):
         ("source_minimums", c_void_p),
         ("weight", PackedWeightStruct),
     )
+
+
+class _WidthArgs(ctypes.Structure):
+    _fields_ = (("source", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("count", c_int64))
 
 
 class GemmArgs(ctypes.Structure):
@@ -132,6 +136,8 @@ class NativePacker:
         if source.dtype == torch.float16 and not self.keeps_float16:
             source, form = source.float(), FLOAT32
         outputs, inputs = weight.shape
+        if source.dtype == torch.bfloat16 and self._fits_float12(source):
+            form = FLOAT12
         padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
         struct = PackedWeightStruct(format=form, outputs=outputs, inputs=inputs, padded_inputs=padded)
@@ -155,6 +161,14 @@ class NativePacker:
         else:
             self._run(source, bias, scale, minimum, struct)
         return PackedWeight(struct, self.arena)
+
+    def _fits_float12(self, source: Tensor) -> bool:
+        """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
+        if not self.keeps_float16:
+            return False
+        args = _WidthArgs(source.data_ptr(), *source.shape, 0)
+        self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)
+        return not args.count
 
     def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: PackedWeightStruct) -> None:
         """Piece by piece, each in float32 for as long as it takes."""
