@@ -96,6 +96,14 @@ def kv_values_per_token(name: str) -> int:
     return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
 
 
+def attention_operations(name: str, num_tokens: int, before: int = 0) -> int:
+    """Operations of causal attention over a prompt of so many tokens after `before` that are cached."""
+    shape = SHAPES[name]
+    width = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    # Two for each element of a key and of a value; a token sees half of its own prompt.
+    return int(4 * width * (num_tokens * before + num_tokens**2 / 2))
+
+
 def _write_tokenizer(directory: Path) -> int:
     """Trains a byte-level BPE on Python's own library; returns the size of its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -120,14 +120,15 @@ def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkp
     for server in servers:
         runs = measured.of(server, PREFILL)
         if runs:
-            rate = 1000 * LOADS[PREFILL].input_tokens / _median(runs, "ttft_mean_ms")
-            line = f"- {server}: {rate:.0f} prompt tokens/s on prompts of {LOADS[PREFILL].input_tokens}"
+            num_tokens = LOADS[PREFILL].input_tokens
+            rate = 1000 * num_tokens / _median(runs, "ttft_mean_ms")
+            line = f"- {server}: {rate:.0f} prompt tokens/s on prompts of {num_tokens}"
             if _is_ours(server):
                 precision = precision_of(server)
-                bound = prefill_bound_tokens_per_s(rates, checkpoint, precision)
+                bound = prefill_bound_tokens_per_s(rates, checkpoint, precision, num_tokens)
                 line += f", {rate / bound:.0%} of the rate of multiplication"
                 if slower := _by_torch(rates, precision):
-                    by_torch = prefill_bound_tokens_per_s(slower, checkpoint, precision)
+                    by_torch = prefill_bound_tokens_per_s(slower, checkpoint, precision, num_tokens)
                     line += f" ({rate / by_torch:.0%} of torch's)"
             lines.append(line)
     return lines

@@ -116,10 +116,11 @@ class Arena:
 
 
 class NativePacker:
-    """Packs weights into an arena, on the threads of a pool."""
+    """Packs weights into an arena, on the threads of a pool; with `float12` bfloat16 ones in 12 bits."""
 
-    def __init__(self, library: NativeLibrary, *, num_threads: int = 0) -> None:
+    def __init__(self, library: NativeLibrary, *, num_threads: int = 0, float12: bool = True) -> None:
         self.library = library
+        self._float12 = float12
         self.arena = Arena(library)
         self.num_threads = num_threads
         self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
@@ -164,7 +165,7 @@ class NativePacker:
 
     def _fits_float12(self, source: Tensor) -> bool:
         """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
-        if not self.keeps_float16:
+        if not self._float12 or not self.keeps_float16:
             return False
         args = _WidthArgs(source.data_ptr(), *source.shape, 0)
         self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)

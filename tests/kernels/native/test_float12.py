@@ -16,16 +16,9 @@ from tests.kernels.native.test_fp16 import LEVEL, native, stored
 __all__ = ("native",)
 
 
-def pack(library: NativeLibrary, weight: Tensor) -> PackedWeight:
+def pack(library: NativeLibrary, weight: Tensor, *, float12: bool = True) -> PackedWeight:
     """A weight [N, K] as the level keeps it."""
-    return NativePacker(library, num_threads=2).pack(DenseWeight(values=weight))
-
-
-def pack_in_16_bits(library: NativeLibrary, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> PackedWeight:
-    """The same, never in 12 bits."""
-    with monkeypatch.context() as patch:
-        patch.setattr(NativePacker, "_fits_float12", lambda packer, source: False)
-        return pack(library, weight)
+    return NativePacker(library, num_threads=2, float12=float12).pack(DenseWeight(values=weight))
 
 
 def spread(outputs: int, inputs: int, lowest: int) -> Tensor:
@@ -48,22 +41,20 @@ def test_nothing_is_lost_within_fourteen_powers_of_two(native: NativeLibrary, sh
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 11, 12, 13, 24, 32, 37, 97, 200])
 @pytest.mark.parametrize("shape", [(16, 64), (33, 70), (48, 130), (150, 257), (200, 1024)])
-def test_products_are_those_of_16_bits(
-    native: NativeLibrary, shape: tuple[int, int], num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_those_of_16_bits(native: NativeLibrary, shape: tuple[int, int], num_rows: int) -> None:
     """Bit for bit, for any number of rows and any width of the last panel."""
     torch.manual_seed(num_rows)
     weight, x = spread(*shape, lowest=-14), torch.randn(num_rows, shape[1])
-    short, plain = pack(native, weight), pack_in_16_bits(native, weight, monkeypatch)
+    short, plain = pack(native, weight), pack(native, weight, float12=False)
     assert (short.struct.format, plain.struct.format) == (FLOAT12, BFLOAT16)
     found = NativeProduct(short, num_threads=2)(x)
     assert torch.equal(found, NativeProduct(plain, num_threads=2)(x))
     assert torch.equal(found[0], NativeProduct(short, num_threads=1)(x[:1])[0])
 
 
-def test_a_quarter_less_is_kept(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarter_less_is_kept(native: NativeLibrary) -> None:
     weight = torch.randn(256, 1024).bfloat16()
-    short, plain = pack(native, weight), pack_in_16_bits(native, weight, monkeypatch)
+    short, plain = pack(native, weight), pack(native, weight, float12=False)
     scales = 256 * 4
     assert 4 * (short.arena.num_bytes() - scales) == 3 * (plain.arena.num_bytes() - scales)
 
