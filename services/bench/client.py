@@ -24,6 +24,10 @@ from services.errors import ConfigError
 _LIST_LIMIT_S = 30.0
 
 
+def _is_visible(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Where requests go."""
 
@@ -35,18 +39,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, url: str, api_key: str) -> Target:
-        """From `http://host:port[/base]`; raises ConfigError for anything else."""
-        parts = urlsplit(url)
+        """From `http://host:port[/base]`; raises ConfigError for anything else, and for a key that no header
+        can carry.
+        """
         try:
-            port = parts.port
+            parts = urlsplit(url)
+            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            port = -1
-        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
+            usable = False
+        if not usable or not _is_visible(url):
             raise ConfigError(f"url {url!r}: expected http://host:port or https://host:port")
+        if parts.query or parts.fragment or parts.username is not None:
+            raise ConfigError(
+                "url: names, passwords, queries and fragments are not sent; give http://host:port/path, "
+                "and the API key with --key"
+            )
+        if api_key and not _is_visible(api_key):
+            raise ConfigError("API key: expected visible ASCII characters; give another with --key")
         tls = parts.scheme == "https"
         return cls(
-            host=parts.hostname,
-            port=port or (443 if tls else 80),
+            host=str(parts.hostname),
+            port=parts.port or (443 if tls else 80),
             tls=tls,
             base_path=parts.path.rstrip("/").removesuffix("/v1"),
             api_key=api_key,
@@ -89,8 +102,9 @@ class _Connection(asyncio.Protocol):
         self.closed = True
         if self._finished is None or self._finished.done():
             return
-        if self._events.is_done:
+        if self._events.is_done or self._refusal:
             # A body without a length ends with the connection.
+            self._end_refusal()
             self._finished.set_result(None)
         else:
             self._finished.set_exception(ConnectionError(str(exc or "the server closed the connection")))
@@ -151,10 +165,14 @@ class _Connection(asyncio.Protocol):
         assert self._record is not None
         if not self._parser.should_keep_alive():
             self.closed = True
-        if self._record.status != 200:
-            self._record.error = self._refusal.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
+        self._end_refusal()
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
+
+    def _end_refusal(self) -> None:
+        assert self._record is not None
+        if self._record.status != 200:
+            self._record.error = self._refusal.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
 
 
 class Client:

@@ -92,6 +92,9 @@ MEASURED = {
     "lines that end with CRLF": chunked((TWO + DONE).replace(b"\n", b"\r\n")),
     "every byte on its own": chunked((TWO + DONE).replace(b"\n", b"\r\n"), 1),
     "no space": chunked((TWO + DONE).replace(b"data: ", b"data:")),
+    "other spaces in JSON": chunked(
+        (TWO + event(choices=[])).replace(b":", b" :  ").replace(b"data :", b"data:") + DONE
+    ),
     "comments and other fields": chunked(
         b": hi\n\n: x\n" + text("a") + b"id: 3\nevent: m\n" + text("b") + DONE
     ),
@@ -105,6 +108,7 @@ MEASURED = {
     "usage without numbers": chunked(
         TWO + usage(prompt_tokens=None, completion_tokens="?", prompt_tokens_details=7) + DONE
     ),
+    "usage below zero": chunked(TWO + usage(prompt_tokens=-5, completion_tokens=-1) + DONE),
 }
 
 
@@ -121,6 +125,10 @@ async def test_a_body_may_end_with_the_connection_when_it_is_whole() -> None:
         assert all(record.ok for record in await measure(target))
     async with server(UNTIL_CLOSED + TWO, closes=True) as target:
         assert all("closed the connection" in record.error for record in await measure(target))
+    async with server(b"HTTP/1.1 503 Busy\r\n\r\noverloaded", closes=True) as target:
+        assert [(record.status, record.error) for record in await measure(target)] == [
+            (503, "overloaded")
+        ] * 2
 
 
 FAILED = {
@@ -177,6 +185,13 @@ async def test_models_may_be_listed_in_chunks_or_not_at_all() -> None:
     [
         (["--url", "http://127.0.0.1:99999"], "expected http://host:port"),
         (["--url", "http://127.0.0.1:9", "--json", "/proc/nowhere/x.json"], "--json"),
+        (["--url", "http://[::1"], "expected http://host:port"),
+        (["--url", "http://127.0.0.1:9/a b"], "expected http://host:port"),
+        (["--url", "http://me:secret@127.0.0.1:9"], "with --key"),
+        (["--url", "http://127.0.0.1:9/v1?version=2"], "queries"),
+        (["--url", "http://127.0.0.1:9", "--key", "a\nhost: b"], "API key: expected visible ASCII"),
+        (["--url", "http://127.0.0.1:9", "--temperature", "inf"], "--temperature"),
+        (["--url", "http://127.0.0.1:9", "--shared-prefix", "100000000000"], "--shared-prefix"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_measured(options: list[str], named: str) -> None:
