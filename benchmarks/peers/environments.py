@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# A plain torch would bring gigabytes of CUDA with it.
-CPU_TORCH = "torch==2.13.0"
+# First, so that nothing else decides which. PyPI's own brings gigabytes of CUDA; with
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu pip takes the CPU build of this version.
+TORCH = "torch==2.13.0"
 
 
 def environment(folder: Path, name: str, packages: Sequence[str], *, without: Sequence[str] = ()) -> Path:
@@ -23,7 +24,7 @@ def environment(folder: Path, name: str, packages: Sequence[str], *, without: Se
         return directory
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     pip = [str(directory / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, CPU_TORCH], check=True)
+    subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, *packages], check=True)
     if without:
         pip[3] = "uninstall"
