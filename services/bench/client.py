@@ -7,7 +7,9 @@ timed as they arrive (`events`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import socket
 import ssl
 import time
 from urllib.parse import urlsplit
@@ -212,8 +214,22 @@ class Client:
 
     async def models(self) -> list[str]:
         """Ids that the server lists; raises ConfigError when it cannot be asked."""
+        target = self._target
+        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
         try:
-            status, answer = await asyncio.to_thread(self._get_models)
+            status, answer = await asyncio.to_thread(self._get_models, connection)
+        except asyncio.CancelledError:
+            # Ctrl-C: the thread would wait on, and the process for the thread.
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"{target.host}:{target.port}: {error.verify_message}; name the file of its authority with "
+                "the environment variable SSL_CERT_FILE"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"cannot reach {self._target.host}:{self._target.port}: {error}; is the server running?"
@@ -225,13 +241,11 @@ class Client:
                 f"GET /v1/models answered HTTP {status}; check the url and the API key"
             ) from error
 
-    def _get_models(self) -> tuple[int, bytes]:
-        target = self._target
-        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
+    def _get_models(self, connection: http.client.HTTPConnection) -> tuple[int, bytes]:
+        key = self._target.api_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            connection.request("GET", f"{target.base_path}/v1/models", headers=headers)
+            connection.request("GET", f"{self._target.base_path}/v1/models", headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
