@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,9 @@ def serve(name: str, launch: Callable[[int], Launch], log: Path) -> Iterator[Ser
         )
     finally:
         stop(process)
+        # What a server that ended by itself has left running.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

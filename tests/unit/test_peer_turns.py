@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from benchmarks.peers.__main__ import measure_in_turn
 from benchmarks.peers.loads import Load
 from benchmarks.peers.roofline import Machine
-from benchmarks.peers.servers import Launch, Server, serve
+from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
 from benchmarks.peers.tables import Measured, Recorded, table
 
 LOADS = {str(size): Load(concurrency=size, num_requests=size, input_tokens=3) for size in (1, 8)}
@@ -81,6 +83,19 @@ def test_others_are_measured_to_the_end(measured: Measured) -> None:
     assert measured.left_out["absent"] == "python ended with status 3 while it was installed"
     assert "did not start" in measured.left_out["broken"]
     assert list(measured.rss_bytes) == ["steady"]
+
+
+def test_what_a_server_leaves_when_it_ends_by_itself_is_ended(tmp_path: Path) -> None:
+    left = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+
+    def launch(port: int) -> Launch:
+        return Launch(command=(sys.executable, "-c", left), variables={})
+
+    with pytest.raises(ServerFailed, match="did not start"), serve("leaving", launch, tmp_path / "log"):
+        pass
+    child = int((tmp_path / "log").read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
 
 
 def test_the_table_says_who_is_missing_and_who_failed() -> None:
