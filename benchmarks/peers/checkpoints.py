@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.environments import made_whole
+
 TOKENIZER_SIZE = 32_000
 SEED = 0
 WEIGHT_STD = 0.02
@@ -58,8 +60,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_checkpoint(name: str, folder: Path) -> Path:
     """The checkpoint's directory in Hugging Face format, made unless it is there already."""
     directory = folder / name
-    if (directory / "tokenizer_config.json").exists():
-        return directory
+    if not (directory / "model.safetensors").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        with made_whole(directory) as partial:
+            _write_checkpoint(name, partial)
+    return directory
+
+
+def _write_checkpoint(name: str, directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +85,6 @@ def make_checkpoint(name: str, folder: Path) -> Path:
         # The end of a sequence never wins, so that servers that cannot ignore it answer in full.
         model.lm_head.weight[0] = 0
     model.save_pretrained(directory)
-    return directory
 
 
 def matrix_parameters(name: str) -> int:
@@ -108,7 +115,6 @@ def _write_tokenizer(directory: Path) -> int:
     """Trains a byte-level BPE on Python's own library; returns the size of its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

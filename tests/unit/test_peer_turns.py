@@ -12,8 +12,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import transformers
 
+from benchmarks.peers import checkpoints
 from benchmarks.peers.__main__ import measure_in_turn
+from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import Load
 from benchmarks.peers.roofline import Machine
 from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
@@ -96,6 +99,26 @@ def test_what_a_server_leaves_when_it_ends_by_itself_is_ended(tmp_path: Path) ->
     child = int((tmp_path / "log").read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
+
+
+def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES["llama-40m"] | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    monkeypatch.setitem(SHAPES, "llama-40m", shape)
+    monkeypatch.setattr(checkpoints, "_texts", lambda: iter(["one text"]))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as once:
+        once.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_checkpoint("llama-40m", tmp_path)
+    assert not (tmp_path / "llama-40m").exists()
+    made = make_checkpoint("llama-40m", tmp_path)
+    assert {"model.safetensors", "tokenizer.json", "config.json"} <= {path.name for path in made.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-40m"]
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
+    assert make_checkpoint("llama-40m", tmp_path) == made
 
 
 def test_the_table_says_who_is_missing_and_who_failed() -> None:
