@@ -1,4 +1,4 @@
-"""Quantized weights by the native kernels against the torch back end: the tolerances of engine/DESIGN.md."""
+"""Quantized weights by the native kernels beside torch: the tolerances of engine/quantization/DESIGN.md."""
 
 from __future__ import annotations
 
