@@ -1,6 +1,7 @@
 // Shape letters: R query rows of a unit, D key dim, E value dim (rounded up to whole vectors in scratch).
 #include "attention.h"
 
+#include "attention_fp16.h"
 #include "attention_plan.h"
 #include "attention_products.h"
 
@@ -584,7 +585,9 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
   switch (args.cache.type) {
     case kKvFloat32: return attend<FloatProducts<Float32Math, Float32Cache>>(args, num_threads);
     case kKvBfloat16:
-#if defined(__AVX512BF16__)
+#if defined(__AVX512FP16__)
+      if (args.plan->pairs) return attend<HalfValues>(args, num_threads);
+#elif defined(__AVX512BF16__)
       if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args, num_threads);
 #endif
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);

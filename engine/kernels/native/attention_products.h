@@ -166,7 +166,7 @@ class FloatProducts {
   }
 #endif
 
- private:
+ protected:
 #if defined(__AVX512F__)
   static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
 #else
