@@ -45,6 +45,7 @@ class _WideRows:
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.zeros(0, vocab_size, dtype=dtype, device=device)
+        self.num_rows = 0
         self._free: list[int] = []
 
     def take(self) -> int:
@@ -55,7 +56,8 @@ class _WideRows:
                 max(4, size), self.rows.shape[1], dtype=self.rows.dtype, device=self.rows.device
             )
             self.rows = torch.cat((self.rows, more))
-            self._free = list(range(size, self.rows.shape[0]))[::-1]
+            self.num_rows = self.rows.shape[0]
+            self._free = list(range(size, self.num_rows))[::-1]
         index = self._free.pop()
         self.rows[index] = 0
         return index
@@ -87,6 +89,11 @@ class SamplingTable:
         self.seen = _WideRows(vocab_size, torch.bool, device)
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.logprobs: dict[int, int] = {}
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether somebody wants drawn tokens reported with log-probabilities, or may want them counted."""
+        return bool(self.logprobs) or self.output_counts.num_rows > 0
 
     def grow(self, num_slots: int) -> None:
         """Makes room for slots 0..num_slots-1."""
@@ -143,7 +150,7 @@ class SamplingTable:
 
     def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Counts one new output token per entry; a slot may occur several times."""
-        if not self.output_counts.rows.shape[0]:
+        if not self.output_counts.num_rows:
             # Nobody has asked for penalties so far.
             return
         rows = self.options["count_row"][slots]
