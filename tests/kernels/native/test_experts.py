@@ -90,13 +90,16 @@ class Layer:
         *,
         max_tokens: int = 100,
         threads: int = 2,
+        hidden: int = HIDDEN,
+        intermediate: int = INTERMEDIATE,
     ) -> None:
+        self.hidden = hidden
         self.native, self.routing, self.threads = native, routing, threads
-        self.router = torch.randn(routing.num_experts, HIDDEN) / HIDDEN**0.5
+        self.router = torch.randn(routing.num_experts, hidden) / hidden**0.5
         self.correction = torch.rand(routing.num_experts) if routing.scoring == "sigmoid" else None
-        self.gate_up = [make(2 * INTERMEDIATE, HIDDEN) for _ in range(routing.num_experts)]
-        self.down = [make(HIDDEN, INTERMEDIATE) for _ in range(routing.num_experts)]
-        self.biases = [torch.randn(HIDDEN) / 4 for _ in self.down]
+        self.gate_up = [make(2 * intermediate, hidden) for _ in range(routing.num_experts)]
+        self.down = [make(hidden, intermediate) for _ in range(routing.num_experts)]
+        self.biases = [torch.randn(hidden) / 4 for _ in self.down]
         packer = NativePacker(native, num_threads=threads)
         self.layer = SparseLayer(
             routing=routing,
@@ -110,8 +113,8 @@ class Layer:
             native,
             routing,
             max_tokens=max_tokens,
-            hidden_size=HIDDEN,
-            intermediate_size=INTERMEDIATE,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
             num_threads=threads,
         )
         for buffer in (self.buffers.logits, self.buffers.shares, self.buffers.gate_up, self.buffers.changes):
@@ -121,7 +124,7 @@ class Layer:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The native result, inside a wider tensor of NaN."""
-        wide = torch.full((len(x), HIDDEN + 5), float("nan"))[:, 2 : HIDDEN + 2]
+        wide = torch.full((len(x), self.hidden + 5), float("nan"))[:, 2 : self.hidden + 2]
         if out is not None:
             wide.copy_(out)
         count = c_int64(len(x))
@@ -143,7 +146,7 @@ class Layer:
     def exact(self, x: Tensor) -> Tensor:
         """In float64, by dequantized weights."""
         ids, shares = self.chosen(x)
-        out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+        out = torch.zeros(len(x), self.hidden, dtype=torch.float64)
         for row in range(len(x)):
             for expert, share in zip(ids[row].tolist(), shares[row], strict=True):
                 up = x[row].double() @ self.gate_up[expert].dequantize().double().T
@@ -176,6 +179,20 @@ def test_formats(native: NativeLibrary, make: Callable[[int, int], WeightFormat]
     torch.manual_seed(3)
     layer = Layer(native, ROUTINGS["softmax"], make)
     x = torch.randn(41, HIDDEN)
+    exact = layer.exact(x)
+    error = (layer(x) - exact).abs().max() / exact.abs().max()
+    assert error < (0.03 if make is w8a8 else 0.01)
+
+
+@pytest.mark.parametrize("make", [dense, int8, w8a8])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(77, 53), (33, 161)])
+def test_odd_sizes(
+    native: NativeLibrary, make: Callable[[int, int], WeightFormat], hidden: int, intermediate: int
+) -> None:
+    """Whatever is left of a vector is computed and written, too."""
+    torch.manual_seed(hidden)
+    layer = Layer(native, ROUTINGS["softmax"], make, hidden=hidden, intermediate=intermediate)
+    x = torch.randn(19, hidden)
     exact = layer.exact(x)
     error = (layer(x) - exact).abs().max() / exact.abs().max()
     assert error < (0.03 if make is w8a8 else 0.01)
