@@ -5,7 +5,8 @@ sequence's row; prompts cost two operations per parameter and token, and four pe
 token sees. All rates are measured in this run. The bfloat16 rate is that of the fastest of torch's product
 and ours over weights of 16 and of 12 bits (which may multiply in float16, twice as fast as any product of
 bfloat16); `Machine.by_torch` is the machine as torch's product alone shows it. int8 rows have a rate of their
-own, attention does not.
+own, attention does not. A bound is that of two bytes a bfloat16 weight, as the checkpoint has them, or of
+those that our products read.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Machine:
     int8_ops_per_s: float
     # Of torch's product; 0 in records that are older than this figure.
     torch_bfloat16_flops_per_s: float = 0.0
+    # What our products read of a bfloat16 weight.
+    read_bytes_per_bfloat16: float = 2.0
 
     def by_torch(self) -> Machine | None:
         """The same machine at the rate of torch's bfloat16 product; None where that is not known."""
@@ -53,6 +56,7 @@ class Machine:
             bfloat16_flops_per_s=max(self.bfloat16_flops_per_s, other.bfloat16_flops_per_s),
             int8_ops_per_s=max(self.int8_ops_per_s, other.int8_ops_per_s),
             torch_bfloat16_flops_per_s=max(self.torch_bfloat16_flops_per_s, other.torch_bfloat16_flops_per_s),
+            read_bytes_per_bfloat16=self.read_bytes_per_bfloat16,
         )
 
 
@@ -77,6 +81,7 @@ def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -
         bfloat16_flops_per_s=num_operations / min(torch_s, ours_s),
         int8_ops_per_s=num_operations / _product_s(library, bytes_weight, rows, threads),
         torch_bfloat16_flops_per_s=num_operations / torch_s,
+        read_bytes_per_bfloat16=1.5 if NativePacker(library).packs_float12 else 2.0,
     )
 
 
@@ -117,7 +122,8 @@ def bound_tokens_per_s(machine: Machine, checkpoint: str, load: Load, precision:
     kv_values = kv_values_per_token(checkpoint) * (load.shared_tokens + own * load.concurrency)
     read_s = (parameters * precision.weight_bytes + kv_values * precision.kv_bytes) / machine.read_bytes_per_s
     multiply_s = 2 * parameters * load.concurrency / rate
-    steps = load.output_tokens * load.num_requests / load.concurrency
+    # The first token comes with the prompt.
+    steps = (load.output_tokens - 1) * load.num_requests / load.concurrency
     prompt_tokens = load.input_tokens * load.num_requests + load.shared_tokens
     attention = attention_operations(checkpoint, load.input_tokens, load.shared_tokens) * load.num_requests
     attention += attention_operations(checkpoint, load.shared_tokens)

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.peers.tables RESULT.json … [--write README.md]` prints the tables of recorded results,
 or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that of the
-best rates known (roofline.py), and beside it, where recorded, that of torch's bfloat16 product. What each
+best rates known (roofline.py), and beside it, where recorded, that of the bytes which are read where weights
+lie in fewer bits than the checkpoint has, and that of torch's bfloat16 product. What each
 form of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the
 forms that ran.
 """
@@ -10,7 +11,7 @@ forms that ran.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -84,9 +85,9 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
     servers = list(dict.fromkeys(run.server for run in measured.runs))
     peers = [server for server in servers if not _is_ours(server)]
     lines = [
-        "| load | server | output tokens/s | × best peer | of roofline | of torch's | TTFT mean, p99 ms "
-        "| ITL p99 ms |",
-        "|---|---|---|---|---|---|---|---|",
+        "| load | server | output tokens/s | × best peer | of roofline | as read | of torch's "
+        "| TTFT mean, p99 ms | ITL p99 ms |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     loads = [load for load in LOADS if load != PREFILL and any(run.load == load for run in measured.runs)]
     for load in loads:
@@ -96,18 +97,20 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
             if not runs:
                 continue
             rate = _median(runs, "output_tokens_per_s")
-            roofline = by_torch = ""
+            roofline = as_read = by_torch = ""
             if _is_ours(server):
                 precision = precision_of(server)
                 roofline = _share(rate, bound_tokens_per_s(rates, checkpoint, LOADS[load], precision))
+                if read := _as_read(rates, precision):
+                    as_read = _share(rate, bound_tokens_per_s(rates, checkpoint, LOADS[load], read))
                 if slower := _by_torch(rates, precision):
                     by_torch = _share(rate, bound_tokens_per_s(slower, checkpoint, LOADS[load], precision))
             ratio = f"{rate / best:.2f}" if best else ""
             failed = sum(run.num_failed for run in runs)
             failures = f" ({failed} requests failed)" if failed else ""
             lines.append(
-                f"| {load} | {server} | {rate:.1f}{failures} | {ratio} | {roofline} | {by_torch} | "
-                f"{_median(runs, 'ttft_mean_ms'):.0f}, {_median(runs, 'ttft_p99_ms'):.0f} | "
+                f"| {load} | {server} | {rate:.1f}{failures} | {ratio} | {roofline} | {as_read} | {by_torch} "
+                f"| {_median(runs, 'ttft_mean_ms'):.0f}, {_median(runs, 'ttft_p99_ms'):.0f} | "
                 f"{_median(runs, 'itl_p99_ms'):.0f} |"
             )
     return [
@@ -146,6 +149,12 @@ def _share(rate: float, bound: float) -> str:
 def _by_torch(rates: Machine, precision: Precision) -> Machine | None:
     """The machine by torch's product, where a precision multiplies as that does and its rate is recorded."""
     return None if precision.int8_rows else rates.by_torch()
+
+
+def _as_read(rates: Machine, precision: Precision) -> Precision | None:
+    """With the bytes that our products read of a weight, where these are fewer than the checkpoint has."""
+    read = rates.read_bytes_per_bfloat16
+    return replace(precision, weight_bytes=read) if read < precision.weight_bytes else None
 
 
 def _memory_lines(measured: Measured, servers: list[str]) -> list[str]:

@@ -131,6 +131,11 @@ class NativePacker:
         """Whether the 16 bits of a packed weight are those of float16, so that float16 loses nothing."""
         return bool(self._own_scales(BFLOAT16))
 
+    @property
+    def packs_float12(self) -> bool:
+        """Whether bfloat16 weights lie in 12 bits wherever these hold nearly all of them."""
+        return self._float12 and self.keeps_float16
+
     def pack(self, weight: WeightFormat, bias: Tensor | None = None) -> PackedWeight:
         """The packed form of a weight and its bias [N]. The source may be dropped afterwards."""
         source, scale, minimum, form = _plain(weight)
@@ -165,7 +170,7 @@ class NativePacker:
 
     def _fits_float12(self, source: Tensor) -> bool:
         """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
-        if not self._float12 or not self.keeps_float16:
+        if not self.packs_float12:
             return False
         args = _WidthArgs(source.data_ptr(), *source.shape, 0)
         self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)
