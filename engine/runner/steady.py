@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.host import as_array, on_host
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.verification import LogitRows
@@ -51,18 +52,20 @@ class SteadyDecode:
         """Takes note of a step that was put together as a whole."""
         count, batch = len(inputs.scheduled), inputs.batch
         self._last = None
-        if batch.token_ids.device.type != "cpu" or batch.token_ids.shape[0] != count:
+        token_ids = on_host(batch.token_ids)
+        if token_ids is None or token_ids.size != count:
             return
+        positions = as_array(batch.positions)
         if not _is_plain(inputs.scheduled) or any(state.matcher is not None for state in inputs.states):
             return
         self._last = _Last(
             ids=[sequence.sequence_id for sequence in inputs.scheduled],
             inputs=inputs,
             rows=rows,
-            token_ids=batch.token_ids.numpy(),
-            positions=batch.positions.numpy(),
-            places=batch.slots.numpy(),
-            num_before=batch.positions.numpy() - rows.positions,
+            token_ids=token_ids,
+            positions=positions,
+            places=as_array(batch.slots),
+            num_before=positions - rows.positions,
         )
 
     def following(self, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows] | None:

@@ -11,10 +11,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
 from engine.sampling.noise import row_keys
@@ -112,20 +111,20 @@ class NativeDraws:
         self._program = Program(self._library, [Op(self._library, "sample", self._args)])
 
     def draw(
-        self, logits: Tensor, table: SamplingTable, rows: SamplingRows
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], Tensor]:
+        self, logits: Values, table: SamplingTable, rows: SamplingRows
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float32]]:
         """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits
         [R, V] for logits [R, V] in float32.
         """
-        logits = logits.contiguous()
-        count, vocab_size = logits.shape
+        given = np.ascontiguousarray(as_array(logits))
+        count, vocab_size = given.shape
         if count > self._described.size:
             self._resize(2 * count)
         if self._written:
             self._described[:] = 0
             self._written = False
         kept: list[NDArray[np.generic]] = []
-        processed, args = logits, self._args
+        processed, args = given, self._args
         args.processed = args.stop_ids = args.draft_tokens = None
         if rows.grammar_masks is not None or not table.plain[rows.slots].all():
             described = self._described[:count]
@@ -133,11 +132,11 @@ class NativeDraws:
             kept = _describe(described, table, rows)
             args.stop_ids, args.draft_tokens = kept[0].ctypes.data, kept[1].ctypes.data
             if any(described[name].any() for name in ("counts", "bias", "mask", "num_stops")):
-                processed = torch.empty_like(logits)
-                args.processed = processed.data_ptr()
-        args.logits = logits.data_ptr()
+                processed = empty(given.shape)
+                args.processed = processed.ctypes.data
+        args.logits = given.ctypes.data
         args.num_rows, args.vocab_size = count, vocab_size
-        self._program.run(self._library.pool(torch.get_num_threads()))
+        self._program.run(self._library.pool(self._library.usual_threads))
         return (
             self._tokens[:count].copy(),
             self._finite[:count].copy(),
@@ -171,7 +170,7 @@ def _describe_wide(
     )
     for name, index, stored, size in wide:
         at = options[index]
-        described[name] = np.where(at == NO_ROW, 0, stored.data_ptr() + at * vocab_size * size)
+        described[name] = np.where(at == NO_ROW, 0, stored.ctypes.data + at * vocab_size * size)
     stops: list[int] = []
     for row in np.flatnonzero(rows.positions < options["min_tokens"]).tolist():
         found = table.stop_ids.get(int(rows.slots[row]), ())
@@ -192,22 +191,22 @@ def _describe_wide(
 
 
 def native_logprobs(
-    library: NativeLibrary, logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
+    library: NativeLibrary, logits: Values, tokens: list[int], num_best: int, excluded: Values | None
 ) -> tuple[list[float], list[list[int]], list[list[float]]]:
     """Log-probabilities of tokens [R] under logits [R, V] in float32, and ids and log-probabilities of the
     num_best most likely that are not excluded [R, V] (fewer where too few are left), best first.
     """
-    logits = logits.contiguous()
-    count, vocab_size = logits.shape
+    given = np.ascontiguousarray(as_array(logits))
+    count, vocab_size = given.shape
     num_best = min(num_best, vocab_size)
     asked = np.array(tokens, np.int64)
     chosen = np.empty(count, np.float32)
     ids, best = np.empty((count, num_best), np.int64), np.empty((count, num_best), np.float32)
-    hidden = None if excluded is None else excluded.contiguous()
+    hidden = None if excluded is None else np.ascontiguousarray(as_array(excluded))
     args = LogprobArgs(
-        logits=logits.data_ptr(),
+        logits=given.ctypes.data,
         tokens=asked.ctypes.data,
-        excluded=None if hidden is None else hidden.data_ptr(),
+        excluded=None if hidden is None else hidden.ctypes.data,
         chosen=chosen.ctypes.data,
         best_ids=ids.ctypes.data,
         best=best.ctypes.data,
@@ -215,7 +214,7 @@ def native_logprobs(
         num_rows=count,
         vocab_size=vocab_size,
     )
-    library.run([Op(library, "logprobs", args, hidden)], num_threads=torch.get_num_threads())
+    library.run([Op(library, "logprobs", args, hidden)], num_threads=library.usual_threads)
     numbers = (ids >= 0).sum(-1).tolist()
     return (
         chosen.tolist(),
