@@ -62,7 +62,9 @@ class _OpTimes:
         self.weights: dict[str, int] = {}
 
     def run(self, program: Program, pool: int) -> None:
-        """In place of `Program.run`. A body opens a forward; head and sampling belong to the one before."""
+        """In place of `Program.run`. What has a body opens a forward; a head or sampling alone belongs to the
+        one before.
+        """
         spent, ops = program.run_timed(pool), program.ops
         times: dict[str, float] = {}
         weights: dict[str, int] = {}
@@ -72,8 +74,9 @@ class _OpTimes:
             if op.name == "gemm":
                 weights[name] = weights.get(name, 0) + op.args.weight.outputs * op.args.weight.inputs
         self.weights |= weights
-        if ops[0].name == "embedding":
-            self.forwards.append((c_int64.from_address(ops[0].args.step).value, {}))
+        embedding = next((op for op in ops if op.name == "embedding"), None)
+        if embedding is not None:
+            self.forwards.append((c_int64.from_address(embedding.args.step).value, {}))
         if self.forwards:
             self.forwards[-1][1].update(times)
 
@@ -155,9 +158,7 @@ class Bench:
 
     def decode_row(self, num_sequences: int, machine: Machine, *, anew: bool) -> Row:
         """Medians of the parts of a step in microseconds; `anew` puts every step together as a whole."""
-        with (
-            patch.object(SteadyDecode, "following", lambda steady, scheduled: None) if anew else nullcontext()
-        ):
+        with patch.object(SteadyDecode, "follows", lambda steady, scheduled: None) if anew else nullcontext():
             return self._decode_row(num_sequences, machine, "baseline: anew" if anew else "ours")
 
     def _decode_row(self, num_sequences: int, machine: Machine, name: str) -> Row:

@@ -254,13 +254,14 @@ class EngineLoop:
 
 
 def _totals(plan: SchedulerOutput, result: StepResult) -> messages.StepTotals:
-    num_decodes = sum(
-        each.samples and each.num_tokens == 1 + len(each.draft_token_ids) for each in plan.scheduled
-    )
+    num_tokens = num_decodes = 0
+    for each in plan.scheduled:
+        num_tokens += each.num_tokens
+        num_decodes += each.samples and each.num_tokens == 1 + len(each.draft_token_ids)
     num_sequences = len(plan.scheduled)
     kind = "mixed"
     if num_decodes in {0, num_sequences}:
         kind = "decode" if num_decodes else "prefill"
     return messages.StepTotals(
-        kind=kind, num_tokens=plan.num_tokens, num_sequences=num_sequences, seconds=result.compute_s
+        kind=kind, num_tokens=num_tokens, num_sequences=num_sequences, seconds=result.compute_s
     )

@@ -57,7 +57,7 @@ class NativeDecoder:
         self.device = HOST
         self.library = library
         self.num_threads = num_threads
-        self._pool = library.pool(num_threads)
+        self.pool = library.pool(num_threads)
         self._step = StepStruct()
         self._head_step = StepStruct()
         self._caches: Sequence[Storage] | None = None
@@ -66,11 +66,13 @@ class NativeDecoder:
         # The batch that the step points to; its arrays may change in place from one step to the next.
         self._batch: ForwardBatch | None = None
         self._hidden = empty((0, 0))
+        # Body and head, and both as one program with the ops around them.
+        self._joined: tuple[Program, Program, Program] | None = None
         self._head = self._build_head(16)
 
     def wake(self) -> None:
         """A step follows shortly: the threads get up while it is prepared."""
-        self.library.wake(self._pool)
+        self.library.wake(self.pool)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Storage], attention: object) -> Floats:
         """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`, which are the
@@ -84,7 +86,7 @@ class NativeDecoder:
             self._body = self._build_body(caches)
         if batch is not self._batch:
             self._point_to(batch, num_tokens)
-        self._body.run(self._pool)
+        self._body.run(self.pool)
         return self._hidden[:num_tokens]
 
     def _point_to(self, batch: ForwardBatch, num_tokens: int) -> None:
@@ -100,6 +102,27 @@ class NativeDecoder:
         step.block_tables = _address(ragged.block_tables)
         self._batch = batch
 
+    def point_to_rows(self, batch: ForwardBatch, rows: NDArray[np.int64]) -> Floats:
+        """Lets `step_program` compute a batch of no more tokens and logit rows [R] than `forward` and
+        `logits_of` were asked for before; returns where their logits [R, V] will be.
+        """
+        self._point_to(batch, int(batch.ragged.query_starts[-1]))
+        self._head_norm.x = address_of(self._hidden)
+        self._head_step.num_logit_rows = rows.size
+        self._head_step.logit_rows = _address(rows)
+        return self._logits[: rows.size]
+
+    def step_program(self, first: Op, after: Sequence[Op]) -> Program:
+        """`first`, then forward and logits of the rows pointed to, then the ops `after`. These ops are the
+        same in every call.
+        """
+        assert self._body is not None, "forward comes first"
+        joined = self._joined
+        if joined is None or joined[0] is not self._body or joined[1] is not self._head:
+            program = Program(self.library, [first, *self._body.ops, *self._head.ops, *after])
+            self._joined = joined = (self._body, self._head, program)
+        return joined[2]
+
     def logits(self, hidden: Floats) -> Floats:
         """hidden [R, E] -> [R, V] in float32, valid until the next call."""
         return self.logits_of(hidden, np.arange(hidden.shape[0]))
@@ -111,7 +134,7 @@ class NativeDecoder:
         self._head_norm.x = address_of(hidden)
         self._head_step.num_logit_rows = rows.size
         self._head_step.logit_rows = _address(rows)
-        self._head.run(self._pool)
+        self._head.run(self.pool)
         return self._logits[: rows.size]
 
     def weight_bytes(self) -> int:

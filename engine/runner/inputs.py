@@ -18,7 +18,7 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.types import ScheduledSequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepInputs:
     """One step on the host: who takes part, and the model's view of it."""
 

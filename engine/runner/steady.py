@@ -10,30 +10,48 @@ Shape letters: S sequences, C blocks of the longest sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.host import as_array, on_host
+from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.verification import LogitRows
 from engine.types import ScheduledSequence
 
+# Blocks that each sequence may enter before the block tables are made anew.
+_SPARE_COLUMNS = 16
 
-@dataclass(frozen=True, kw_only=True)
-class _Last:
+
+@dataclass(kw_only=True)
+class LastStep:
     """The step before, and views of its arrays."""
 
     ids: list[int]
+    # Where each sequence computed its token, when the step was put together as a whole.
+    starts: list[int]
+    # Steps since then, and how many there may be before a block table needs another column.
+    num_steps: int
+    most_steps: int
     inputs: StepInputs
     rows: LogitRows
     token_ids: NDArray[np.int64]  # [S]
     positions: NDArray[np.int64]  # [S]
     places: NDArray[np.int64]  # [S] where keys and values go
-    # Tokens of a sequence before those that count as output, less one.
-    num_before: NDArray[np.int64]  # [S]
+
+    @property
+    def end(self) -> int:
+        """Tokens of the longest sequence, with the one that the step draws."""
+        return self.longest + self.num_steps + 2
+
+    @cached_property
+    def longest(self) -> int:
+        """Where the longest sequence computed its token at first."""
+        return max(self.starts)
 
 
 class SteadyDecode:
@@ -42,64 +60,82 @@ class SteadyDecode:
     def __init__(self, table: SequenceTable, block_size: int) -> None:
         self._table = table
         self._block_size = block_size
-        self._last: _Last | None = None
+        self.last: LastStep | None = None
 
     def forget(self) -> None:
-        """The sequences of the last step are not the same any more: ended, new, or of other blocks."""
-        self._last = None
+        """The last step's sequences are not the same any more: ended, failed, new, or of other blocks."""
+        self.last = None
 
     def keep(self, inputs: StepInputs, rows: LogitRows) -> None:
         """Takes note of a step that was put together as a whole."""
         count, batch = len(inputs.scheduled), inputs.batch
-        self._last = None
+        self.last = None
         token_ids = on_host(batch.token_ids)
         if token_ids is None or token_ids.size != count:
             return
-        positions = as_array(batch.positions)
-        if not _is_plain(inputs.scheduled) or any(state.matcher is not None for state in inputs.states):
+        if not _is_plain(inputs.scheduled):
             return
-        self._last = _Last(
+        if any(state.matcher is not None or state.failure for state in inputs.states):
+            return
+        starts = [sequence.start for sequence in inputs.scheduled]
+        batch = inputs.batch = _with_spare_columns(batch)
+        self.last = LastStep(
             ids=[sequence.sequence_id for sequence in inputs.scheduled],
+            starts=starts,
+            num_steps=0,
+            most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
             inputs=inputs,
             rows=rows,
-            token_ids=token_ids,
-            positions=positions,
+            token_ids=as_array(batch.token_ids),
+            positions=as_array(batch.positions),
             places=as_array(batch.slots),
-            num_before=positions - rows.positions,
         )
 
+    def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:
+        """The last step, where the next one is its sequences with their next tokens; else None."""
+        last = self.last
+        if last is None or last.num_steps >= last.most_steps or len(scheduled) != len(last.ids):
+            return None
+        ahead = last.num_steps + 1
+        for each, sequence_id, start in zip(scheduled, last.ids, last.starts, strict=True):
+            if each.sequence_id != sequence_id or each.start != start + ahead:
+                return None
+            if each.num_tokens != 1 or not each.samples or each.draft_token_ids:
+                return None
+        return last
+
     def following(self, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows] | None:
-        """The next step, where it is the last one's sequences with their next tokens; else None."""
-        last = self._last
-        if last is None or [sequence.sequence_id for sequence in scheduled] != last.ids:
+        """The next step, where it is the last one's sequences with their next tokens; else None.
+
+        The op `decode_inputs` (engine/kernels/native/decode.cc) does the same beside the model's.
+        """
+        last = self.follows(scheduled)
+        if last is None:
             return None
-        starts = np.fromiter((sequence.start for sequence in scheduled), np.int64, len(scheduled))
-        ragged, size = last.inputs.batch.ragged, self._block_size
-        if not _is_plain(scheduled) or (starts != last.positions + 1).any():
-            return None
-        if int(starts.max()) >= ragged.block_tables.shape[1] * size:
-            # The table gets another column.
-            return None
-        table, slots = self._table, last.inputs.slots
-        last.positions[:] = starts
-        last.token_ids[:] = table.tokens[slots, starts]
+        last.num_steps += 1
+        ragged, size, rows = last.inputs.batch.ragged, self._block_size, last.rows
+        table, slots, positions = self._table, last.inputs.slots, last.positions
+        np.add(positions, 1, out=positions)
+        last.token_ids[:] = table.tokens[slots, positions]
         np.add(last.places, 1, out=last.places)
-        np.add(starts, 1, out=ragged.context_lens)
-        np.subtract(starts, last.num_before, out=last.rows.positions)
-        columns, within = np.divmod(starts, size)
+        np.add(ragged.context_lens, 1, out=ragged.context_lens)
+        np.add(rows.positions, 1, out=rows.positions)
+        columns, within = np.divmod(positions, size)
         entering = np.flatnonzero(within == 0)
         if entering.size:
             blocks = table.blocks[slots[entering], columns[entering]]
             ragged.block_tables[entering, columns[entering]] = blocks
             last.places[entering] = blocks * size
-        inputs = StepInputs(
-            scheduled=scheduled,
-            states=last.inputs.states,
-            slots=slots,
-            query_starts=last.inputs.query_starts,
-            batch=last.inputs.batch,
-        )
-        return inputs, last.rows
+        last.inputs.scheduled = scheduled
+        return last.inputs, rows
+
+
+def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:
+    """The same batch with columns for the blocks to come."""
+    tables = batch.ragged.block_tables
+    wide = np.zeros((tables.shape[0], tables.shape[1] + _SPARE_COLUMNS), np.int64)
+    wide[:, : tables.shape[1]] = tables
+    return replace(batch, ragged=replace(batch.ragged, block_tables=wide))
 
 
 def _is_plain(scheduled: Sequence[ScheduledSequence]) -> bool:

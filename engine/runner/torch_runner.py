@@ -30,15 +30,17 @@ from engine.runner.base import PendingStep, Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
+from engine.runner.native_decode import NativeDecode
 from engine.runner.outcomes import SampledStep, conclude, logprob_reports, with_reports
 from engine.runner.prompt_scores import prompt_logprobs
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.economics import StepCost
 from engine.runner.speculation.proposer import Proposer
-from engine.runner.steady import SteadyDecode
+from engine.runner.steady import LastStep, SteadyDecode
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.grammar import GrammarEngine, GrammarMasks
+from engine.sampling.native import NativeDraws, sampling_library
 from engine.sampling.sampler import sample
 from engine.types import (
     GrammarSpec,
@@ -122,6 +124,7 @@ class TorchRunner:
 
             self.table.sampling.backend = cast("Decoder", model).kernels.names["sampling"]
             self._execute = torch.inference_mode()(self._execute)  # type: ignore[method-assign]
+        self._decode = self._native_decode() if native_sampling else None
         # Where nobody plans while a step runs, a second thread would only cost the way to it and back.
         self._thread: ThreadPoolExecutor | None = None
         if overlaps:
@@ -139,6 +142,13 @@ class TorchRunner:
             device=self.device,
             grammar=self.grammar,
         )
+
+    def _native_decode(self) -> NativeDecode | None:
+        model = self.model
+        if not isinstance(model, NativeDecoder) or model.library is not sampling_library():
+            return None
+        self.table.sampling.draws = draws = NativeDraws(model.library)
+        return NativeDecode(model, self.table, draws, block_size=self.storage.block_size)
 
     def launch(self, plan: SchedulerOutput) -> PendingStep:
         """Queues a plan, or executes it at once when steps do not overlap."""
@@ -172,7 +182,20 @@ class TorchRunner:
     def _execute(self, plan: SchedulerOutput) -> StepResult:
         started = time.monotonic()
         self.model.wake()
+        if self._decode is None or _changes(plan):
+            return self._execute_whole(plan, started)
         self._apply(plan)
+        results = self._go_on(self._decode, plan.scheduled)
+        if results is None:
+            return self._execute_rows(plan, started)
+        return StepResult(plan.step_id, results, time.monotonic() - started)
+
+    def _execute_whole(self, plan: SchedulerOutput, started: float) -> StepResult:
+        self._apply(plan)
+        return self._execute_rows(plan, started)
+
+    def _execute_rows(self, plan: SchedulerOutput, started: float) -> StepResult:
+        """The forward and sampling of a plan that was applied."""
         sound, failed = self._sorted_out(plan.scheduled)
         results, sampling_s = self._compute(sound) if sound else ([], 0.0)
         return StepResult(
@@ -181,6 +204,31 @@ class TorchRunner:
             compute_s=time.monotonic() - started,
             sampling_s=sampling_s,
         )
+
+    def _go_on(
+        self, decode: NativeDecode, scheduled: tuple[ScheduledSequence, ...]
+    ) -> tuple[SequenceResult, ...] | None:
+        """Results of a step that follows the last one, computed in one native call; None for another one."""
+        last = self._steady.follows(scheduled)
+        if last is None:
+            return None
+        self._began_s = time.monotonic()
+        appended = decode.run(last)
+        if appended is None:
+            return None
+        if appended and not self.table.sampling.needs_tokens and self.proposer.config.method == "off":
+            return tuple(map(_token_of, last.ids, decode.tokens()))
+        return self._conclude_decode(decode, last, appended)
+
+    def _conclude_decode(
+        self, decode: NativeDecode, last: LastStep, appended: bool
+    ) -> tuple[SequenceResult, ...]:
+        """Results of a native step whose draws are reported, counted, followed by drafts, or failed."""
+        logits, drawn = decode.drawn()
+        if not appended:
+            self._steady.forget()
+        step = SampledStep(inputs=last.inputs, rows=last.rows, logits=logits, drawn=drawn, masks=None)
+        return tuple(self._conclude(step, {}, appended=appended))
 
     def _sorted_out(
         self, scheduled: Sequence[ScheduledSequence]
@@ -273,20 +321,33 @@ class TorchRunner:
         logits = self.model.logits_of(hidden, rows.tokens)
         drawn = sample(logits, self.table.sampling, sampling_rows(inputs, rows, masks))
         step = SampledStep(inputs=inputs, rows=rows, logits=logits, drawn=drawn, masks=masks)
+        return results + self._conclude(step, scores)
+
+    def _conclude(
+        self,
+        step: SampledStep,
+        scores: dict[int, tuple[TokenLogprobs, ...]],
+        *,
+        appended: bool = False,
+    ) -> list[SequenceResult]:
+        """Results of the sequences that drew; their tokens may have been `appended` to the table."""
+        rows = step.rows
         outcomes = conclude(step)
         reports = logprob_reports(step, outcomes, self.table)
-        self._append(step, outcomes)
-        proposals = self._propose(inputs, rows, outcomes)
-        for member, outcome, report in zip(rows.members, outcomes, reports, strict=True):
-            results.append(
-                with_reports(
-                    outcome,
-                    logprobs=report,
-                    prompt_logprobs=scores.get(member, ()),
-                    drafts=proposals.get(outcome.sequence_id, ()),
-                )
+        if appended:
+            self.table.sampling.append(rows.slots, step.drawn.tokens)
+        else:
+            self._append(step, outcomes)
+        proposals = self._propose(step.inputs, rows, outcomes)
+        return [
+            with_reports(
+                outcome,
+                logprobs=report,
+                prompt_logprobs=scores.get(member, ()),
+                drafts=proposals.get(outcome.sequence_id, ()),
             )
-        return results
+            for member, outcome, report in zip(rows.members, outcomes, reports, strict=True)
+        ]
 
     def _propose(
         self, inputs: StepInputs, rows: LogitRows, outcomes: list[SequenceResult]
@@ -462,6 +523,22 @@ def _attention(
 
     place = torch.device(device)
     return attention_of(given.config, spec, getattr(torch, given.dtype), place), place
+
+
+def _changes(plan: SchedulerOutput) -> bool:
+    """Whether a plan says anything but which tokens are computed, and in which further blocks."""
+    return bool(
+        plan.new_sequences
+        or plan.released
+        or plan.forks
+        or plan.block_copies
+        or plan.offloads
+        or plan.restores
+    )
+
+
+def _token_of(sequence_id: int, token: int) -> SequenceResult:
+    return SequenceResult(sequence_id, (token,))
 
 
 def _set_threads(num_threads: int) -> None:

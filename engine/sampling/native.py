@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
-from engine.sampling.noise import row_keys
+from engine.sampling.noise import row_keys, sequence_streams
 from engine.sampling.table import NO_ROW, SamplingTable
 
 if TYPE_CHECKING:
@@ -92,23 +92,29 @@ class NativeDraws:
     """The native sampler, with buffers that serve one step after another. Not thread-safe."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._library = library
+        self.library = library
+        self.args = SampleArgs()
+        # What the args point to, besides the buffers.
+        self._kept: object = None
+        # Of rows that are drawn again and again: noise of their sequences, where one needs any.
+        self.streams: NDArray[np.uint64] | None = None
+        # The rows that the args describe, while `follow` has said so.
+        self.followed: SamplingRows | None = None
+        self.op = Op(library, "sample", self.args)
+        self._program = Program(library, [self.op])
         self._resize(1)
 
     def _resize(self, capacity: int) -> None:
         # All zeros is the most likely token.
-        self._described = np.zeros(capacity, SAMPLE_ROW)
+        self.described = np.zeros(capacity, SAMPLE_ROW)
         # Whether any row says something else.
         self._written = False
-        self._tokens = np.zeros(capacity, np.int64)
-        self._finite, self._allowed = np.zeros(capacity, np.bool_), np.zeros(capacity, np.bool_)
-        self._args = SampleArgs(
-            rows=self._described.ctypes.data,
-            tokens=self._tokens.ctypes.data,
-            finite=self._finite.ctypes.data,
-            allowed=self._allowed.ctypes.data,
-        )
-        self._program = Program(self._library, [Op(self._library, "sample", self._args)])
+        self.tokens = np.zeros(capacity, np.int64)
+        self.finite, self.allowed = np.zeros(capacity, np.bool_), np.zeros(capacity, np.bool_)
+        self.args.rows = self.described.ctypes.data
+        self.args.tokens = self.tokens.ctypes.data
+        self.args.finite = self.finite.ctypes.data
+        self.args.allowed = self.allowed.ctypes.data
 
     def draw(
         self, logits: Values, table: SamplingTable, rows: SamplingRows
@@ -117,17 +123,49 @@ class NativeDraws:
         [R, V] for logits [R, V] in float32.
         """
         given = np.ascontiguousarray(as_array(logits))
+        processed = self._prepare(given, table, rows)
+        self._program.run(self.library.pool(self.library.usual_threads))
+        count = given.shape[0]
+        return (
+            self.tokens[:count].copy(),
+            self.finite[:count].copy(),
+            self.allowed[:count].copy(),
+            processed,
+        )
+
+    def follow(
+        self, logits: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
+    ) -> NDArray[np.float32] | None:
+        """Lets `op` draw these rows (without grammar and drafts) from logits [R, V], contiguous, in this step
+        and in later ones, until another draw. Who runs it brings the keys of `described` up to date where
+        there are `streams`. Returns the processed logits, or None while a row has to wait for its end.
+        """
+        options = table.options[rows.slots]
+        if (rows.positions < options["min_tokens"]).any():
+            return None
+        processed = self._prepare(logits, table, rows)
+        self.streams = None
+        if self._written:
+            self.streams = sequence_streams(options["seed"].copy(), options["choice"].copy())
+        self.followed = rows
+        return processed
+
+    def _prepare(
+        self, given: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
+    ) -> NDArray[np.float32]:
+        """Points the args to what the draw needs; returns where the processed logits will be."""
         count, vocab_size = given.shape
-        if count > self._described.size:
+        self.followed = None
+        if count > self.described.size:
             self._resize(2 * count)
         if self._written:
-            self._described[:] = 0
+            self.described[:] = 0
             self._written = False
-        kept: list[NDArray[np.generic]] = []
-        processed, args = given, self._args
+        processed, args = given, self.args
         args.processed = args.stop_ids = args.draft_tokens = None
+        kept: list[NDArray[np.generic]] = []
         if rows.grammar_masks is not None or not table.plain[rows.slots].all():
-            described = self._described[:count]
+            described = self.described[:count]
             self._written = True
             kept = _describe(described, table, rows)
             args.stop_ids, args.draft_tokens = kept[0].ctypes.data, kept[1].ctypes.data
@@ -136,13 +174,8 @@ class NativeDraws:
                 args.processed = processed.ctypes.data
         args.logits = given.ctypes.data
         args.num_rows, args.vocab_size = count, vocab_size
-        self._program.run(self._library.pool(self._library.usual_threads))
-        return (
-            self._tokens[:count].copy(),
-            self._finite[:count].copy(),
-            self._allowed[:count].copy(),
-            processed,
-        )
+        self._kept = (given, processed, kept)
+        return processed
 
 
 def _describe(

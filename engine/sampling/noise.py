@@ -29,11 +29,12 @@ def row_keys(
     """[R] stream of each row. The three numbers are mixed one after another, so that neighbours are
     unrelated.
     """
-    with np.errstate(over="ignore"):
-        state = _mix(seeds)
-        for part in (choices, positions):
-            state = _mix(state + (part.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
-    return state.view(np.int64)
+    return _mix_in(sequence_streams(seeds, choices), positions).view(np.int64)
+
+
+def sequence_streams(seeds: NDArray[np.uint64], choices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """[R] what the keys of a sequence have in common: `row_keys` before the position is mixed in."""
+    return _mix_in(_mix(seeds), choices)
 
 
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
@@ -47,6 +48,11 @@ def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     bits = bits ^ _shift(bits, 31)
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
+
+
+def _mix_in(state: NDArray[np.uint64], part: NDArray[np.int64]) -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        return _mix(state + (part.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -48,6 +48,7 @@ class _WideRows:
     def __init__(self, vocab_size: int, dtype: Any, device: Device) -> None:
         self._device = device
         self.rows: Any = self._zeros(0, vocab_size, dtype)
+        self.num_rows = 0
         self._free: list[int] = []
 
     def _zeros(self, count: int, vocab_size: int, dtype: Any) -> Any:
@@ -75,7 +76,8 @@ class _WideRows:
                 grown = self.rows.new_zeros(size + max(4, size), vocab_size)
                 grown[:size] = self.rows
                 self.rows = grown
-            self._free = list(range(size, self.rows.shape[0]))[::-1]
+            self.num_rows = self.rows.shape[0]
+            self._free = list(range(size, self.num_rows))[::-1]
         index = self._free.pop()
         self.rows[index] = 0
         return index
@@ -107,6 +109,11 @@ class SamplingTable:
         self.seen = _WideRows(vocab_size, np.bool_, device)
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.logprobs: dict[int, int] = {}
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether somebody wants drawn tokens reported with log-probabilities, or may want them counted."""
+        return bool(self.logprobs) or self.output_counts.num_rows > 0
 
     def grow(self, num_slots: int) -> None:
         """Makes room for slots 0..num_slots-1."""
@@ -163,7 +170,7 @@ class SamplingTable:
 
     def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Counts one new output token per entry; a slot may occur several times."""
-        if not self.output_counts.rows.shape[0]:
+        if not self.output_counts.num_rows:
             # Nobody has asked for penalties so far.
             return
         rows = self.options["count_row"][slots]

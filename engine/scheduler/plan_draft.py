@@ -78,6 +78,7 @@ class RowWriter:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._long_prefill_tokens = state.config.long_prefill_tokens
+        self._block_size = state.cache.block_size
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether so many tokens left to compute make a prompt long."""
@@ -92,6 +93,39 @@ class RowWriter:
             num_tokens = min(num_tokens, draft.long_budget)
         if num_tokens > 0:
             self.add(draft, sequence, num_tokens, ())
+
+    def add_next(self, draft: PlanDraft, sequence: Sequence) -> bool:
+        """The next token of a sequence that decodes, where nothing else has to be thought of: it lies in a
+        block that the runner knows of, which nobody can share until it is full. Most rows are of this kind.
+        False, and nothing done, for others; `add` gives the same row.
+        """
+        start, table = sequence.num_computed, sequence.table
+        num_expected = len(sequence.token_ids) + sequence.num_pending
+        if (
+            num_expected != start + 1
+            or num_expected >= sequence.max_tokens_total
+            or not start % self._block_size
+            or not sequence.is_introduced
+            or sequence.status is not Status.RUNNING
+            or sequence.is_beam
+            or sequence.draft_token_ids
+            or sequence.drafts_in_flight
+            or len(table.block_ids) != table.num_sent
+            or table.num_given_up != table.num_given_up_sent
+            or draft.budget < 1
+        ):
+            return False
+        end = num_expected
+        fresh = 1 if sequence.high_water < end else 0
+        draft.rows[sequence.sequence_id] = Row(
+            sequence, sequence.epoch, start, 1, True, (), False, False, fresh
+        )
+        draft.budget -= 1
+        sequence.num_computed = end
+        if fresh:
+            sequence.high_water = end
+        sequence.num_pending += 1
+        return True
 
     def _introduction(self, sequence: Sequence, block_ids: tuple[int, ...]) -> NewSequence:
         request = sequence.group.request

@@ -48,9 +48,10 @@ class Planner:
             under_way=BlocksUnderWay(state.running, state.cache.block_size) if shares else None,
         )
         prefills = self._plan_decodes(draft, allowed)
-        if draft.rows:
-            draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
-        self._plan_prefills(draft, prefills, allowed)
+        if prefills or state.waiting:
+            if draft.rows:
+                draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
+            self._plan_prefills(draft, prefills, allowed)
         if draft.budget > 0 or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.
             state.turnover.run(now, running=draft.someone_blocked)
@@ -113,6 +114,8 @@ class Planner:
             if allowed is None or sequence.sequence_id in allowed:
                 (prefills if sequence.remaining_prefill else decodes).append(sequence)
         for position, sequence in enumerate(decodes):
+            if self._rows.add_next(draft, sequence):
+                continue
             if sequence.status is Status.RUNNING and self._has_next_token(sequence):
                 # Everyone behind gets at least one token; drafts share what is left.
                 self._plan_decode(draft, sequence, draft.budget - (len(decodes) - position - 1))

@@ -33,11 +33,16 @@ class ResultHandler:
         started = max(step.planned_s, self._last_result_s)
         self._last_result_s = now
         seconds = result.compute_s or now - started
-        prefill = sum(row.num_tokens for row in step.rows.values() if row.is_prefill)
-        total = sum(row.num_tokens for row in step.rows.values())
+        prefill = total = long = 0
+        for row in step.rows.values():
+            total += row.num_tokens
+            if row.is_prefill:
+                prefill += row.num_tokens
+            if row.is_long:
+                long += row.num_tokens
         full = total >= _FULL_SHARE * step.budget
         self._state.speed.observe(prefill, total - prefill, seconds, full=full)
-        long_share = self._long_share(step)
+        long_share = long / total if total else 0.0
         results = {each.sequence_id: each for each in result.results}
         prefill_end = max(started, now - result.sampling_s)
         for sequence_id, row in step.rows.items():
@@ -45,6 +50,8 @@ class ResultHandler:
             if sequence.status is Status.FINISHED:
                 continue
             outcome = results.get(sequence_id, _NOTHING)
+            if not long_share and self._take_next(row, outcome):
+                continue
             failure = outcome.failure
             if not failure and row.samples and not outcome.token_ids:
                 failure = "the runner returned no token"
@@ -59,10 +66,47 @@ class ResultHandler:
                 sequence.blames("long_prefill", (now - started) * long_share)
             self._apply_row(row, outcome, prefill_end, now)
 
-    @staticmethod
-    def _long_share(step: StepInFlight) -> float:
-        total = sum(row.num_tokens for row in step.rows.values())
-        return sum(row.num_tokens for row in step.rows.values() if row.is_long) / total if total else 0.0
+    def _take_next(self, row: Row, outcome: SequenceResult) -> bool:
+        """The next token of a sequence that decodes, where nothing else comes with it: neither an end nor a
+        full block, no report. Most rows are of this kind. False, and nothing done, for others; the general
+        way gives the same.
+        """
+        sequence, tokens = row.sequence, outcome.token_ids
+        if len(tokens) != 1 or row.num_tokens != 1 or row.is_prefill or not row.samples:
+            return False
+        group, state, end = sequence.group, self._state, row.start + 1
+        if (
+            end % state.cache.block_size == 0
+            or len(sequence.token_ids) + 1 >= sequence.max_tokens_total
+            or tokens[0] in sequence.sampling.stop_token_ids
+            or row.epoch != sequence.epoch
+            or sequence.first_token_s is None
+            or sequence.restoring is not None
+            or sequence.coming_back is not None
+            or sequence.is_beam
+            or group.best_of is not None
+            or not group.first_token_reported
+            or state.cache.window is not None
+            or outcome.failure
+            or outcome.logprobs
+            or outcome.prompt_logprobs
+            or outcome.grammar_finished
+            or outcome.grammar_s
+            or outcome.next_draft_token_ids
+        ):
+            return False
+        request = group.request
+        sequence.num_steps += 1
+        sequence.num_pending -= 1
+        sequence.token_ids.append(tokens[0])
+        sequence.num_confirmed = end
+        sequence.drafts_in_flight = False
+        sequence.draft_token_ids = ()
+        state.counters.charge((request.priority, request.tenant), request.weight, 0, 1)
+        state.events.append(
+            TokenEvent(request_id=request.request_id, choice_index=sequence.choice_index, token_ids=tokens)
+        )
+        return True
 
     def _apply_row(self, row: Row, outcome: SequenceResult, prefill_end: float, now: float) -> None:
         sequence = row.sequence

@@ -240,7 +240,11 @@ class Scheduler:
             num_waiting=len(state.waiting),
             waiting_by_tier=dict(state.waiting.num_by_tier),
             pending_prefill_tokens=state.waiting.pending_tokens
-            + sum(sequence.remaining_prefill for sequence in state.running),
+            + sum(
+                sequence.prefill_end - sequence.num_computed
+                for sequence in state.running
+                if sequence.prefill_end > sequence.num_computed
+            ),
             num_free_blocks=state.cache.num_available,
             num_cached_blocks=state.cache.num_evictable,
             num_total_blocks=state.cache.num_blocks,

@@ -5,12 +5,11 @@
 #include <limits>
 #include <vector>
 
+#include "noise.h"
 #include "simd.h"
 
 namespace millrace {
 namespace {
-
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15, kFirst = 0xBF58476D1CE4E5B9, kSecond = 0x94D049BB133111EB;
 
 struct Best {
   float value = -INFINITY;
@@ -20,12 +19,6 @@ struct Best {
 struct Scratch {
   std::vector<float> scaled, shares, likely, kept;
 };
-
-bool all_finite(const float* x, int64_t count) {
-  Vec poison = zero();
-  for (int64_t i = 0; i < count; i += kLanes) poison = fma(load(x + i, first(count - i)), zero(), poison);
-  return sum(poison) == 0.0f;
-}
 
 float maximum(const float* x, int64_t count) {
   const Vec lowest = set1(-INFINITY);
@@ -37,10 +30,46 @@ float maximum(const float* x, int64_t count) {
   return largest(most);
 }
 
+// The first that equals `most`, which is the largest: of a stretch that has it, as comparing one by one is slow.
+int64_t place_of(float most, const float* x, int64_t size) {
+  constexpr int64_t kStretch = 256;
+  int64_t i = 0;
+  while (i + kStretch < size && maximum(x + i, kStretch) < most) i += kStretch;
+  return std::find(x + i, x + size, most) - x;
+}
+
 // The first of the largest.
 Best most_likely(const float* x, int64_t count) {
   const float most = maximum(x, count);
-  return {most, std::find(x, x + count, most) - x};
+  return {most, place_of(most, x, count)};
+}
+
+// As `most_likely`, where all are finite; false where one is not.
+bool find_finite(const float* x, int64_t count, Best& best) {
+  constexpr int kChains = 4;
+  Vec most[kChains], poison[kChains];
+  for (int chain = 0; chain < kChains; ++chain) {
+    most[chain] = set1(-INFINITY);
+    poison[chain] = zero();
+  }
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= count; i += kChains * kLanes) {
+    for (int chain = 0; chain < kChains; ++chain) {
+      const Vec v = load(x + i + chain * kLanes);
+      most[chain] = max(most[chain], v);
+      poison[chain] = fma(v, zero(), poison[chain]);
+    }
+  }
+  for (; i < count; i += kLanes) {
+    const Mask m = first(count - i);
+    const Vec v = load(x + i, m);
+    most[0] = max(most[0], select(m, v, set1(-INFINITY)));
+    poison[0] = fma(v, zero(), poison[0]);
+  }
+  if (sum(add(add(poison[0], poison[1]), add(poison[2], poison[3]))) != 0.0f) return false;
+  best.value = largest(max(max(most[0], most[1]), max(most[2], most[3])));
+  best.token = place_of(best.value, x, count);
+  return true;
 }
 
 // --- penalties, biases, masks ---
@@ -241,12 +270,7 @@ float filter_threshold(const SampleRow& row, const float* x, int64_t count, floa
 
 // --- the draw ---
 
-uint64_t noise_bits(uint64_t key, int64_t token) {
-  uint64_t bits = key + static_cast<uint64_t>(token + 1) * kGolden;
-  bits = (bits ^ (bits >> 30)) * kFirst;
-  bits = (bits ^ (bits >> 27)) * kSecond;
-  return (bits ^ (bits >> 31)) >> 11;
-}
+uint64_t noise_bits(uint64_t key, int64_t token) { return mixed(key, token) >> 11; }
 
 double gumbel(uint64_t bits) {
   return -std::log(-std::log((static_cast<double>(bits) + 0.5) * 0x1p-53));
@@ -328,7 +352,8 @@ void sample_row(const SampleArgs& args, int64_t index, Scratch& scratch) {
   const int64_t count = args.vocab_size;
   const float* logits = args.logits + index * count;
   float* processed = args.processed ? args.processed + index * count : nullptr;
-  args.finite[index] = all_finite(logits, count);
+  Best best;
+  args.finite[index] = find_finite(logits, count, best);
   args.tokens[index] = 0;
   args.allowed[index] = 1;
   if (!args.finite[index]) {
@@ -342,8 +367,8 @@ void sample_row(const SampleArgs& args, int64_t index, Scratch& scratch) {
       std::memcpy(processed, logits, sizeof(float) * count);
     }
     logits = processed;
+    best = most_likely(logits, count);
   }
-  const Best best = most_likely(logits, count);
   args.allowed[index] = best.value > -INFINITY && best.value < INFINITY;
   args.tokens[index] = best.token;
   if (row.temperature > 0.0f && args.allowed[index]) args.tokens[index] = draw_row(row, logits, count, scratch);

@@ -9,14 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.model.lowering import NativeDecoder
+from engine.runner.base import PendingStep
 from engine.runner.inputs import StepInputs, prepare_inputs
+from engine.runner.steady import LastStep
 from engine.runner.torch_runner import TorchRunner
 from engine.runner.verification import LogitRows, logit_rows
-from engine.types import SamplingParams, ScheduledSequence
+from engine.sampling.native import sampling_library
+from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, TokenLogprobs
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 SEEDED = SamplingParams(temperature=0.9, seed=3, logprobs=1)
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=3),
+    SEEDED,
+    SamplingParams(temperature=1.2, seed=5, top_k=20, top_p=0.9, frequency_penalty=0.7),
+    SamplingParams(temperature=0.8, seed=1, logit_bias={3: 4.0}, repetition_penalty=1.3),
+    SamplingParams(temperature=0.8, seed=1, min_tokens=5, stop_token_ids=(3, 4), presence_penalty=0.5),
+]
+needs_native = pytest.mark.skipif(sampling_library() is None, reason="there are no native kernels")
 
 
 @pytest.fixture
@@ -25,12 +38,58 @@ def runner(tmp_path: Path) -> TorchRunner:
     return open_runner(tmp_path)
 
 
-def jobs() -> list[Job]:
+def jobs(sampling: SamplingParams = SEEDED) -> list[Job]:
     """Prompts that reach the end of a block at different steps; some end earlier than others."""
     return [
-        Job(prompt_of(5 + 7 * index, 199, seed=index), num_tokens=70 - 9 * (index % 3), sampling=SEEDED)
+        Job(prompt_of(5 + 7 * index, 199, seed=index), num_tokens=70 - 9 * (index % 3), sampling=sampling)
         for index in range(6)
     ]
+
+
+def anew(runner: TorchRunner, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows]:
+    """The step put together as a whole."""
+    inputs = prepare_inputs(
+        scheduled,
+        runner.table,
+        block_size=runner.storage.block_size,
+        spare_slot=runner.storage.spare_slot,
+        device=runner.device,
+        row_multiple=runner.model.row_multiple,
+    )
+    return inputs, logit_rows(inputs, runner.table)
+
+
+def assert_same(ours: tuple[StepInputs, LogitRows], theirs: tuple[StepInputs, LogitRows]) -> None:
+    (inputs, rows), (inputs_anew, rows_anew) = ours, theirs
+    assert inputs.states == inputs_anew.states
+    tables, tables_anew = inputs.batch.ragged.block_tables, inputs_anew.batch.ragged.block_tables
+    columns = tables_anew.shape[1]
+    assert not tables[:, columns:].any()
+    for mine, other in (
+        (inputs.slots, inputs_anew.slots),
+        (inputs.query_starts, inputs_anew.query_starts),
+        (inputs.batch.token_ids, inputs_anew.batch.token_ids),
+        (inputs.batch.positions, inputs_anew.batch.positions),
+        (inputs.batch.slots, inputs_anew.batch.slots),
+        (inputs.batch.ragged.context_lens, inputs_anew.batch.ragged.context_lens),
+        (tables[:, :columns], tables_anew),
+        (rows.tokens, rows_anew.tokens),
+        (rows.slots, rows_anew.slots),
+        (rows.positions, rows_anew.positions),
+    ):
+        np.testing.assert_array_equal(mine, other)
+    assert (rows.members, rows.starts) == (rows_anew.members, rows_anew.starts)
+
+
+def outcomes(done: list[Job]) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    return [(job.output, job.logprobs) for job in done]
+
+
+def run_anew(runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, wanted: list[Job]) -> list[Job]:
+    """Every step put together as a whole."""
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._steady, "follows", lambda scheduled: None)
+        return Driver(runner, seed=1).run(wanted)
 
 
 def test_it_is_what_would_have_been_put_together(
@@ -44,42 +103,82 @@ def test_it_is_what_would_have_been_put_together(
         found = following(scheduled)
         if found is None:
             return None
-        inputs, rows = found
-        anew = prepare_inputs(
-            scheduled,
-            runner.table,
-            block_size=runner.storage.block_size,
-            spare_slot=runner.storage.spare_slot,
-            device=runner.device,
-            row_multiple=runner.model.row_multiple,
-        )
-        rows_anew = logit_rows(anew, runner.table)
-        assert inputs.scheduled == anew.scheduled
-        assert inputs.states == anew.states
-        for ours, theirs in (
-            (inputs.slots, anew.slots),
-            (inputs.query_starts, anew.query_starts),
-            (inputs.batch.token_ids, anew.batch.token_ids),
-            (inputs.batch.positions, anew.batch.positions),
-            (inputs.batch.slots, anew.batch.slots),
-            (inputs.batch.ragged.context_lens, anew.batch.ragged.context_lens),
-            (inputs.batch.ragged.block_tables, anew.batch.ragged.block_tables),
-            (rows.tokens, rows_anew.tokens),
-            (rows.slots, rows_anew.slots),
-            (rows.positions, rows_anew.positions),
-        ):
-            np.testing.assert_array_equal(ours, theirs)
-        assert (rows.members, rows.starts) == (rows_anew.members, rows_anew.starts)
+        assert found[0].scheduled == scheduled
+        assert_same(found, anew(runner, scheduled))
         compared += 1
         return found
 
     monkeypatch.setattr(runner._steady, "following", compare)
+    monkeypatch.setattr(runner, "_decode", None)
     together = Driver(runner, seed=1).run(jobs())
-    # All but those that begin a column of the block tables, or follow an end.
-    assert compared > 55
-    monkeypatch.setattr(runner._steady, "following", lambda scheduled: None)
-    anew = Driver(runner, seed=1).run(jobs())
-    assert [(job.output, job.logprobs) for job in together] == [(job.output, job.logprobs) for job in anew]
+    # All but those that follow an end.
+    assert compared > 60
+    assert outcomes(together) == outcomes(run_anew(runner, monkeypatch, jobs()))
+
+
+@needs_native
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_native_step_is_what_would_have_been_put_together(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    decode = runner._decode
+    assert decode is not None
+    run, launch = decode.run, runner.launch
+    plans: list[SchedulerOutput] = []
+    num_native = 0
+
+    def compare(last: LastStep) -> bool | None:
+        nonlocal num_native
+        expected = anew(runner, list(plans[-1].scheduled))
+        appended = run(last)
+        if appended is not None:
+            assert_same((last.inputs, last.rows), expected)
+            num_native += 1
+        return appended
+
+    def note(plan: SchedulerOutput) -> PendingStep:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", note)
+    monkeypatch.setattr(decode, "run", compare)
+    together = Driver(runner, seed=1).run(jobs(sampling))
+    # All but those that follow an end or wait for min_tokens.
+    assert num_native > 55
+    assert outcomes(together) == outcomes(run_anew(runner, monkeypatch, jobs(sampling)))
+
+
+@needs_native
+def test_a_step_in_which_a_draw_fails_appends_nothing_natively(runner: TorchRunner) -> None:
+    """Logits that are not finite end one sequence; the others go on with the tokens that they would have."""
+    driver = Driver(runner, seed=1)
+    alone = [job.output for job in driver.run(jobs())]
+    model, decode = runner.model, runner._decode
+    assert isinstance(model, NativeDecoder)
+    assert decode is not None
+    run, num_runs = decode.run, 0
+
+    def poisoned(last: LastStep) -> bool | None:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 7:
+            # Keys and values of its first block.
+            block = runner.table.blocks[last.inputs.slots[2], 0]
+            for layer in runner.storage.layers:
+                for tensor in layer.tensors():
+                    tensor[block] = float("nan")
+        return run(last)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decode, "run", poisoned)
+        together = Driver(runner, seed=1).run(jobs())
+    failed = [bool(job.failure) for job in together]
+    assert failed == [index == 2 for index in range(6)], [job.failure for job in together]
+    # The prompt's step and the first that decodes are put together as a whole.
+    assert len(together[2].output) == 2 + 6
+    for index, job in enumerate(together):
+        assert job.output == alone[index][: len(job.output)]
+        assert failed[index] or len(job.output) == job.num_tokens
 
 
 def test_a_sequence_that_comes_back_is_another_one(runner: TorchRunner) -> None:

@@ -1,0 +1,38 @@
+#include "decode.h"
+
+#include "noise.h"
+
+using namespace millrace;
+
+extern "C" void decode_inputs(const DecodeArgs& args, int thread, int) {
+  if (thread != 0) return;
+  for (int64_t i = 0; i < args.num_sequences; ++i) {
+    const int64_t row = args.rows[i], position = ++args.positions[i], output = ++args.outputs[i];
+    ++args.context_lens[i];
+    args.token_ids[i] = args.tokens[row * args.token_columns + position];
+    if (position % args.block_size) {
+      ++args.slots[i];
+    } else {
+      const int64_t column = position / args.block_size, block = args.blocks[row * args.block_columns + column];
+      args.block_tables[i * args.columns + column] = block;
+      args.slots[i] = block * args.block_size;
+    }
+    if (args.draws) args.draws[i].key = static_cast<int64_t>(mixed(args.streams[i], output));
+  }
+}
+
+extern "C" void decode_tokens(const DecodeArgs& args, int thread, int) {
+  if (thread != 0) return;
+  *args.appended = 0;
+  for (int64_t i = 0; i < args.num_sequences; ++i) {
+    if (!args.finite[i] || !args.allowed[i]) return;
+  }
+  for (int64_t i = 0; i < args.num_sequences; ++i) {
+    const int64_t row = args.rows[i];
+    args.tokens[row * args.token_columns + args.num_tokens[row]++] = args.drawn[i];
+  }
+  *args.appended = 1;
+}
+
+MILLRACE_OP(decode_inputs, DecodeArgs)
+MILLRACE_OP(decode_tokens, DecodeArgs)

@@ -1,0 +1,45 @@
+// What a decode step needs besides the model and its draw, where it follows another one of the same sequences: the
+// inputs that follow from the step before, and the place of the tokens that were drawn. With these two ops a whole
+// step is one program (engine/runner/native_decode.py).
+#pragma once
+
+#include "op.h"
+#include "sampling.h"
+
+namespace millrace {
+
+// Shape letters: S sequences, C block columns of the step, N slots of the runner's table, L token and B block columns.
+struct DecodeArgs {
+  // Of the step before, and moved on by one position.
+  int64_t* token_ids;     // [S]
+  int64_t* positions;     // [S]
+  int64_t* slots;         // [S] where keys and values go
+  int64_t* context_lens;  // [S]
+  int64_t* block_tables;  // [S, C] has the columns of the next position
+  int64_t* outputs;       // [S] tokens of the output before the draw
+  // The runner's table of sequences (engine/runner/sequence_table.py).
+  const int64_t* rows;   // [S] each sequence's slot, all different
+  int64_t* tokens;       // [N, L] has room for the token that is drawn
+  const int64_t* blocks; // [N, B]
+  int64_t* num_tokens;   // [N]
+  // Draws whose keys follow; null where nobody needs noise.
+  SampleRow* draws;         // [S]
+  const uint64_t* streams;  // [S] noise of a sequence, before its output position is mixed in
+  // What was drawn.
+  const int64_t* drawn;    // [S]
+  const uint8_t* finite;   // [S]
+  const uint8_t* allowed;  // [S]
+  int64_t* appended;       // [1] whether the tokens were: all of them, or none where one draw failed
+  int64_t num_sequences;
+  int64_t columns;        // C
+  int64_t token_columns;  // L
+  int64_t block_columns;  // B
+  int64_t block_size;
+};
+
+}  // namespace millrace
+
+extern "C" {
+void decode_inputs(const millrace::DecodeArgs& args, int thread, int num_threads);
+void decode_tokens(const millrace::DecodeArgs& args, int thread, int num_threads);
+}

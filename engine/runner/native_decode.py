@@ -1,0 +1,154 @@
+"""A decode step that follows another of the same sequences, in one native call: inputs, model, logits, draw,
+and the drawn tokens' place in the table of sequences.
+
+Most steps are of this kind. Between two of them lies what the host does alone, upon caches that the weights
+have passed through: so it costs by how much code and data it touches. Here it touches none of the arrays.
+Whatever else may happen in a step goes the way of `SteadyDecode.following`, which gives the same.
+
+Shape letters: S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kernels.host import empty
+from engine.kernels.native import Op
+from engine.kernels.native.library import Program
+from engine.model.lowered import Floats
+from engine.model.lowering import NativeDecoder
+from engine.runner.sequence_table import SequenceTable
+from engine.runner.steady import LastStep
+from engine.sampling.native import NativeDraws
+from engine.sampling.sampler import Drawn, SamplingRows
+
+_NONE = np.array([], np.int64)
+
+
+class DecodeArgs(ctypes.Structure):
+    """Mirror of decode.h."""
+
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("outputs", c_void_p),
+        ("rows", c_void_p),
+        ("tokens", c_void_p),
+        ("blocks", c_void_p),
+        ("num_tokens", c_void_p),
+        ("draws", c_void_p),
+        ("streams", c_void_p),
+        ("drawn", c_void_p),
+        ("finite", c_void_p),
+        ("allowed", c_void_p),
+        ("appended", c_void_p),
+        ("num_sequences", c_int64),
+        ("columns", c_int64),
+        ("token_columns", c_int64),
+        ("block_columns", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class NativeDecode:
+    """Runs such steps. `draws` is the sampler of the same table, with the library of the model."""
+
+    def __init__(
+        self, model: NativeDecoder, table: SequenceTable, draws: NativeDraws, *, block_size: int
+    ) -> None:
+        assert draws.library is model.library, "ops of one program share their threads"
+        self._model = model
+        self._table = table
+        self._draws = draws
+        self._appended = c_int64()
+        self._args = DecodeArgs(block_size=block_size, appended=ctypes.addressof(self._appended))
+        self._first = Op(model.library, "decode_inputs", self._args)
+        self._final = Op(model.library, "decode_tokens", self._args)
+        self._program: Program | None = None
+        # What the args describe.
+        self._last: LastStep | None = None
+        self._rows: SamplingRows | None = None
+        self._tokens = self._blocks = np.zeros((0, 0), np.int64)
+        self._logits = self._processed = empty((0, 0))
+
+    def run(self, last: LastStep) -> bool | None:
+        """Computes the step that follows `last`. Whether the drawn tokens were appended: none are where a
+        draw failed. None where the step cannot be computed here; then nothing has happened.
+        """
+        self._table.ensure_columns(last.end)
+        if not self._describes(last):
+            self._program = self._describe(last)
+        if self._program is None:
+            return None
+        last.num_steps += 1
+        self._program.run(self._model.pool)
+        return self._appended.value != 0
+
+    def tokens(self) -> list[int]:
+        """[S] what was drawn, where all draws succeeded."""
+        tokens: list[int] = self._draws.tokens[: self._args.num_sequences].tolist()
+        return tokens
+
+    def drawn(self) -> tuple[Floats, Drawn]:
+        """Logits [S, V] and what was drawn from them, valid until the next step."""
+        draws, count = self._draws, self._args.num_sequences
+        return self._logits, Drawn(
+            tokens=draws.tokens[:count],
+            finite=draws.finite[:count],
+            allowed=draws.allowed[:count],
+            processed=self._processed,
+        )
+
+    def _describes(self, last: LastStep) -> bool:
+        table = self._table
+        return (
+            last is self._last
+            and table.tokens is self._tokens
+            and table.blocks is self._blocks
+            and self._draws.followed is self._rows
+        )
+
+    def _describe(self, last: LastStep) -> Program | None:
+        """Points the args to the arrays of a step; None while the sampler cannot follow."""
+        table, args, draws, ragged = self._table, self._args, self._draws, last.inputs.batch.ragged
+        self._last = None
+        logits = self._model.point_to_rows(last.inputs.batch, last.rows.tokens)
+        rows = SamplingRows(
+            slots=last.rows.slots,
+            positions=last.rows.positions + 1,
+            draft_rows=_NONE,
+            draft_tokens=_NONE,
+            grammar_rows=_NONE,
+            grammar_masks=None,
+        )
+        processed = draws.follow(logits, table.sampling, rows)
+        if processed is None:
+            return None
+        self._last, self._rows, self._tokens, self._blocks = last, rows, table.tokens, table.blocks
+        self._logits, self._processed = logits, processed
+        args.token_ids, args.positions = _address(last.token_ids), _address(last.positions)
+        args.slots, args.context_lens = _address(last.places), _address(ragged.context_lens)
+        args.block_tables, args.columns = _address(ragged.block_tables), ragged.block_tables.shape[1]
+        args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
+        args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
+        args.blocks, args.block_columns = _address(table.blocks), table.blocks.shape[1]
+        args.num_tokens, args.num_sequences = _address(table.num_tokens), len(last.ids)
+        streams = draws.streams
+        args.draws = None if streams is None else draws.described.ctypes.data
+        args.streams = None if streams is None else streams.ctypes.data
+        args.drawn, args.finite = draws.tokens.ctypes.data, draws.finite.ctypes.data
+        args.allowed = draws.allowed.ctypes.data
+        return self._model.step_program(self._first, (draws.op, self._final))
+
+
+def _address(array: NDArray[np.int64]) -> int:
+    assert array.dtype == np.int64
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)
