@@ -153,4 +153,16 @@ def decode_table(name: str, table: Any, kind: type[Section]) -> Section:
         problem, _, path = said.partition(" - at `$")
         key = name + path.removesuffix("`")
         unknown = _UNKNOWN_FIELD.search(problem)
-        raise ConfigError(f"{key}{f'.{unknown[1]}' if unknown else ''}: {problem}") from error
+        choices = _choices(kind, path.removesuffix("`"))
+        raise ConfigError(
+            f"{key}{f'.{unknown[1]}' if unknown else ''}: {problem}"
+            f"{f'; expected one of {choices}' if choices else ''}"
+        ) from error
+
+
+def _choices(kind: type, path: str) -> str:
+    """The values of the field at `path` (".cache.kv_dtype") that has fixed ones; empty for other fields."""
+    found: Any = msgspec.inspect.type_info(kind)
+    for key in path.split(".")[1:]:
+        found = {field.encode_name: field.type for field in getattr(found, "fields", ())}.get(key)
+    return ", ".join(map(str, found.values)) if isinstance(found, msgspec.inspect.LiteralType) else ""

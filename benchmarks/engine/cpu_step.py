@@ -31,7 +31,12 @@ import psutil
 from benchmarks.engine.host_time import _Watch
 from benchmarks.engine.overlap import _Mailbox
 from benchmarks.engine.report import Row, publish
-from benchmarks.peers.checkpoints import SHAPES, make_checkpoint, matrix_parameters
+from benchmarks.peers.checkpoints import (
+    SHAPES,
+    attention_operations,
+    make_checkpoint,
+    matrix_parameters,
+)
 from benchmarks.peers.roofline import Machine, measure_machine
 from benchmarks.peers.tables import OURS, precision_of
 from engine.config import EngineConfig
@@ -194,8 +199,7 @@ class Bench:
         runs = [self.run(1, _LONG_PROMPT, 1) for _ in range(_ROUNDS)]
         shape, seconds = SHAPES[self.checkpoint], min(seconds for seconds, _ in runs)
         layers = matrix_parameters(self.checkpoint) - shape["vocab_size"] * shape["hidden_size"]
-        heads = shape["num_attention_heads"] * shape["head_dim"] * shape["num_hidden_layers"]
-        operations = 2 * layers * _LONG_PROMPT + 2 * heads * _LONG_PROMPT**2
+        operations = 2 * layers * _LONG_PROMPT + attention_operations(self.checkpoint, _LONG_PROMPT)
         rate = precision_of(f"millrace-{self.precision}").flops_per_s(machine)
         return {
             "prompt": _LONG_PROMPT,

@@ -4,8 +4,10 @@
     [--loads 1 8 32 prefix] [--rounds 2] [--quick] [--environments DIR] [--output FILE]`
 
 Peers are installed from PyPI, each into its own environment under DIR (several gigabytes; building llama.cpp
-takes ten minutes on two cores). Ours is the whole stack behind Envoy, theirs the bare server. Prints a table
-in Markdown: medians over the rounds, the best peer of each load, and the machine's roofline.
+takes ten minutes on two cores; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares CUDA). Ours is
+the whole stack behind Envoy, theirs the bare server. Prints a table in Markdown: medians over the rounds, the
+best peer of each load, and the machine's roofline. A server that cannot be installed, does not start or ends
+in between is left out, and the table says why.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import subprocess
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,12 +30,13 @@ from benchmarks.peers.checkpoints import SHAPES, make_checkpoint
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS, Load
 from benchmarks.peers.millrace import millrace
 from benchmarks.peers.roofline import Machine, measure_machine
-from benchmarks.peers.servers import Launch, Server, serve
+from benchmarks.peers.servers import Launch, Server, ServerFailed, serve
 from benchmarks.peers.tables import OURS, Measured, Run, table
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.report import machine, make_result
 from services.bench.run import choose_model, run_workload
+from services.errors import ConfigError
 
 WARM_SEED = 1000
 PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
@@ -44,7 +49,9 @@ PEERS: dict[str, Callable[[Path, Path], Callable[[int], Launch]]] = {
 
 
 async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
-    """Sends one load and reads its figures. Raises SystemExit when every request failed."""
+    """Sends one load and reads its figures. Raises ServerFailed when there are none: no request, or none with
+    more than one token, was answered.
+    """
     target = Target.parse(server.url, server.api_key)
     model = await choose_model(target, server.model)
     # Other prompts than the load's, and other ones for each load: what one sent, the next would find cached.
@@ -64,7 +71,7 @@ async def run_load(server: Server, name: str, load: Load, seed: int) -> Run:
     )
     total = result.total
     if not (total.ttft_ms and total.tpot_ms and total.itl_ms):
-        raise SystemExit(f"{server.name}, load {name}: {result.errors}")
+        raise ServerFailed(f"load {name}: {result.errors}")
     return Run(
         server=server.name,
         load=name,
@@ -81,31 +88,73 @@ def _ignore(_record: RequestRecord) -> None:
     """No progress bar: it would draw from the measured machine."""
 
 
+@contextmanager
+def _leaving_out(name: str, measured: Measured) -> Iterator[None]:
+    """Notes why a server has failed, in place of ending everything: hours of others' runs would be lost."""
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        program = Path(str(error.cmd[0])).name
+        measured.left_out[name] = f"{program} ended with status {error.returncode} while it was installed"
+    except (ServerFailed, ConfigError, OSError) as error:
+        measured.left_out[name] = str(error)
+    if name in measured.left_out:
+        print(f"{name} left out: {measured.left_out[name]}", flush=True)
+
+
 def measure_in_turn(
-    servers: Sequence[AbstractContextManager[Server]],
+    servers: Mapping[str, Callable[[], AbstractContextManager[Server]]],
     loads: Mapping[str, Load],
     rounds: int,
     measured: Measured,
 ) -> None:
-    """Starts all `servers`, then runs each load on one after the other, `rounds` times."""
+    """Starts all `servers`, then runs each load on one after the other, `rounds` times.
+
+    What `servers` holds prepares a server, which is installed only then, and starts it. Those that fail are
+    left out from there on.
+    """
+    prepared: dict[str, AbstractContextManager[Server]] = {}
+    for name, prepare in servers.items():
+        with _leaving_out(name, measured):
+            prepared[name] = prepare()
     with ExitStack() as stack:
-        running = [stack.enter_context(server) for server in servers]
-        for server in running:
-            measured.start_s[server.name] = server.start_s
+        running: list[Server] = []
+        for name, starting in prepared.items():
+            with _leaving_out(name, measured):
+                running.append(stack.enter_context(starting))
+                measured.start_s[name] = running[-1].start_s
         for name, load in loads.items():
             for number in range(rounds):
                 for server in running:
-                    gc.collect()
-                    run = asyncio.run(run_load(server, name, load, seed=number))
-                    measured.runs.append(run)
-                    print(
-                        f"{server.name:18} {name:>6}  {run.output_tokens_per_s:8.1f} tokens/s   "
-                        f"TTFT p99 {run.ttft_p99_ms:8.0f} ms   ITL p99 {run.itl_p99_ms:7.1f} ms   "
-                        f"failed {run.num_failed}",
-                        flush=True,
-                    )
+                    if server.name not in measured.left_out:
+                        with _leaving_out(server.name, measured):
+                            measured.runs.append(_run_once(server, name, load, number))
         for server in running:
-            measured.rss_bytes[server.name] = server.rss_bytes()
+            if server.name not in measured.left_out:
+                with _leaving_out(server.name, measured):
+                    measured.rss_bytes[server.name] = server.rss_bytes()
+
+
+def _run_once(server: Server, name: str, load: Load, number: int) -> Run:
+    gc.collect()
+    run = asyncio.run(run_load(server, name, load, seed=number))
+    print(
+        f"{server.name:18} {name:>6}  {run.output_tokens_per_s:8.1f} tokens/s   "
+        f"TTFT p99 {run.ttft_p99_ms:8.0f} ms   ITL p99 {run.itl_p99_ms:7.1f} ms   "
+        f"failed {run.num_failed}",
+        flush=True,
+    )
+    return run
+
+
+def _peer(name: str, folder: Path, checkpoint: Path) -> AbstractContextManager[Server]:
+    return serve(name, PEERS[name](folder, checkpoint), folder / f"{name}.log")
+
+
+def _num_rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
+    return int(text)
 
 
 def _print_rates(rates: Machine) -> None:
@@ -125,7 +174,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["vllm", "llama.cpp-q8_0"])
     parser.add_argument("--ours", nargs="+", choices=sorted(OURS), default=["bf16", "w8a8"])
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=_num_rounds, default=2)
     parser.add_argument("--quick", action="store_true", help="one request for each place")
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--output", type=Path, default=None)
@@ -138,14 +187,12 @@ def main() -> None:
     checkpoint = make_checkpoint(arguments.checkpoint, folder)
     rates = measure_machine()
     _print_rates(rates)
-    ours = [f"millrace-{precision}" for precision in arguments.ours]
-    servers: list[AbstractContextManager[Server]] = [
-        millrace(name, checkpoint, folder / f"{name}.log", OURS[precision][0])
-        for name, precision in zip(ours, arguments.ours, strict=True)
-    ]
-    servers += [
-        serve(peer, PEERS[peer](folder, checkpoint), folder / f"{peer}.log") for peer in arguments.peers
-    ]
+    servers: dict[str, Callable[[], AbstractContextManager[Server]]] = {}
+    for precision in arguments.ours:
+        name = f"millrace-{precision}"
+        servers[name] = partial(millrace, name, checkpoint, folder / f"{name}.log", OURS[precision][0])
+    for peer in arguments.peers:
+        servers[peer] = partial(_peer, peer, folder, checkpoint)
     measured = Measured(runs=[], start_s={}, rss_bytes={})
     measure_in_turn(servers, loads, arguments.rounds, measured)
     # Once more, without the servers: what ran beside the first measurement would raise every share.

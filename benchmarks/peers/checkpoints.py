@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.environments import made_whole
+
 TOKENIZER_SIZE = 32_000
 SEED = 0
 WEIGHT_STD = 0.02
@@ -58,8 +60,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_checkpoint(name: str, folder: Path) -> Path:
     """The checkpoint's directory in Hugging Face format, made unless it is there already."""
     directory = folder / name
-    if (directory / "tokenizer_config.json").exists():
-        return directory
+    if not (directory / "model.safetensors").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        with made_whole(directory) as partial:
+            _write_checkpoint(name, partial)
+    return directory
+
+
+def _write_checkpoint(name: str, directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +85,6 @@ def make_checkpoint(name: str, folder: Path) -> Path:
         # The end of a sequence never wins, so that servers that cannot ignore it answer in full.
         model.lm_head.weight[0] = 0
     model.save_pretrained(directory)
-    return directory
 
 
 def matrix_parameters(name: str) -> int:
@@ -96,11 +103,18 @@ def kv_values_per_token(name: str) -> int:
     return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"])
 
 
+def attention_operations(name: str, num_tokens: int, before: int = 0) -> int:
+    """Operations of causal attention over a prompt of so many tokens after `before` that are cached."""
+    shape = SHAPES[name]
+    width = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    # Two for each element of a key and of a value; a token sees half of its own prompt.
+    return int(4 * width * (num_tokens * before + num_tokens**2 / 2))
+
+
 def _write_tokenizer(directory: Path) -> int:
     """Trains a byte-level BPE on Python's own library; returns the size of its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

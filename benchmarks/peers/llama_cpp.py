@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.peers.environments import environment
+from benchmarks.peers.environments import environment, made_whole
 from benchmarks.peers.loads import DEFAULT_LOADS, LOADS
 from benchmarks.peers.servers import Launch
 
@@ -32,8 +32,11 @@ def prepare(folder: Path, checkpoint: Path, kind: str) -> Callable[[int], Launch
     server = _build(source, home)
     model = folder / f"{checkpoint.name}-{kind}.gguf"
     if not model.exists():
-        code = CONVERT.format(source=str(source), checkpoint=str(checkpoint), kind=kind, target=str(model))
-        subprocess.run([str(home / "bin/python"), "-c", code], check=True)
+        with made_whole(model) as target:
+            code = CONVERT.format(
+                source=str(source), checkpoint=str(checkpoint), kind=kind, target=str(target)
+            )
+            subprocess.run([str(home / "bin/python"), "-c", code], check=True)
     cores = str(psutil.cpu_count())
     # It reserves and clears every slot's cache at start, so more slots than the loads use would be waste.
     slots = max(LOADS[load].concurrency for load in DEFAULT_LOADS[checkpoint.name])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.peers.servers import Server, stop
+from benchmarks.peers.servers import Server, ServerFailed, stop
 from services.supervisor.state import read_state
 
 START_LIMIT_S = 300.0
@@ -47,7 +47,7 @@ def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, obje
         try:
             while (state := read_state(Path(folder))) is None:
                 if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
-                    raise SystemExit(f"{name} did not start; its output is in {log}")
+                    raise ServerFailed(f"{name} did not start; its output is in {log}")
                 time.sleep(0.1)
             yield Server(
                 name=name,

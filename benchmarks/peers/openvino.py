@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.peers.environments import environment
+from benchmarks.peers.environments import environment, made_whole
 from benchmarks.peers.servers import Launch
 
 VERSION = "2026.4.0"
@@ -26,10 +27,10 @@ def prepare(folder: Path, checkpoint: Path) -> Callable[[int], Launch]:
     model = folder / f"{checkpoint.name}-openvino"
     if not (model / "openvino_model.xml").exists():
         export = (str(home / "bin/optimum-cli"), "export", "openvino", "--model", str(checkpoint))
-        subprocess.run(
-            [*export, "--task", "text-generation-with-past", "--weight-format", "fp16", str(model)],
-            check=True,
-        )
+        shutil.rmtree(model, ignore_errors=True)
+        with made_whole(model) as target:
+            options = ("--task", "text-generation-with-past", "--weight-format", "fp16", str(target))
+            subprocess.run([*export, *options], check=True)
     server = Path(__file__).with_name("openvino_server.py")
 
     def launch(port: int) -> Launch:

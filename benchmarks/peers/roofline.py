@@ -1,10 +1,11 @@
 """What the machine's memory and matrix units allow: the lower bound of a run's time.
 
 A decode step reads all weights and the KV of every running sequence, and multiplies every weight with every
-sequence's row; prompts cost two operations per parameter and token. All rates are measured in this run. The
-bfloat16 rate is that of the faster of torch's product and ours (which may multiply in float16, twice as fast
-as any product of bfloat16); `Machine.by_torch` is the machine as torch's product alone shows it. int8 rows
-have a rate of their own.
+sequence's row; prompts cost two operations per parameter and token, and four per element of each key that a
+token sees. All rates are measured in this run. The bfloat16 rate is that of the fastest of torch's product
+and ours over weights of 16 and of 12 bits (which may multiply in float16, twice as fast as any product of
+bfloat16); `Machine.by_torch` is the machine as torch's product alone shows it. int8 rows have a rate of their
+own, attention does not.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.kernels.cpu import best_seconds, read_bandwidth
-from benchmarks.peers.checkpoints import SHAPES, kv_values_per_token, matrix_parameters
+from benchmarks.peers.checkpoints import (
+    SHAPES,
+    attention_operations,
+    kv_values_per_token,
+    matrix_parameters,
+)
 from benchmarks.peers.loads import Load
 from engine.kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
-from engine.kernels.linear.native import NativePacker, gemm_args, make_workspace, product_ops
+from engine.kernels.linear.native import NativePacker
+from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, load_native
 from engine.kernels.native.library import Program
 
@@ -61,7 +68,10 @@ def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -
     torch_s = best_seconds(lambda: left @ right.T)
     levels = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
     bytes_weight = Int8Weight(values=levels, scale=torch.rand(outputs, 1) / 64, activations="int8")
-    ours_s = _product_s(library, DenseWeight(values=right), rows, threads)
+    ours_s = min(
+        _product_s(library, DenseWeight(values=right), rows, threads, float12=float12)
+        for float12 in (False, True)
+    )
     num_operations = 2.0 * rows * outputs * inputs
     return Machine(
         read_bytes_per_s=read_bandwidth(library, threads),
@@ -71,13 +81,15 @@ def measure_machine(outputs: int = 6144, inputs: int = 1024, rows: int = 2048) -
     )
 
 
-def _product_s(library: NativeLibrary, weight: WeightFormat, rows: int, threads: int) -> float:
+def _product_s(
+    library: NativeLibrary, weight: WeightFormat, rows: int, threads: int, *, float12: bool = True
+) -> float:
     """Best time of our product of so many rows."""
     outputs, inputs = weight.shape
-    packed = NativePacker(library, num_threads=threads).pack(weight)
+    packed = NativePacker(library, num_threads=threads, float12=float12).pack(weight)
     x, out, count = torch.randn(rows, inputs), torch.empty(rows, outputs), c_int64(rows)
     workspace = make_workspace(library, rows, inputs, threads)
-    args = gemm_args(packed, ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+    args = gemm_args(packed, ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.ctypes.data)
     program = Program(library, product_ops(library, args))
     pool = library.pool(threads)
     return best_seconds(lambda: program.run(pool))
@@ -108,11 +120,17 @@ def bound_tokens_per_s(machine: Machine, checkpoint: str, load: Load, precision:
     multiply_s = 2 * parameters * load.concurrency / rate
     steps = load.output_tokens * load.num_requests / load.concurrency
     prompt_tokens = load.input_tokens * load.num_requests + load.shared_tokens
-    prefill_s = 2 * (parameters - head) * prompt_tokens / rate
+    attention = attention_operations(checkpoint, load.input_tokens, load.shared_tokens) * load.num_requests
+    attention += attention_operations(checkpoint, load.shared_tokens)
+    prefill_s = 2 * (parameters - head) * prompt_tokens / rate + attention / machine.bfloat16_flops_per_s
     return load.output_tokens * load.num_requests / (steps * max(read_s, multiply_s) + prefill_s)
 
 
-def prefill_bound_tokens_per_s(machine: Machine, checkpoint: str, precision: Precision) -> float:
-    """Prompt tokens per second at the machine's rate of multiplication."""
+def prefill_bound_tokens_per_s(
+    machine: Machine, checkpoint: str, precision: Precision, num_tokens: int
+) -> float:
+    """Prompt tokens per second at the machine's rates of multiplication, for prompts of so many tokens."""
     head = int(SHAPES[checkpoint]["vocab_size"] * SHAPES[checkpoint]["hidden_size"])
-    return precision.flops_per_s(machine) / (2 * (matrix_parameters(checkpoint) - head))
+    products_s = 2 * (matrix_parameters(checkpoint) - head) * num_tokens / precision.flops_per_s(machine)
+    attention_s = attention_operations(checkpoint, num_tokens) / machine.bfloat16_flops_per_s
+    return num_tokens / (products_s + attention_s)

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,10 @@ import psutil
 
 START_LIMIT_S = 600.0
 HTTP_OK = 200
+
+
+class ServerFailed(SystemExit):
+    """A server cannot be had, or has ended; what else is measured can go on without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,14 @@ class Server:
     metrics_url: str = ""
 
     def rss_bytes(self) -> int:
-        """Resident memory of the process and its children, shared pages counted once."""
-        family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        """Resident memory of the process and its children, shared pages counted once.
+
+        Raises ServerFailed when the process has ended.
+        """
+        try:
+            family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            raise ServerFailed(f"{self.name} has ended") from None
         return sum(_proportional_bytes(process) for process in family)
 
 
@@ -73,13 +83,16 @@ def serve(name: str, launch: Callable[[int], Launch], log: Path) -> Iterator[Ser
     try:
         while not _healthy(url + how.health_path):
             if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
-                raise SystemExit(f"{name} did not start; its output is in {log}")
+                raise ServerFailed(f"{name} did not start; its output is in {log}")
             time.sleep(0.25)
         yield Server(
             name=name, url=url, api_key="", model="", pid=process.pid, start_s=time.monotonic() - began
         )
     finally:
         stop(process)
+        # What a server that ended by itself has left running.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ forms that ran.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -71,6 +71,8 @@ class Measured:
     runs: list[Run]
     start_s: dict[str, float]
     rss_bytes: dict[str, int]
+    # Servers that could not be had, or ended before the last run, and why.
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def of(self, server: str, load: str) -> list[Run]:
         """Runs of one load on one server."""
@@ -101,8 +103,10 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
                 if slower := _by_torch(rates, precision):
                     by_torch = _share(rate, bound_tokens_per_s(slower, checkpoint, LOADS[load], precision))
             ratio = f"{rate / best:.2f}" if best else ""
+            failed = sum(run.num_failed for run in runs)
+            failures = f" ({failed} requests failed)" if failed else ""
             lines.append(
-                f"| {load} | {server} | {rate:.1f} | {ratio} | {roofline} | {by_torch} | "
+                f"| {load} | {server} | {rate:.1f}{failures} | {ratio} | {roofline} | {by_torch} | "
                 f"{_median(runs, 'ttft_mean_ms'):.0f}, {_median(runs, 'ttft_p99_ms'):.0f} | "
                 f"{_median(runs, 'itl_p99_ms'):.0f} |"
             )
@@ -111,6 +115,7 @@ def table(measured: Measured, rates: Machine, checkpoint: str) -> list[str]:
         "",
         *prefill_lines(measured, servers, rates, checkpoint),
         *_memory_lines(measured, servers),
+        *(f"- {server} left out: {reason}" for server, reason in measured.left_out.items()),
     ]
 
 
@@ -120,14 +125,15 @@ def prefill_lines(measured: Measured, servers: list[str], rates: Machine, checkp
     for server in servers:
         runs = measured.of(server, PREFILL)
         if runs:
-            rate = 1000 * LOADS[PREFILL].input_tokens / _median(runs, "ttft_mean_ms")
-            line = f"- {server}: {rate:.0f} prompt tokens/s on prompts of {LOADS[PREFILL].input_tokens}"
+            num_tokens = LOADS[PREFILL].input_tokens
+            rate = 1000 * num_tokens / _median(runs, "ttft_mean_ms")
+            line = f"- {server}: {rate:.0f} prompt tokens/s on prompts of {num_tokens}"
             if _is_ours(server):
                 precision = precision_of(server)
-                bound = prefill_bound_tokens_per_s(rates, checkpoint, precision)
+                bound = prefill_bound_tokens_per_s(rates, checkpoint, precision, num_tokens)
                 line += f", {rate / bound:.0%} of the rate of multiplication"
                 if slower := _by_torch(rates, precision):
-                    by_torch = prefill_bound_tokens_per_s(slower, checkpoint, precision)
+                    by_torch = prefill_bound_tokens_per_s(slower, checkpoint, precision, num_tokens)
                     line += f" ({rate / by_torch:.0%} of torch's)"
             lines.append(line)
     return lines
@@ -147,7 +153,7 @@ def _memory_lines(measured: Measured, servers: list[str]) -> list[str]:
         f"- {server}: ready after {measured.start_s[server]:.1f} s, "
         f"{measured.rss_bytes[server] / 2**30:.2f} GiB resident after the runs"
         for server in servers
-        if server in measured.start_s
+        if server in measured.start_s and server in measured.rss_bytes
     ]
 
 
@@ -172,13 +178,16 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[Run]
     start_s: dict[str, float]
     rss_bytes: dict[str, int]
+    left_out: dict[str, str] = {}
 
     def table(self) -> list[str]:
         """Its title and rows."""
         # Older records lack some of the rates.
         known = {name: value for name, value in self.machine.items() if name in Machine.__dataclass_fields__}
         rates = Machine(**{name: float(str(value)) for name, value in known.items()})
-        measured = Measured(runs=self.runs, start_s=self.start_s, rss_bytes=self.rss_bytes)
+        measured = Measured(
+            runs=self.runs, start_s=self.start_s, rss_bytes=self.rss_bytes, left_out=self.left_out
+        )
         title = (
             f"**{self.checkpoint}** on {self.machine.get('cpu', 'a CPU')}, {self.machine.get('cores', '?')} "
             f"cores: memory {rates.read_bytes_per_s / 1e9:.0f} GB/s, bfloat16 "

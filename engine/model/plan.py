@@ -25,6 +25,7 @@ import sys
 import msgspec
 
 from engine.config import EngineConfig
+from engine.kernels.native import likely_level
 from engine.model.checkpoint import read_headers, resolve_checkpoint
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec
@@ -112,9 +113,16 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: str, num_weights
     return "bfloat16"
 
 
-def weights_bytes(count: WeightCount, dtype: str) -> int:
-    """Bytes of weights served in `dtype`."""
-    return count.num_plain * DTYPE_BYTES[dtype] + count.fixed_bytes
+def weights_bytes(count: WeightCount, dtype: str, *, float12: bool = False) -> int:
+    """Bytes of weights served in `dtype`; with `float12`, what is multiplied lies in 12 bits."""
+    saved = count.num_multiplied // 2 if float12 else 0
+    return count.num_plain * DTYPE_BYTES[dtype] - saved + count.fixed_bytes
+
+
+def packs_float12(given: PlanInput) -> bool:
+    """Whether bfloat16 weights lie in 12 bits: on CPUs whose kernels multiply float16 (kernels/native)."""
+    native = given.device == "cpu" and given.config.native != "off" and given.dtype == "bfloat16"
+    return native and likely_level() == "avx512_fp16"
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
@@ -153,19 +161,21 @@ def make_plan(given: PlanInput) -> MemoryPlan:
             f"engine.cache.block_size = {cache.block_size}: must be a power of two up to {LARGEST_BLOCK}"
         )
     rope_tables = sum(given.max_model_len * rope.rotary_dim * 4 for rope in spec.ropes)
-    weights = weights_bytes(given.weights, given.dtype) + rope_tables
+    float12 = packs_float12(given)
+    weights = weights_bytes(given.weights, given.dtype, float12=float12) + rope_tables
     second_copy = spec.tied_embeddings and not quantizes_head(given.config)
     packed = given.dtype == "float32" or given.config.native != "off"
     if second_copy and given.device == "cpu" and packed:
         # The head is a second copy of the embedding, in the layout of the matrix product.
-        weights += spec.vocab_size * spec.hidden_size * DTYPE_BYTES[given.dtype]
+        head = spec.vocab_size * spec.hidden_size
+        weights += head * DTYPE_BYTES[given.dtype] - (head // 2 if float12 else 0)
     workspace = workspace_bytes(given)
     headroom = int(given.available_bytes * HEADROOM_FRACTION)
     per_token = kv_bytes_per_token(spec, given.kv_dtype)
     weights = given.measured_weights_bytes or weights
     workspace = given.measured_workspace_bytes or workspace
     if given.draft is not None:
-        weights += weights_bytes(given.draft.weights, given.dtype)
+        weights += weights_bytes(given.draft.weights, given.dtype, float12=float12)
         per_token += kv_bytes_per_token(given.draft.spec, given.kv_dtype)
         workspace += num_scratch_blocks(given.config) * cache.block_size * per_token
     per_block = per_token * cache.block_size

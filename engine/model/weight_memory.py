@@ -22,6 +22,8 @@ GGUF_BYTES = {"Q8_0": 1 + 4 / 32, "Q4_0": 0.5 + 4 / 32, "Q4_1": 0.5 + 8 / 32, "Q
 # Parts of names of dense weights that are no linear layers, or that need their precision.
 NEVER_QUANTIZED = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", ".router.weight", ".kv_b_proj.")
 HEAD = "lm_head.weight"
+# Parts of names of tensors with two dimensions that are looked up, or taken apart before they are multiplied.
+NEVER_MULTIPLIED = ("embed_tokens.weight", "_bias", ".kv_b_proj.", ".sinks")
 
 
 class WeightCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,8 @@ class WeightCount(msgspec.Struct, frozen=True, kw_only=True):
     num_weights: int = 0
     # Those of them that take the serving type.
     num_plain: int = 0
+    # Those of the latter that are multiplied with, and no float16.
+    num_multiplied: int = 0
     # Bytes of all that does not depend on the serving type.
     fixed_bytes: int = 0
 
@@ -38,6 +42,7 @@ class WeightCount(msgspec.Struct, frozen=True, kw_only=True):
         return WeightCount(
             num_weights=self.num_weights + other.num_weights,
             num_plain=self.num_plain + other.num_plain,
+            num_multiplied=self.num_multiplied + other.num_multiplied,
             fixed_bytes=self.fixed_bytes + other.fixed_bytes,
         )
 
@@ -71,7 +76,11 @@ def _count(name: str, header: TensorHeader, spec: ModelSpec, config: EngineConfi
         return WeightCount()
     fixed = _at_load_bytes(name, header.shape, config)
     if fixed is None:
-        return WeightCount(num_weights=elements, num_plain=elements)
+        multiplied = len(header.shape) > 1 and header.dtype != "F16"
+        multiplied = multiplied and not any(part in name for part in NEVER_MULTIPLIED)
+        return WeightCount(
+            num_weights=elements, num_plain=elements, num_multiplied=elements if multiplied else 0
+        )
     return WeightCount(num_weights=elements, fixed_bytes=fixed)
 
 

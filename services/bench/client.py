@@ -7,7 +7,9 @@ timed as they arrive (`events`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import socket
 import ssl
 import time
 from urllib.parse import urlsplit
@@ -24,6 +26,10 @@ from services.errors import ConfigError
 _LIST_LIMIT_S = 30.0
 
 
+def _is_visible(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Where requests go."""
 
@@ -35,18 +41,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, url: str, api_key: str) -> Target:
-        """From `http://host:port[/base]`; raises ConfigError for anything else."""
-        parts = urlsplit(url)
+        """From `http://host:port[/base]`; raises ConfigError for anything else, and for a key that no header
+        can carry.
+        """
         try:
-            port = parts.port
+            parts = urlsplit(url)
+            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            port = -1
-        if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1:
+            usable = False
+        if not usable or not _is_visible(url):
             raise ConfigError(f"url {url!r}: expected http://host:port or https://host:port")
+        if parts.query or parts.fragment or parts.username is not None:
+            raise ConfigError(
+                "url: names, passwords, queries and fragments are not sent; give http://host:port/path, "
+                "and the API key with --key"
+            )
+        if api_key and not _is_visible(api_key):
+            raise ConfigError("API key: expected visible ASCII characters; give another with --key")
         tls = parts.scheme == "https"
         return cls(
-            host=parts.hostname,
-            port=port or (443 if tls else 80),
+            host=str(parts.hostname),
+            port=parts.port or (443 if tls else 80),
             tls=tls,
             base_path=parts.path.rstrip("/").removesuffix("/v1"),
             api_key=api_key,
@@ -89,8 +104,9 @@ class _Connection(asyncio.Protocol):
         self.closed = True
         if self._finished is None or self._finished.done():
             return
-        if self._events.is_done:
+        if self._events.is_done or self._refusal:
             # A body without a length ends with the connection.
+            self._end_refusal()
             self._finished.set_result(None)
         else:
             self._finished.set_exception(ConnectionError(str(exc or "the server closed the connection")))
@@ -151,10 +167,14 @@ class _Connection(asyncio.Protocol):
         assert self._record is not None
         if not self._parser.should_keep_alive():
             self.closed = True
-        if self._record.status != 200:
-            self._record.error = self._refusal.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
+        self._end_refusal()
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
+
+    def _end_refusal(self) -> None:
+        assert self._record is not None
+        if self._record.status != 200:
+            self._record.error = self._refusal.decode(errors="replace")[:500] or f"HTTP {self._record.status}"
 
 
 class Client:
@@ -194,8 +214,22 @@ class Client:
 
     async def models(self) -> list[str]:
         """Ids that the server lists; raises ConfigError when it cannot be asked."""
+        target = self._target
+        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
         try:
-            status, answer = await asyncio.to_thread(self._get_models)
+            status, answer = await asyncio.to_thread(self._get_models, connection)
+        except asyncio.CancelledError:
+            # Ctrl-C: the thread would wait on, and the process for the thread.
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"{target.host}:{target.port}: {error.verify_message}; name the file of its authority with "
+                "the environment variable SSL_CERT_FILE"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"cannot reach {self._target.host}:{self._target.port}: {error}; is the server running?"
@@ -207,13 +241,11 @@ class Client:
                 f"GET /v1/models answered HTTP {status}; check the url and the API key"
             ) from error
 
-    def _get_models(self) -> tuple[int, bytes]:
-        target = self._target
-        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
+    def _get_models(self, connection: http.client.HTTPConnection) -> tuple[int, bytes]:
+        key = self._target.api_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            connection.request("GET", f"{target.base_path}/v1/models", headers=headers)
+            connection.request("GET", f"{self._target.base_path}/v1/models", headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -17,7 +17,7 @@ from services.bench import report
 from services.bench.client import Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
-from services.bench.workload import Arrivals, Lengths, PromptKind, Workload
+from services.bench.workload import MAX_LENGTH, Arrivals, Lengths, PromptKind, Workload
 from services.cli.target import find_target
 from services.errors import ConfigError
 
@@ -38,11 +38,13 @@ def run(
     burstiness: Annotated[float, typer.Option(min=0.01, help="1 is Poisson, less comes in bursts.")] = 1.0,
     input_tokens: Annotated[str, typer.Option(help="256, uniform:64:512 or lognormal:256:0.5.")] = "256",
     output_tokens: Annotated[str, typer.Option(help="Same forms as --input-tokens.")] = "128",
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 0,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, max=MAX_LENGTH, help="Tokens that all prompts begin with.")
+    ] = 0,
     tier: Annotated[list[str] | None, typer.Option(help="Share of a tier, as gold=0.2; repeat.")] = None,
     prompts: Annotated[PromptKind, typer.Option(help="How prompts are made.")] = "token_ids",
     vocab_size: Annotated[int, typer.Option(min=2, help="Upper bound of random token ids.")] = 2000,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not counted.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds send equal requests.")] = 0,
     ttft_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
@@ -72,7 +74,7 @@ def run(
         if json_file is not None:
             report.check_writable(json_file)
         stack = find_target(url)
-        url = url or f"http://{stack.address}"
+        url = stack.url
         target = Target.parse(url, key or stack.api_key)
         targets = Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms, e2e_ms=e2e_target_ms)
         result = asyncio.run(

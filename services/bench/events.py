@@ -14,8 +14,8 @@ _DATA = b"data:"
 _DONE = b"[DONE]"
 # A chunk holds output: of a completion whatever its text, as tokens may have none of their own; of a chat not
 # the opening role, whose content is empty, but thoughts and arguments of tools as well as content.
-_OUTPUT = re.compile(rb'"text": ?"|"(?:content|reasoning_content|reasoning|arguments)": ?"(?!")')
-_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
+_OUTPUT = re.compile(rb'"text"\s*:\s*"|"(?:content|reasoning_content|reasoning|arguments)"\s*:\s*"(?!")')
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 
 
 class EventStream:

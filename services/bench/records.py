@@ -75,7 +75,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 def _count(table: object, key: str) -> int:
     """A count of tokens that a server reports; 0 when it is none."""
     value = table.get(key) if isinstance(table, dict) else None
-    return int(value) if isinstance(value, int | float) else 0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 0
+    return max(0, int(value))
 
 
 class Percentiles(msgspec.Struct, frozen=True):

@@ -148,7 +148,8 @@ def show(result: Result, console: Console) -> None:
             percentiles = getattr(summary, attribute)
             if percentiles is not None:
                 table.add_row(title, *(f"{value:,.1f}" for value in msgspec.structs.astuple(percentiles)))
-        console.print(table)
+        if table.row_count:
+            console.print(table)
     for error, count in result.errors.items():
         console.print(f"[red]{count} x[/] {escape(error)}", highlight=False)
 

@@ -25,7 +25,7 @@ _WORDS = (
 )
 
 # Longer than any model reads.
-_MAX_LENGTH = 10_000_000
+MAX_LENGTH = 10_000_000
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -48,11 +48,11 @@ class Lengths(msgspec.Struct, frozen=True):
             values = []
         expected = {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind)
         # Comparisons of "nan" are all false.
-        usable = len(values) == expected and all(0 <= value <= _MAX_LENGTH for value in values)
+        usable = len(values) == expected and all(0 <= value <= MAX_LENGTH for value in values)
         if not usable or values[0] < 1 or (kind == "uniform" and values[1] < values[0]):
             raise ConfigError(
                 f"length {text!r}: expected a number of tokens, uniform:<low>:<high> or "
-                f"lognormal:<median>:<sigma>, from 1 to {_MAX_LENGTH:,} and the lower one first"
+                f"lognormal:<median>:<sigma>, from 1 to {MAX_LENGTH:,} and the lower one first"
             )
         return cls(kind, *values)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ class Lengths(msgspec.Struct, frozen=True):
         if self.kind == "uniform":
             return [int(value) for value in generator.integers(int(self.low), int(self.high) + 1, count)]
         logarithms = generator.normal(math.log(self.low), self.high, count)
-        longest = math.log(_MAX_LENGTH)
+        longest = math.log(MAX_LENGTH)
         return [max(1, round(math.exp(min(float(value), longest)))) for value in logarithms]
 
 

@@ -18,11 +18,12 @@ _KEY_VARIABLE = "MILLRACE_API_KEY"
 
 @dataclass(frozen=True)
 class Target:
-    """One server. `model` is empty where only the server itself knows it."""
+    """One server, and its url as it was named. `model` is empty where only the server itself knows it."""
 
     address: str
     api_key: str
     model: str = ""
+    url: str = ""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -39,8 +40,8 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
     url = url or environ.get(_URL_VARIABLE, "")
     state = running_stack(environ)
     if url:
-        parts = urlsplit(url if "//" in url else f"//{url}")
         try:
+            parts = urlsplit(url if "//" in url else f"//{url}")
             port = parts.port or 8080
         except ValueError as error:
             raise ConfigError(
@@ -49,13 +50,16 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
         host = parts.hostname or ""
         # What this machine's stacks know is no business of another's.
         own_key = development_key(environ) if _is_this_machine(host) else ""
-        return Target(f"{host}:{port}", environ.get(_KEY_VARIABLE) or own_key)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        url = url if "//" in url else f"http://{address}"
+        return Target(address, environ.get(_KEY_VARIABLE) or own_key, url=url)
     if state is None:
         raise ConfigError(
             f"no running stack found (state directory {state_directory(environ)}); start one with "
             f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
         )
-    return Target(state.address, environ.get(_KEY_VARIABLE) or state.api_key, state.model)
+    key = environ.get(_KEY_VARIABLE) or state.api_key
+    return Target(state.address, key, state.model, f"http://{state.address}")
 
 
 def _is_this_machine(host: str) -> bool:

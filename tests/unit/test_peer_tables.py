@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from benchmarks.peers import tables
-from benchmarks.peers.tables import FORMS, Recorded, Run, quality_table
+from benchmarks.peers.checkpoints import attention_operations, matrix_parameters
+from benchmarks.peers.roofline import Machine, prefill_bound_tokens_per_s
+from benchmarks.peers.tables import FORMS, Recorded, Run, precision_of, quality_table
 
 
 def run(server: str, load: str, rate: float) -> Run:
@@ -75,3 +77,27 @@ def test_every_form_that_can_be_run_beside_peers_has_a_recorded_quality() -> Non
     assert set(FORMS.values()) <= measured
     kinds = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
     assert {f"GGUF {kind}" for kind in kinds} <= measured
+
+
+def test_attention_of_prompts_is_counted() -> None:
+    """A token sees those before it and half of its own prompt: 4 operations for each element of a key."""
+    width = 28 * 16 * 128
+    assert attention_operations("qwen3-0.6b", 2048) == 2 * width * 2048**2
+    assert attention_operations("qwen3-0.6b", 64, before=1024) == 4 * width * (64 * 1024 + 32 * 64)
+    fast, slow = (
+        Machine(
+            read_bytes_per_s=2e10,
+            bfloat16_flops_per_s=rate,
+            int8_ops_per_s=1e12,
+            torch_bfloat16_flops_per_s=0,
+        )
+        for rate in (6e11, 3e11)
+    )
+    products_s = 2 * (matrix_parameters("qwen3-0.6b") - 151_936 * 1024) * 2048 / 1e12
+    attention_s = 2 * width * 2048**2 / 6e11
+    w8a8 = precision_of("millrace-w8a8")
+    assert prefill_bound_tokens_per_s(fast, "qwen3-0.6b", w8a8, 2048) == pytest.approx(
+        2048 / (products_s + attention_s)
+    )
+    bounds = [prefill_bound_tokens_per_s(machine, "qwen3-0.6b", w8a8, 2048) for machine in (fast, slow)]
+    assert bounds[1] < bounds[0] < 2 * bounds[1], "its products multiply int8, its attention does not"

@@ -15,6 +15,7 @@ from engine.kernels.host import address_of
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
 from engine.kernels.linear.packed import (
     BFLOAT16,
+    FLOAT12,
     FLOAT32,
     INPUT_MULTIPLE,
     INT4_GROUPED,
@@ -48,11 +49,16 @@ class _PackArgs(ctypes.Structure):
     )
 
 
-class NativePacker:
-    """Packs weights into an arena, on the threads of a pool."""
+class _WidthArgs(ctypes.Structure):
+    _fields_ = (("source", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("count", c_int64))
 
-    def __init__(self, library: NativeLibrary, *, num_threads: int = 0) -> None:
+
+class NativePacker:
+    """Packs weights into an arena, on the threads of a pool; with `float12` bfloat16 ones in 12 bits."""
+
+    def __init__(self, library: NativeLibrary, *, num_threads: int = 0, float12: bool = True) -> None:
         self.library = library
+        self._float12 = float12
         self.arena = Arena(library)
         self.num_threads = num_threads
         self._packed_bytes = library.function("millrace_packed_bytes", c_int64, (c_int64,) * 3)
@@ -69,6 +75,8 @@ class NativePacker:
         if source.dtype == torch.float16 and not self.keeps_float16:
             source, form = source.float(), FLOAT32
         outputs, inputs = weight.shape
+        if source.dtype == torch.bfloat16 and self._fits_float12(source):
+            form = FLOAT12
         padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
         struct = PackedWeightStruct(format=form, outputs=outputs, inputs=inputs, padded_inputs=padded)
@@ -103,6 +111,14 @@ class NativePacker:
         else:
             self._run(source, bias, scale, minimum, struct)
         return PackedWeight(struct, self.arena, sizes)
+
+    def _fits_float12(self, source: Tensor) -> bool:
+        """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
+        if not self._float12 or not self.keeps_float16:
+            return False
+        args = _WidthArgs(source.data_ptr(), *source.shape, 0)
+        self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)
+        return not args.count
 
     def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: PackedWeightStruct) -> None:
         """Piece by piece, each in float32 for as long as it takes."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.kernels.host import empty
 from engine.kernels.native import NativeLibrary, Op
 
-FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED = range(6)
+FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
 OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64

@@ -44,7 +44,7 @@ _WIDE = ("-mprefer-vector-width=512", "-mtune=icelake-server")
 LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avx512": (*_AVX512, *_WIDE),
-    "avx512_fp16": (*_AVX512, "-mavx512fp16", *_WIDE),
+    "avx512_fp16": (*_AVX512, "-mavx512fp16", "-mavx512vbmi2", *_WIDE),
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE),
     "amx": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
@@ -56,7 +56,7 @@ _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx51
 NEEDS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}),
     "avx512": _AVX512_NEEDS,
-    "avx512_fp16": _AVX512_NEEDS | {"avx512_fp16"},
+    "avx512_fp16": _AVX512_NEEDS | {"avx512_fp16", "avx512_vbmi2"},
     "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi"},
     "amx": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
 }

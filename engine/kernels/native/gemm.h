@@ -3,7 +3,7 @@
 // A packed weight is a row of panels of kPanel outputs (the last one narrower, a multiple of kLane). Inside a
 // panel, inputs go in groups of as many as one multiply-accumulate instruction takes, outputs side by side:
 // [inputs / group][outputs of the panel][group], group = 1 (float32), 2 (bfloat16) or 4 (int8, as w + 128). Two
-// groups of 4-bit levels share their bytes, the first in the lower halves. Panels follow each other without gap,
+// groups of 4-bit levels share their bytes, the first in the lower halves; four weights of 12 bits share three words. Panels follow each other without gap,
 // so a product reads the weight as one stream.
 //
 // Every output is one chain of additions over the inputs in ascending order, whatever the number of rows: rows
@@ -30,6 +30,8 @@ enum Format : int64_t {
   kInt4Grouped = 4,
   // int8, scaled by groups of inputs; rows are rounded to 16 bits.
   kInt8Grouped = 5,
+  // bfloat16 that lose nothing, or next to nothing, in 12 bits (gemm_float12.h; level avx512_fp16 alone).
+  kFloat12 = 6,
 };
 
 // Scales, minimums and bias are padded with zeros to N rounded up to kLane. G = inputs / group_size.
@@ -67,6 +69,13 @@ struct PackArgs {
   const float* source_scales;    // int8: [N]; grouped: [N, G]
   const float* source_minimums;  // grouped: [N, G] or null; what level 0 stands for
   PackedWeight weight;           // its memory is allocated and zero
+};
+
+struct WidthArgs {
+  const void* source;  // [N, K] bfloat16
+  int64_t outputs;
+  int64_t inputs;
+  int64_t count;  // of outputs; added to
 };
 
 // Bytes of a packed weight's data.

@@ -72,6 +72,28 @@ inline float convert_fp16_row(const float* from, uint32_t* to, int64_t inputs, i
 
 // --- one tile ---
 
+// Adds the sums of a chunk to totals [MR, kPanel].
+template <int MR, int NV, bool kNarrow>
+inline __attribute__((always_inline)) void promote(const __m512h (&sums)[MR][NV], float* totals, bool first) {
+  // By way of memory, from which halves are widened with half the work.
+  alignas(64) __m512h kept[MR][NV];
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) kept[m][v] = sums[m][v];
+  asm("" : : "r"(kept) : "memory");
+#pragma GCC unroll 12
+  for (int m = 0; m < MR; ++m) {
+    const auto* halves = reinterpret_cast<const __m256i*>(kept[m]);
+#pragma GCC unroll 4
+    for (int part = 0; part < 2 * NV - (kNarrow ? 1 : 0); ++part) {
+      float* to = totals + m * kPanel + part * kLanes;
+      const Vec sum = _mm512_cvtph_ps(_mm256_load_si256(halves + part));
+      store(to, first ? sum : add(load(to), sum));
+    }
+  }
+}
+
 // A chunk of kChunk inputs: MR rows against NV vectors of columns, of which the last has only 16 where kNarrow.
 // kWidth is the panel's width where it is known (0 else). kLines lines from `next` on are asked for with every input.
 template <int MR, int NV, bool kNarrow, int64_t kWidth, int kLines>
@@ -118,23 +140,7 @@ inline void fp16_tile(const uint32_t* rows, int64_t row_stride, const uint16_t* 
 #pragma GCC unroll 4
     for (int b = 0; b < kBases; ++b) bases[b] += kUnrolled * sizeof(*rows);
   }
-  // By way of memory, from which halves are widened with half the work.
-  alignas(64) __m512h kept[MR][NV];
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) kept[m][v] = sums[m][v];
-  asm("" : : "r"(kept) : "memory");
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m) {
-    const auto* halves = reinterpret_cast<const __m256i*>(kept[m]);
-#pragma GCC unroll 4
-    for (int part = 0; part < 2 * NV - (kNarrow ? 1 : 0); ++part) {
-      float* to = totals + m * kPanel + part * kLanes;
-      const Vec sum = _mm512_cvtph_ps(_mm256_load_si256(halves + part));
-      store(to, first ? sum : add(load(to), sum));
-    }
-  }
+  promote<MR, NV, kNarrow>(sums, totals, first);
 }
 
 // MR rows against all `width` columns.

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "gemm_float12.h"
 #include "gemm_fp16.h"
 #include "simd.h"
 
@@ -33,7 +34,9 @@ void put_panel(const PackedWeight& weight, int64_t first, int64_t width, Read re
 // As put_panel, in float16 and with a scale for each output (gemm_fp16.h).
 template <class Source>
 void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t first, int64_t width) {
-  uint16_t* panel = static_cast<uint16_t*>(weight.data) + first * weight.padded_inputs;
+  const bool short_ones = weight.format == kFloat12;
+  uint16_t* panel = static_cast<uint16_t*>(weight.data) +
+                    first * weight.padded_inputs * (short_ones ? kShared : kSharing) / kSharing;
   const int64_t columns = std::min(width, weight.outputs - first), inputs = weight.inputs;
   float exponents[kPanel];
   for (int64_t column = 0; column < columns; ++column) {
@@ -42,7 +45,7 @@ void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t fi
   }
   constexpr int64_t kPiece = 64;
   // Columns that there are not stay zero.
-  alignas(64) uint16_t piece[kPanel][kPiece] = {};
+  alignas(64) uint16_t piece[kPanel][kPiece] = {}, halves[kPiece * kPanel] = {};
   const __m512i places = _mm512_mullo_epi32(
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(2 * kPiece));
   // By pieces of inputs, so that the lines which are written stay in the cache for all columns.
@@ -61,15 +64,20 @@ void put_fp16_panel(const PackedWeight& weight, const Source* source, int64_t fi
         _mm256_store_si256(reinterpret_cast<__m256i*>(piece[column] + i), to_halves(values, by));
       }
     }
-    // Two inputs of 16 columns at a time.
+    uint16_t* place = short_ones ? halves : panel + begin * width;
+    // Two inputs of 16 columns at a time; of an odd number the last one's neighbour is there, too, as padding.
     for (int64_t i = 0; i < count; i += 2)
       for (int64_t column = 0; column < width; column += kLanes) {
         const __m512i pairs = _mm512_i32gather_epi32(places, piece[column] + i, 1);
-        uint16_t* to = panel + (begin + i) * width + column;
+        uint16_t* to = place + i * width + column;
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(pairs));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + width),
                             _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
       }
+    if (short_ones) {
+      std::memset(halves + count * width, 0, (kPiece - count) * width * sizeof(*halves));
+      put_float12(halves, kPiece, width, panel + begin * width * kShared / kSharing);
+    }
   }
 }
 #endif
@@ -102,6 +110,9 @@ void put_data(const PackArgs& args, int64_t first, int64_t width) {
       else
         put_panel<float, 1>(weight, first, width, [=](int64_t i) { return from_bfloat16(halves[i]); });
       break;
+#if defined(__AVX512FP16__)
+    case kFloat12:
+#endif
     case kBfloat16:
 #if defined(__AVX512FP16__)
       if (wide)
@@ -144,6 +155,7 @@ int64_t packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {
   switch (format) {
     case kFloat32: return elements * 4;
     case kBfloat16: return elements * 2;
+    case kFloat12: return elements * 3 / 2;
     case kInt4Grouped: return elements / 2;
     default: return elements;
   }
@@ -165,8 +177,28 @@ extern "C" void pack_weight(const PackArgs& args, int, int) {
 
 MILLRACE_OP(pack_weight, PackArgs)
 
+// Counts the outputs of a bfloat16 weight that 12 bits would round too often; all of them where the level has no
+// such format.
+extern "C" void count_too_wide(const WidthArgs& args, int, int) {
+  int64_t count = 0;
+#if defined(__AVX512FP16__)
+  constexpr int64_t kPiece = 64;
+  const auto* source = static_cast<const uint16_t*>(args.source);
+  for (int64_t piece = op_take(); piece * kPiece < args.outputs; piece = op_take())
+    for (int64_t output = piece * kPiece; output < std::min((piece + 1) * kPiece, args.outputs); ++output)
+      count += count_rounded(source + output * args.inputs, args.inputs) * kMostRounded > args.inputs;
+#else
+  count = op_take() == 0 ? args.outputs : 0;
+#endif
+  __atomic_fetch_add(const_cast<int64_t*>(&args.count), count, __ATOMIC_RELAXED);
+}
+
+MILLRACE_OP(count_too_wide, WidthArgs)
+
 // Scales that packing finds itself: per output, of a weight whose source has none.
-extern "C" int64_t millrace_own_scales(int64_t format) { return kScaledHalves && format == kBfloat16; }
+extern "C" int64_t millrace_own_scales(int64_t format) {
+  return kScaledHalves && (format == kBfloat16 || format == kFloat12);
+}
 
 extern "C" int64_t millrace_packed_bytes(int64_t format, int64_t outputs, int64_t padded_inputs) {
   return packed_bytes(format, outputs, padded_inputs);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "gemm_float12.h"
 #include "gemm_micro.h"
 #include "gemm_rows.h"
 #include "gemm_tiles.h"
@@ -35,6 +36,9 @@ struct alignas(64) Scratch {
   float expanded[kNearInputs * kPanel];
   int32_t sums[kTileRows * kPanel];  // of a block
   uint8_t levels[kBlockInputs * kPanel];
+#if defined(__AVX512FP16__)
+  uint16_t halves[kChunk * kPanel];
+#endif
 };
 
 // With internal linkage: an inline variable would be one for all levels that a process has loaded.
@@ -166,10 +170,12 @@ inline void expanded_panel(const float* rows, int64_t stride, int64_t num_rows, 
 #endif
 
 #if defined(__AVX512FP16__)
-// Chunk by chunk: the weights of one stay in the nearest cache while several tiles use them.
+// Chunk by chunk: the weights of one stay in the nearest cache while several tiles use them. kBits of a weight, 16
+// or 12.
+template <int kBits>
 inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, const uint16_t* panel, int64_t width,
                        int64_t inputs, float* totals, const Fetch& fetch) {
-  const int64_t line = width * static_cast<int64_t>(sizeof(uint16_t));
+  const int64_t line = width * kBits / 8;
   const int64_t tiles = (num_rows + kFp16TileRows - 1) / kFp16TileRows;
   const bool stream = tiles == 1;
   for (int64_t begin = 0; begin < inputs; begin += kChunk) {
@@ -177,12 +183,28 @@ inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, c
     const char* next =
         far_ahead(fetch, reinterpret_cast<const char*>(panel), begin, line, stream ? kAhead : kFarAhead);
     const int64_t step = next ? line / tiles : 0;
-    const uint16_t* weights = panel + begin * width;
+    const uint16_t* weights = panel + begin * width * kBits / 16;
+    [[maybe_unused]] const char* nothing = reinterpret_cast<const char*>(weights);
     for_fp16_tiles(num_rows, tiles, [&](int64_t row, auto height) {
       constexpr int MR = decltype(height)::value;
       if (begin + kChunk == inputs) fetch_results(fetch, row, MR);
       const uint32_t* some = rows + begin + row * stride;
       float* sums = totals + row * kPanel;
+      if constexpr (kBits == 12) {
+        if (row == 0) {
+          // A line for each one that is read, for a single tile; its share of them for one of several.
+          const int64_t ahead = step * kSharing / 2;
+          if (stream)
+            float12_tile_rows<MR, false, 3>(some, stride, weights, width, sums, begin == 0, next ? next : nothing,
+                                            ahead, scratch.halves);
+          else
+            float12_tile_rows<MR, true, 1>(some, stride, weights, width, sums, begin == 0, next ? next : nothing,
+                                           ahead, scratch.halves);
+          weights = scratch.halves;
+          next += step * kChunk;
+          return;
+        }
+      }
       if (next == nullptr)
         fp16_tile_rows<MR, 0>(some, stride, weights, width, sums, begin == 0, next, step);
       else if (stream)
@@ -281,7 +303,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         const auto* halves = static_cast<const uint16_t*>(weight.data) + offset;
         const auto* from = static_cast<const HalfKind::Row*>(rows.data) + first * rows.stride;
 #if defined(__AVX512FP16__)
-        fp16_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
+        fp16_panel<16>(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
         break;
 #else
 #if !defined(__AVX512BF16__)
@@ -300,6 +322,13 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         break;
 #endif
       }
+#if defined(__AVX512FP16__)
+      case kFloat12:
+        fp16_panel<12>(static_cast<const uint32_t*>(rows.data) + first * rows.stride, rows.stride, num_rows,
+                       static_cast<const uint16_t*>(weight.data) + offset * kShared / kSharing, width,
+                       weight.padded_inputs, totals, fetch);
+        break;
+#endif
       case kInt8Dynamic: {
         auto* sums = reinterpret_cast<int32_t*>(totals);
         plain_panel<ByteKind>(static_cast<const int8_t*>(rows.data) + first * rows.stride, rows.stride, num_rows,

@@ -20,11 +20,14 @@ struct Rows {
 };
 
 // Whether rows are rounded to 16 bits by blocks of inputs.
-inline bool is_wide(const PackedWeight& weight) { return weight.format != kInt8Dynamic && weight.format >= kInt8; }
+inline bool is_wide(const PackedWeight& weight) {
+  return weight.format == kInt8 || weight.format == kInt8Grouped || weight.format == kInt4Grouped;
+}
 
 // Whether a row has one scale, which its results are multiplied by.
 inline bool has_row_scales(const PackedWeight& weight) {
-  return weight.format == kInt8Dynamic || (kScaledHalves && weight.format == kBfloat16);
+  return weight.format == kInt8Dynamic ||
+         (kScaledHalves && (weight.format == kBfloat16 || weight.format == kFloat12));
 }
 
 // Whether rows are copied to the workspace. Several rows always are: their own stride may be a power of two, which

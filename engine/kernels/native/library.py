@@ -213,6 +213,12 @@ def _found() -> NativeLibrary | str:
         return str(error)
 
 
+def likely_level() -> str | None:
+    """The level that this process computes with where its library can be had; None where there is none."""
+    levels = machine_levels()
+    return forced_level() or (levels[-1] if levels else None)
+
+
 def best_library() -> NativeLibrary:
     """As `load_native`, tried anew."""
     levels = machine_levels()

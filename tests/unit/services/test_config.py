@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from services.errors import ConfigError
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: int = 1
+    kind: Literal["off", "int8"] = "off"
 
 
 class Outer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +88,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ({"nmae": 1}, r"gateway\.nmae: .*nmae"),
         ({"inner": {"sise": 1}}, r"gateway\.inner\.sise: .*sise"),
         ({"inner": {"size": "big"}}, r"gateway\.inner\.size: .*int"),
+        ({"inner": {"kind": "int5"}}, r"gateway\.inner\.kind: .*'int5'; expected one of int8, off$"),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_named(table: dict[str, object], said: str) -> None:

@@ -72,16 +72,23 @@ def test_commands_find_the_running_stack(tmp_path: Path, state: RunState) -> Non
     write_state(tmp_path, state)
     target = find_target("", environ)
     assert (target.address, target.api_key, target.model) == ("127.0.0.1:8080", "k", "tiny")
+    assert target.url == "http://127.0.0.1:8080"
     assert find_target("", {**environ, "MILLRACE_API_KEY": "other"}).api_key == "other"
 
 
 @pytest.mark.parametrize(
-    ("url", "address"),
-    [("http://example:9000", "example:9000"), ("example:9000", "example:9000"), ("example", "example:8080")],
+    ("url", "address", "whole"),
+    [
+        ("http://example:9000", "example:9000", "http://example:9000"),
+        ("https://example:9000/v1", "example:9000", "https://example:9000/v1"),
+        ("example:9000", "example:9000", "http://example:9000"),
+        ("example", "example:8080", "http://example:8080"),
+        ("http://[::1]:9000", "[::1]:9000", "http://[::1]:9000"),
+    ],
 )
-def test_a_named_server_wins(tmp_path: Path, state: RunState, url: str, address: str) -> None:
+def test_a_named_server_wins(tmp_path: Path, state: RunState, url: str, address: str, whole: str) -> None:
     write_state(tmp_path, state)
     environ = {"MILLRACE_STATE_DIR": str(tmp_path), "MILLRACE_API_KEY": "k2"}
     assert find_target(url, environ).address == address
     target = find_target("", {**environ, "MILLRACE_URL": url})
-    assert (target.address, target.api_key) == (address, "k2")
+    assert (target.address, target.api_key, target.url) == (address, "k2", whole)

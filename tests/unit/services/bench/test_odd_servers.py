@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
+import ssl
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,7 +52,9 @@ def chunked(body: bytes, size: int = 1 << 20) -> bytes:
 
 
 @asynccontextmanager
-async def server(answer: bytes, *, closes: bool = False, then: bytes = b"") -> AsyncIterator[Target]:
+async def server(
+    answer: bytes, *, closes: bool = False, then: bytes = b"", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Target]:
     """Answers every request with these bytes, and sends `then` afterwards, unasked."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,9 +74,9 @@ async def server(answer: bytes, *, closes: bool = False, then: bytes = b"") -> A
                 writer.close()
                 return
 
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     try:
-        yield Target.parse(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
+        yield Target.parse(f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
     finally:
         listener.close()
 
@@ -92,6 +97,9 @@ MEASURED = {
     "lines that end with CRLF": chunked((TWO + DONE).replace(b"\n", b"\r\n")),
     "every byte on its own": chunked((TWO + DONE).replace(b"\n", b"\r\n"), 1),
     "no space": chunked((TWO + DONE).replace(b"data: ", b"data:")),
+    "other spaces in JSON": chunked(
+        (TWO + event(choices=[])).replace(b":", b" :  ").replace(b"data :", b"data:") + DONE
+    ),
     "comments and other fields": chunked(
         b": hi\n\n: x\n" + text("a") + b"id: 3\nevent: m\n" + text("b") + DONE
     ),
@@ -105,6 +113,7 @@ MEASURED = {
     "usage without numbers": chunked(
         TWO + usage(prompt_tokens=None, completion_tokens="?", prompt_tokens_details=7) + DONE
     ),
+    "usage below zero": chunked(TWO + usage(prompt_tokens=-5, completion_tokens=-1) + DONE),
 }
 
 
@@ -121,6 +130,10 @@ async def test_a_body_may_end_with_the_connection_when_it_is_whole() -> None:
         assert all(record.ok for record in await measure(target))
     async with server(UNTIL_CLOSED + TWO, closes=True) as target:
         assert all("closed the connection" in record.error for record in await measure(target))
+    async with server(b"HTTP/1.1 503 Busy\r\n\r\noverloaded", closes=True) as target:
+        assert [(record.status, record.error) for record in await measure(target)] == [
+            (503, "overloaded")
+        ] * 2
 
 
 FAILED = {
@@ -177,6 +190,13 @@ async def test_models_may_be_listed_in_chunks_or_not_at_all() -> None:
     [
         (["--url", "http://127.0.0.1:99999"], "expected http://host:port"),
         (["--url", "http://127.0.0.1:9", "--json", "/proc/nowhere/x.json"], "--json"),
+        (["--url", "http://[::1"], "expected http://host:port"),
+        (["--url", "http://127.0.0.1:9/a b"], "expected http://host:port"),
+        (["--url", "http://me:secret@127.0.0.1:9"], "with --key"),
+        (["--url", "http://127.0.0.1:9/v1?version=2"], "queries"),
+        (["--url", "http://127.0.0.1:9", "--key", "a\nhost: b"], "API key: expected visible ASCII"),
+        (["--url", "http://127.0.0.1:9", "--temperature", "inf"], "--temperature"),
+        (["--url", "http://127.0.0.1:9", "--shared-prefix", "100000000000"], "--shared-prefix"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_measured(options: list[str], named: str) -> None:
@@ -212,6 +232,56 @@ async def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None
     assert process.returncode == 130
     assert b"interrupted after 1 of 64 requests" in output
     assert report.read(file).total.completion_tokens == 2
+
+
+async def test_ctrl_c_ends_a_run_whose_server_does_not_answer() -> None:
+    """Neither when asked for its models nor later; waiting for it would take half a minute."""
+    asked = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    for options in ((), ("--model", "m"), ("--model", "m", "--warmup", "0")):
+        asked.clear()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.cli", "bench", "run", "--url", url, *options),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        await asked.wait()
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 20) == 130
+    listener.close()
+
+
+OPENSSL = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out crt -subj /CN=localhost -days 2"
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A folder with `crt` and `key` of 127.0.0.1, by no known authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    named = [*OPENSSL.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(named, cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_named_with_the_remedy(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "crt", certificate / "key")
+    async with server(chunked(b'{"data":[{"id":"one"}]}'), tls=context) as target:
+        with pytest.raises(ConfigError, match="authority with the environment variable SSL_CERT_FILE"):
+            await choose_model(target, "")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "crt"))
+        assert await choose_model(target, "") == "one"
+    async with server(chunked(TWO + DONE), tls=context) as target:
+        assert all(record.ok for record in await measure(target))
 
 
 def test_a_file_that_is_no_text_is_no_result(tmp_path: Path) -> None:
