@@ -57,7 +57,8 @@ class NativeAttention:
         pairs: bool | None = None,
     ) -> None:
         """share: sequences that hold blocks in common read them once. pairs: keys and values of bfloat16 are
-        multiplied in pairs where the level can; None leaves that to the kind of processor.
+        multiplied in pairs, or values in float16, where the level can; None leaves that to the kind of
+        processor.
         """
         self.num_heads, self.num_kv_heads, self.share, self.pairs = num_heads, num_kv_heads, share, pairs
         self.library = library or load_native()

@@ -1,6 +1,7 @@
 // Shape letters: R query rows of a unit, D key dim, E value dim (rounded up to whole vectors in scratch).
 #include "attention.h"
 
+#include "attention_fp16.h"
 #include "attention_plan.h"
 #include "attention_products.h"
 
@@ -44,30 +45,43 @@ struct Positions {
   int64_t first, last;
 };
 
-// As `exp`, of what is at most 0.
+// e^x of what is at most 0, as 2 to the power of x / ln 2: within 2^-22 of itself, and another |x| 2^-24. 0 below
+// e^-87, NaN for NaN.
 Vec exp_of_negative(Vec x) {
-  const Vec bounded = max(set1(-87.0f), x);
+  const Vec y = mul(x, set1(kLog2OfE));
   // Rounds to whole numbers, as sums so large have no other.
   const Vec large = set1(12582912.0f);
-  return exp_of_parts(x, bounded, sub(add(mul(bounded, set1(kLog2OfE)), large), large));
+  const Vec n = sub(add(y, large), large), r = sub(y, n);
+  Vec p = set1(1.3264727e-3f);
+  p = fma(p, r, set1(9.6715127e-3f));
+  p = fma(p, r, set1(5.5507337e-2f));
+  p = fma(p, r, set1(2.40222421e-1f));
+  p = fma(p, r, set1(6.93146978e-1f));
+  p = fma(p, r, set1(1.0f));
+  return select(less(x, set1(-87.0f)), zero(), scale_by_power(p, n));
 }
 
-float exp_of(float x) {
+float exp_of_negative(float x) {
   alignas(64) float lanes[kLanes];
-  store(lanes, exp(set1(x)));
+  store(lanes, exp_of_negative(set1(x)));
   return lanes[0];
 }
 
 // A maximum to subtract: 0 where a row has seen nothing, so that its weights are 0 and not NaN.
 float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+// Of sums whose weights were made with `maximum`, beside those made with `joint`.
+float weight_beside(float maximum, float joint) {
+  const float above = maximum - base_of(joint);
+  return above == 0.0f ? 1.0f : exp_of_negative(above);
+}
+
 // Takes a part's result (maximum, sum, weighted values) into a row's running one.
 void merge_row(float maximum, float total, const float* weighted, float& running_maximum, float& running_total,
                float* running, int64_t dim) {
   if (total == 0.0f) return;  // nothing of the part was visible
   const float joint = running_maximum < maximum ? maximum : running_maximum;
-  const float old_weight = exp_of(running_maximum - base_of(joint));
-  const float new_weight = exp_of(maximum - base_of(joint));
+  const float old_weight = weight_beside(running_maximum, joint), new_weight = weight_beside(maximum, joint);
   const bool fresh = running_maximum == -INFINITY && running_total == 0.0f;
   const Vec keep = set1(old_weight), take = set1(new_weight);
   for (int64_t i = 0; i < dim; i += kLanes) {
@@ -82,8 +96,8 @@ void finish_row(float maximum, float total, const float* running, const float* s
   float weight = 1.0f;
   if (sink) {
     const float joint = maximum < *sink ? *sink : maximum;
-    weight = exp_of(maximum - base_of(joint));
-    total = total * weight + exp_of(*sink - base_of(joint));
+    weight = weight_beside(maximum, joint);
+    total = total * weight + weight_beside(*sink, joint);
   }
   const Vec factor = set1(weight / total);
   for (int64_t i = 0; i < dim; i += kLanes) {
@@ -265,16 +279,26 @@ class Worker {
     const int64_t from = begin / kPanel * kPanel, panels = (end - from + kPanel - 1) / kPanel;
     for (int64_t at = from, step = 0; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
-      products_.score(at, places.keys + at, (std::min(kPanel, end - at) + kLanes - 1) / kLanes, later);
+      const int64_t vectors = (std::min(kPanel, end - at) + kLanes - 1) / kLanes;
+      products_.score(rows_before(origin + at), at, places.keys + at, vectors, later);
     }
     for (int64_t row = 0; row < rows_; ++row) {
-      weigh(row, origin, from, {begin, end}, scratch_.positions[row], places.key_scales, places.value_scales);
+      const int64_t position = scratch_.positions[row], last = position - origin;
+      const int64_t read = last < from ? from : std::min(end, last / kPanel * kPanel + kPanel);
+      weigh(row, origin, {from, read}, {begin, end}, position, places.key_scales, places.value_scales);
     }
     for (int64_t at = from, step = panels; at < end; at += kPanel, ++step) {
       Ahead later = ahead(step, panels);
-      products_.add_values(at, places.values + at, std::min(kPanel, end - at), later, at == from);
+      products_.add_values(rows_before(origin + at), at, places.values + at, std::min(kPanel, end - at), later, at == from);
     }
     products_.finish();
+  }
+
+  // How many rows, from the first on, look at nothing from a position on.
+  int64_t rows_before(int64_t position) const {
+    int64_t row = 0;
+    while (row < rows_ && scratch_.positions[row] < position) ++row;
+    return row;
   }
 
   void nothing_seen() {
@@ -298,7 +322,7 @@ class Worker {
     score_span(span);
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t scales = row / rows_each_ * kPartTokens;
-      weigh(row, origin, span.begin, range, scratch_.positions[row % rows_each_], key_scales_ + scales,
+      weigh(row, origin, {span.begin, range.end}, range, scratch_.positions[row % rows_each_], key_scales_ + scales,
             value_scales_ + scales);
     }
     add_span(span, range.begin);
@@ -376,40 +400,57 @@ class Worker {
   }
 #endif
 
-  // Turns a row's scores of places [from, seen.end) into weights, 0 for what it does not see.
-  void weigh(int64_t row, int64_t origin, int64_t from, const Range& seen, int64_t position, const float* key_scales,
-             const float* value_scales) {
-    const int64_t end = seen.end, low = std::max(seen.begin, first_visible(position) - origin);
-    const int64_t high = std::min(end, position + 1 - origin);
+  // Turns a row's scores of the places that are read into weights, 0 for what it does not see of them.
+  void weigh(int64_t row, int64_t origin, const Range& read, const Range& seen, int64_t position,
+             const float* key_scales, const float* value_scales) {
+    // Two vectors go together, as one maximum and one sum would wait for themselves; which place is of which
+    // does not depend on what is read.
+    constexpr int64_t kPair = 2 * kLanes;
+    const int64_t low = std::max(seen.begin, first_visible(position) - origin);
+    const int64_t high = std::min(seen.end, position + 1 - origin);
+    const int64_t begin = std::max(read.begin, low) / kPair * kPair;
     float* scores = products_.scores(row);
     const Vec nothing = set1(-INFINITY);
     const bool as_they_are = !cache_.scales && args_.soft_cap == 0.0f;
-    Vec most = nothing;
-    for (int64_t i = from; i < end; i += kLanes) {
-      Vec s = load(scores + i);
-      if (as_they_are && i >= low && i + kLanes <= high) {
-        most = max(most, s);
-        continue;
+    Vec most[2] = {nothing, nothing}, total[2] = {zero(), zero()};
+    for (int64_t i = begin; i < high; i += kPair) {
+      const bool whole = as_they_are && i >= low && i + kPair <= high;
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = i + half * kLanes;
+        Vec s = load(scores + at);
+        if (!whole) {
+          s = changed(s, at, key_scales);
+          if (at < low) s = select(first(low - at), nothing, s);
+          if (at + kLanes > high) s = select(first(high > at ? high - at : 0), s, nothing);
+          store(scores + at, s);
+        }
+        most[half] = max(most[half], s);
       }
-      if (cache_.scales) s = mul(s, load(key_scales + i));
-      if (args_.soft_cap != 0.0f) s = mul(set1(args_.soft_cap), tanh(div(s, set1(args_.soft_cap))));
-      if (i < low) s = select(first(low - i), nothing, s);
-      if (i + kLanes > high) s = select(first(high > i ? high - i : 0), s, nothing);
-      store(scores + i, s);
-      most = max(most, s);
     }
-    const float maximum = largest(most);
+    const float maximum = largest(max(most[0], most[1]));
     const Vec base = set1(base_of(maximum));
-    Vec total = zero();
-    for (int64_t i = from; i < end; i += kLanes) {
-      Vec weight = exp_of_negative(sub(load(scores + i), base));
-      total = add(total, weight);
-      if (cache_.scales) weight = mul(weight, load(value_scales + i));
-      products_.set_weights(row, i, weight);
+    for (int64_t i = begin; i < high; i += kPair) {
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = i + half * kLanes;
+        Vec weight = exp_of_negative(sub(load(scores + at), base));
+        total[half] = add(total[half], weight);
+        if (cache_.scales) weight = mul(weight, load(value_scales + at));
+        products_.set_weights(row, at, weight);
+      }
     }
-    products_.weights_are_set(row, from, end);
+    for (int64_t at = read.begin; at < begin; at += kLanes) products_.set_weights(row, at, zero());
+    const int64_t after = std::max(begin, (high + kPair - 1) / kPair * kPair);
+    for (int64_t at = after; at < read.end; at += kLanes) products_.set_weights(row, at, zero());
+    products_.weights_are_set(row, read.begin, read.end);
     scratch_.maxima[row] = maximum;
-    scratch_.sums[row] = sum(total);
+    scratch_.sums[row] = sum(add(total[0], total[1]));
+  }
+
+  // Scores from place `at` on with the keys' scales and the soft cap.
+  Vec changed(Vec s, int64_t at, const float* key_scales) const {
+    if (cache_.scales) s = mul(s, load(key_scales + at));
+    const Vec cap = set1(args_.soft_cap);
+    return args_.soft_cap == 0.0f ? s : mul(cap, tanh(div(s, cap)));
   }
 
   // All parts of a tile of many rows, one after another.
@@ -544,7 +585,9 @@ extern "C" void attention(const AttentionArgs& args, int, int num_threads) {
   switch (args.cache.type) {
     case kKvFloat32: return attend<FloatProducts<Float32Math, Float32Cache>>(args, num_threads);
     case kKvBfloat16:
-#if defined(__AVX512BF16__)
+#if defined(__AVX512FP16__)
+      if (args.plan->pairs) return attend<HalfValues>(args, num_threads);
+#elif defined(__AVX512BF16__)
       if (args.plan->pairs) return attend<FloatProducts<Bfloat16Math, Bfloat16Cache>>(args, num_threads);
 #endif
       return attend<FloatProducts<Float32Math, Bfloat16Cache>>(args, num_threads);

@@ -30,65 +30,82 @@ struct Bfloat16Math {
 };
 #endif
 
+// Sums that stay in registers. Shapes with more loads for each product are slower where another thread shares the core.
 constexpr int kRowsAtOnce = 6;
 #if defined(__AVX512F__)
 constexpr int kVectorsAtOnce = 4;
 #else
 constexpr int kVectorsAtOnce = 2;
 #endif
+// Packed columns lie in groups of so many, each [words, kGroup]: what a tile passes over is one stream.
+constexpr int64_t kGroup = kVectorsAtOnce * kLanes;
 
-// c[i, j] (+)= sum over k of a[i, k] b[k, j] for kRows rows and kVectors vectors of columns; k counts words.
+// c[i, j] (+)= sum over k of a[i, k] b[k, j] for kRows rows and kVectors vectors of a group of columns; k counts
+// words. All loops over sums are unrolled: GCC 12 else moves them through memory before and after the loop.
 template <typename Math, int kRows, int kVectors>
-inline void product_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t steps,
-                         float* c, int64_t c_stride, bool fresh) {
+inline void product_tile(const float* a, int64_t a_stride, const float* b, int64_t steps, float* c,
+                         int64_t c_stride, bool fresh) {
+  // A pointer for each four rows: the processor adds up to three strides itself.
+  constexpr int kPointers = (kRows + 3) / 4;
+  const float* rows[kPointers];
   Vec total[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) total[i][j] = fresh ? zero() : load(c + i * c_stride + j * kLanes);
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) rows[i] = a + 4 * i * a_stride;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) total[i][j] = zero();
+  if (!fresh) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) total[i][j] = load(c + i * c_stride + j * kLanes);
   }
-  for (int64_t k = 0; k < steps; ++k, b += b_stride) {
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < steps; ++k, b += kGroup) {
     Vec column[kVectors];
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) column[j] = load(b + j * kLanes);
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec factor = set1(a[i * a_stride + k]);
+      const Vec factor = set1(rows[i / 4][i % 4 * a_stride + k]);
+#pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) total[i][j] = Math::step(total[i][j], factor, column[j]);
     }
   }
-  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes, total[i][j]);
-  }
 }
 
 template <typename Math, int kVectors>
-inline void product_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                         int64_t steps, float* c, int64_t c_stride, bool fresh) {
-  for (; rows >= kRowsAtOnce; rows -= kRowsAtOnce) {
-    product_tile<Math, kRowsAtOnce, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    a += kRowsAtOnce * a_stride;
-    c += kRowsAtOnce * c_stride;
+inline void product_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t steps, float* c,
+                         int64_t c_stride, bool fresh) {
+  for (; rows >= kRowsAtOnce; rows -= kRowsAtOnce, a += kRowsAtOnce * a_stride, c += kRowsAtOnce * c_stride) {
+    product_tile<Math, kRowsAtOnce, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
   }
   switch (rows) {
-    case 1: return product_tile<Math, 1, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    case 2: return product_tile<Math, 2, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    case 3: return product_tile<Math, 3, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    case 4: return product_tile<Math, 4, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    case 5: return product_tile<Math, 5, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 1: return product_tile<Math, 1, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 2: return product_tile<Math, 2, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 3: return product_tile<Math, 3, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 4: return product_tile<Math, 4, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 5: return product_tile<Math, 5, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
   }
 }
 
-// c [rows, vectors * kLanes] (+)= a [rows, steps] b [steps, vectors * kLanes].
+// c [rows, vectors * kLanes] (+)= a [rows, steps] b [groups of columns, steps, kGroup].
 template <typename Math>
-inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, const float* b,
-                    int64_t b_stride, int64_t steps, float* c, int64_t c_stride, bool fresh) {
-  for (; vectors >= kVectorsAtOnce; vectors -= kVectorsAtOnce) {
-    product_rows<Math, kVectorsAtOnce>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    b += kVectorsAtOnce * kLanes;
-    c += kVectorsAtOnce * kLanes;
+inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, const float* b, int64_t steps,
+                    float* c, int64_t c_stride, bool fresh) {
+  for (; vectors >= kVectorsAtOnce; vectors -= kVectorsAtOnce, b += steps * kGroup, c += kGroup) {
+    product_rows<Math, kVectorsAtOnce>(rows, a, a_stride, b, steps, c, c_stride, fresh);
   }
   switch (vectors) {
-    case 1: return product_rows<Math, 1>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 1: return product_rows<Math, 1>(rows, a, a_stride, b, steps, c, c_stride, fresh);
 #if defined(__AVX512F__)
-    case 2: return product_rows<Math, 2>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
-    case 3: return product_rows<Math, 3>(rows, a, a_stride, b, b_stride, steps, c, c_stride, fresh);
+    case 2: return product_rows<Math, 2>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+    case 3: return product_rows<Math, 3>(rows, a, a_stride, b, steps, c, c_stride, fresh);
 #endif
   }
 }
@@ -296,21 +313,23 @@ inline void pack_keys(const char* const* rows, Ahead& ahead, int64_t dim, float*
   }
 }
 
-// Values of `count` positions to `packed` [words of positions, stride]; stride is a multiple of kLanes.
+// Values of `count` positions to `packed` [groups of dim, words of positions, kGroup].
 template <typename Math, typename Cache>
-inline void pack_values(const char* const* rows, Ahead& ahead, int64_t count, int64_t dim, float* packed,
-                        int64_t stride) {
-  for (int64_t row = 0; row < count; row += Math::kPerWord, packed += stride) {
+inline void pack_values(const char* const* rows, Ahead& ahead, int64_t count, int64_t dim, float* packed) {
+  const int64_t group = (count + Math::kPerWord - 1) / Math::kPerWord * kGroup;
+  for (int64_t row = 0; row < count; row += Math::kPerWord, packed += kGroup) {
     ahead.call(Math::kPerWord);
     const bool single = Math::kPerWord == 2 && row + 1 == count;
+    float* to = packed;
     for (int64_t i = 0; i < dim; i += kLanes) {
       const Mask m = first(dim - i);
       if constexpr (Math::kPerWord == 2) {
-        store(packed + i, Cache::value_pair(rows[row] + i * Cache::kBytes,
-                                            single ? nullptr : rows[row + 1] + i * Cache::kBytes, m));
+        store(to, Cache::value_pair(rows[row] + i * Cache::kBytes,
+                                    single ? nullptr : rows[row + 1] + i * Cache::kBytes, m));
       } else {
-        store(packed + i, Cache::values(rows[row] + i * Cache::kBytes, m));
+        store(to, Cache::values(rows[row] + i * Cache::kBytes, m));
       }
+      to += (i + kLanes) % kGroup ? kLanes : group - (kGroup - kLanes);
     }
   }
 }

@@ -40,7 +40,7 @@ struct Unit {
 
 struct AttentionPlan {
   int64_t num_heads, num_kv_heads, value_dim, block_size, share;
-  // Whether keys and values of bfloat16 are multiplied in pairs, where the level can.
+  // Whether keys and values of bfloat16 are multiplied in pairs, or values in float16, where the level can.
   bool pairs;
   std::vector<Tile> tiles;
   std::vector<int64_t> members;  // indices of tiles

@@ -69,7 +69,7 @@ class FloatProducts {
     queries_ = scratch_.queries.get(rows * words_);
     scores_ = scratch_.scores.get(rows * kPartTokens);
     weighted_ = scratch_.weighted.get(rows * sizes_.wide);
-    packed_ = scratch_.packed.get(kPanel * std::max(words_, sizes_.wide));
+    packed_ = scratch_.packed.get(std::max(kPanel * words_, kPanel * (sizes_.wide + kGroup)));
   }
 
   float* scores(int64_t row) { return scores_ + row * kPartTokens; }
@@ -84,26 +84,27 @@ class FloatProducts {
     }
   }
 
-  // Scores of all rows against `vectors` times kLanes positions of a part, from place `at` on.
-  void score(int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
-    float* scores = scores_ + at;
+  // Scores of the rows from `row` on against `vectors` times kLanes positions of a part, from place `at` on.
+  void score(int64_t row, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     for (int64_t v = 0; v < vectors; ++v) {
-      pack_keys<Math, Cache>(keys + v * kLanes, later, sizes_.key_dim, packed_ + v * kLanes, kPanel);
+      float* to = packed_ + v / kVectorsAtOnce * words_ * kGroup + v % kVectorsAtOnce * kLanes;
+      pack_keys<Math, Cache>(keys + v * kLanes, later, sizes_.key_dim, to, kGroup);
     }
-    product<Math>(rows_, vectors, queries_, words_, packed_, kPanel, words_, scores, kPartTokens, true);
+    product<Math>(rows_ - row, vectors, queries_ + row * words_, words_, packed_, words_, scores(row) + at,
+                  kPartTokens, true);
   }
 
   // A vector of a row's weights takes the place of the scores.
   void set_weights(int64_t row, int64_t at, Vec weights) { Math::store_row(scores(row), at, first(kLanes), weights); }
   void weights_are_set(int64_t, int64_t, int64_t) {}
 
-  // Adds the weighted values of up to kPanel positions to every row's sums, or begins them.
-  void add_values(int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
-    const float* weights = scores_ + at / Math::kPerWord;
+  // Adds the weighted values of up to kPanel positions to the sums of the rows from `row` on, or begins them.
+  void add_values(int64_t row, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+    const float* weights = scores(row) + at / Math::kPerWord;
     const int64_t wide = sizes_.wide;
-    pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_, wide);
-    product<Math>(rows_, wide / kLanes, weights, kPartTokens, packed_, wide,
-                  (count + Math::kPerWord - 1) / Math::kPerWord, weighted_, wide, fresh);
+    pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_);
+    product<Math>(rows_ - row, wide / kLanes, weights, kPartTokens, packed_,
+                  (count + Math::kPerWord - 1) / Math::kPerWord, weighted_ + row * wide, wide, fresh);
   }
 
   void finish() {}
@@ -165,7 +166,7 @@ class FloatProducts {
   }
 #endif
 
- private:
+ protected:
 #if defined(__AVX512F__)
   static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
 #else
@@ -212,7 +213,7 @@ class IntegerProducts {
     scratch_.query_levels[row] = query_levels(q, sizes_.key_dim, scale, to, to + 2 * query_stride_);
   }
 
-  void score(int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
+  void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
     const QueryLevels* levels = scratch_.query_levels.data();
     for (int64_t v = 0; v < vectors; ++v) {
       pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
@@ -223,7 +224,7 @@ class IntegerProducts {
            (sizes_.key_dim + 3) / 4, scores_ + row * kPartTokens + at + v * kLanes, kPartTokens);
     };
     if (vectors == 4) {
-      for (int64_t row = 0; row < rows_; row += 3) {
+      for (int64_t row = begin; row < rows_; row += 3) {
         switch (rows_ - row) {
           case 1: with(integer_scores<1, 4>, row, 0); break;
           case 2: with(integer_scores<2, 4>, row, 0); break;
@@ -232,7 +233,7 @@ class IntegerProducts {
       }
       return;
     }
-    for (int64_t row = 0; row < rows_; ++row) {
+    for (int64_t row = begin; row < rows_; ++row) {
       for (int64_t v = 0; v < vectors; ++v) with(integer_scores<1, 1>, row, v);
     }
   }
@@ -246,7 +247,7 @@ class IntegerProducts {
     scratch_.factors[row] = weight_levels(scores(row) + from, count, to, to + kPartTokens);
   }
 
-  void add_values(int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+  void add_values(int64_t begin, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
     const int64_t words = (count + 3) / 4, dim = sizes_.value_dim;
     const int32_t* weights = levels_ + at / 4;
     pack_value_words(values, later, words, dim, packed_, width_);
@@ -255,7 +256,7 @@ class IntegerProducts {
            width_, fresh);
     };
     for (int64_t column = 0; column < width_; column += 64) {
-      for (int64_t row = 0; row < rows_; row += 3) {
+      for (int64_t row = begin; row < rows_; row += 3) {
         switch (rows_ - row) {
           case 1: with(integer_values<1>, row, column); break;
           case 2: with(integer_values<2>, row, column); break;

@@ -9,6 +9,8 @@ namespace {
 
 // A thread takes panels by pieces of about so many bytes.
 constexpr int64_t kPieceBytes = 256 << 10;
+// What the rows of a piece take of the second cache.
+constexpr int64_t kNearBytes = int64_t{1536} << 10;
 // Rows of so many elements together are converted by every thread for itself, which saves a barrier.
 constexpr int64_t kPrivateElements = 16 << 10;
 
@@ -17,12 +19,12 @@ bool converts_alone(const PackedWeight& weight, int64_t num_rows) {
   return num_rows * weight.padded_inputs <= kPrivateElements;
 }
 
-// Rows of one piece.
-int64_t row_piece_of(const PackedWeight& weight) {
-  constexpr int64_t kNearBytes = 768 << 10;
+// Rows of one piece: pieces of about equal height, whose rows stay in the second cache.
+int64_t row_piece_of(const PackedWeight& weight, int64_t num_rows) {
+  const int64_t near = kNearBytes / workspace_stride(weight);
   // With tiles of 32 rows, fewer would have to wait for weights.
   constexpr int64_t kLeast = kTileRows == 32 ? 2 * kRowBlock : kRowBlock;
-  return std::max(kLeast, kNearBytes / workspace_stride(weight) / kRowBlock * kRowBlock);
+  return even_height(num_rows, std::max(kLeast, near));
 }
 
 Copy copy_of(const GemmArgs& args, int64_t num_rows, int64_t part) {
@@ -68,7 +70,7 @@ extern "C" void gemm(const GemmArgs& args, int thread, int num_threads) {
   const int64_t most = std::max<int64_t>(1, panels / (4 * num_threads));
   const int64_t group = std::clamp<int64_t>(kPieceBytes / panel_bytes / std::max<int64_t>(1, num_rows / 16), 1, most);
   // Many rows go by pieces that stay in the second cache while panel after panel passes.
-  const int64_t row_piece = std::min(num_rows, row_piece_of(weight));
+  const int64_t row_piece = row_piece_of(weight, num_rows);
   const int64_t row_pieces = (num_rows + row_piece - 1) / row_piece;
   const int64_t panel_pieces = (panels + group - 1) / group, pieces = panel_pieces * row_pieces;
   int64_t piece = op_take();

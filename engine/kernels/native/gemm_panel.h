@@ -17,6 +17,8 @@ namespace millrace {
 constexpr int64_t kRowBlock = 96;
 // The same where a block of inputs has sums of its own.
 constexpr int64_t kWideRowBlock = kTileRows == 32 ? 64 : 48;
+// Blocks of rows are cut between whole tiles.
+constexpr int64_t kHeightStep = kTileRows == 32 ? 32 : 12;
 // Inputs of a panel that are multiplied before the next ones: their weights stay in the second cache.
 constexpr int64_t kInputBlock = 4096;
 // Inputs whose weights stay in the nearest cache while several tiles use them.
@@ -43,6 +45,13 @@ struct alignas(64) Scratch {
 
 // With internal linkage: an inline variable would be one for all levels that a process has loaded.
 static thread_local Scratch scratch;
+
+// The height of blocks that cut num_rows rows into as few as `most` rows each allow, all about equal: a low one reads
+// as much as a high one.
+inline int64_t even_height(int64_t num_rows, int64_t most) {
+  const int64_t blocks = (num_rows + most - 1) / most, height = (num_rows + blocks - 1) / blocks;
+  return std::min(most, (height + kHeightStep - 1) / kHeightStep * kHeightStep);
+}
 
 inline int64_t padded_outputs(const PackedWeight& weight) { return (weight.outputs + kLane - 1) / kLane * kLane; }
 
@@ -287,7 +296,7 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
       static_cast<const char*>(weight.data) + packed_bytes(weight.format, next, weight.padded_inputs);
   const int64_t panel_bytes = packed_bytes(weight.format, width, weight.padded_inputs);
   float* totals = scratch.totals;
-  const int64_t height = is_wide(weight) ? kWideRowBlock : kRowBlock;
+  const int64_t height = even_height(end - begin, is_wide(weight) ? kWideRowBlock : kRowBlock);
   for (int64_t first = begin; first < end; first += height) {
     const int64_t num_rows = std::min(height, end - first);
     float* out = results.out + first * results.stride + column;

@@ -238,9 +238,14 @@ def test_shared_blocks_change_no_bit(native: NativeLibrary, window: int | None, 
         assert torch.equal(single, together[starts[row] : starts[row + 1]]), row
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("value_dim", [36, 64, 160])
-def test_bfloat16_of_all_magnitudes(native: NativeLibrary, value_dim: int) -> None:
-    """Very large, very small and zero keys and values, in every part of a history."""
+def test_bfloat16_of_all_magnitudes(native: NativeLibrary, value_dim: int, narrow: bool) -> None:
+    """Very large, very small and zero keys and values, in every part of a history; `narrow`: where weights
+    and values are multiplied in float16, which cannot hold them all.
+    """
+    if narrow and native.level != "avx512_fp16":
+        pytest.skip("this level rounds queries to bfloat16, and the largest keys show it")
     lengths, new = [600, 530, 520, 515], [600, 1, 2, 1]
     cache, tables, generator = filled_cache(
         lengths, num_heads=2, key_dim=64, value_dim=value_dim, dtype=torch.bfloat16
@@ -254,16 +259,19 @@ def test_bfloat16_of_all_magnitudes(native: NativeLibrary, value_dim: int) -> No
         keys[int(table[20 // 16]), :, 20 % 16] *= 2.0**-60
         keys[int(table[21 // 16]), :, 21 % 16] = 0.0
         values[int(table[(length - 1) // 16]), :, (length - 1) % 16] *= 2.0**9
+        # Some lines of a value only.
+        values[int(table[200 // 16]), :, 200 % 16, 33:] *= 2.0**7
+        values[int(table[300 // 16]), :, 300 % 16, 3] = 32.0
     q = torch.randn(sum(new), 4, 64, generator=generator)
     options = AttentionOptions(scale=0.125, window=None)
     heads = {"num_heads": 4, "num_kv_heads": 2}
-    backend = NativeAttention(**heads, library=native, num_threads=2, pairs=False)
+    backend = NativeAttention(**heads, library=native, num_threads=2, pairs=narrow)
     batch = step_of(lengths, new, tables)
     found = attend(backend, batch, q, cache, options)
     expected = attend(ReferenceAttention(**heads), batch, q, cache, options)
     assert expected.isfinite().all()
     error = (found - expected).abs() / expected.abs().amax(-1, keepdim=True)
-    assert error.max() < 1e-5
+    assert error.max() < (2e-3 if narrow else 1e-5)
     for row in (4, 71, 257, 402, 599):
         alone = step_of([row + 1], [1], tables[:1])
         assert torch.equal(attend(backend, alone, q[row : row + 1], cache, options)[0], found[row]), row

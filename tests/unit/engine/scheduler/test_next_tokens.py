@@ -22,19 +22,19 @@ def workloads(draw: st.DrawFn) -> tuple[dict[str, object], list[dict[str, object
         "overlap": draw(st.booleans()),
         "prefix_caching": draw(st.booleans()),
         "window": draw(st.sampled_from([None, 12])),
-        "memory": memory_plan(num_blocks=draw(st.sampled_from([12, 64]))),
-        "max_num_batched_tokens": draw(st.sampled_from([3, 32])),
+        "memory": memory_plan(num_blocks=draw(st.sampled_from([8, 12, 64]))),
+        "max_num_batched_tokens": draw(st.sampled_from([8, 32])),
     }
     requests = []
-    for _ in range(draw(st.integers(1, 7))):
+    for _ in range(draw(st.integers(1, 8))):
         prompt = [draw(st.integers(0, 3))] * draw(st.integers(1, 14))
         stop = expected_token(tuple(prompt), 0, 0, len(prompt) + 5)
         requests.append(
             {
-                "at": draw(st.integers(0, 12)),
+                "at": draw(st.sampled_from([0, 0, 0, 3, 9])),
                 "prompt": prompt,
                 "max_tokens": draw(st.integers(1, 18)),
-                "n": draw(st.sampled_from([1, 1, 2])),
+                **draw(st.sampled_from([{}, {}, {}, {"n": 2}, {"beam_width": 2}])),
                 "logprobs": draw(st.sampled_from([None, None, 1])),
                 "tenant": draw(st.sampled_from(["a", "b"])),
                 "stop_token_ids": (stop,) if draw(st.booleans()) else (),
@@ -50,7 +50,7 @@ def run(options: dict[str, object], requests: list[dict[str, object]]) -> Driver
             if request["at"] == step:
                 driver.submit(**{name: value for name, value in request.items() if name != "at"})  # type: ignore[arg-type]
         driver.step()
-        if step > 12 and not driver.scheduler.has_work:
+        if step > 9 and not driver.scheduler.has_work:
             break
     assert not driver.scheduler.num_requests
     return driver
