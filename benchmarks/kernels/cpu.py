@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.engine.report import publish
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
-from engine.kernels.linear.native import NativePacker, gemm_args, make_workspace, product_ops
+from engine.kernels.linear.native import NativePacker
+from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.library import Program
 from engine.kernels.native.streaming import StreamArgs
@@ -93,7 +94,7 @@ def measure(
         used = packed if rows < MANY_ROWS else packed[:2]
         x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
         workspace, count = make_workspace(library, rows, inputs, threads), c_int64(rows)
-        pointers = (ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+        pointers = (ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.ctypes.data)
         ops = [op for each in used for op in product_ops(library, gemm_args(each, *pointers))]
         program = Program(library, ops)
         yield rows, best_seconds(partial(program.run, library.pool(threads))) / len(used)

@@ -18,13 +18,8 @@ import torch
 from benchmarks.engine.report import publish
 from benchmarks.kernels.cpu import MANY_ROWS, ROWS
 from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import (
-    NativePacker,
-    PackedWeight,
-    gemm_args,
-    make_workspace,
-    product_ops,
-)
+from engine.kernels.linear.native import NativePacker
+from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import Program, load_level
@@ -44,7 +39,7 @@ def best_seconds(
     programs, workspaces = [], []
     for library, weights in zip(libraries, packed, strict=True):
         workspace = make_workspace(library, rows, inputs, threads)
-        pointers = (ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+        pointers = (ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.ctypes.data)
         ops = [op for each in weights for op in product_ops(library, gemm_args(each, *pointers))]
         programs.append(Program(library, ops))
         workspaces.append(workspace)

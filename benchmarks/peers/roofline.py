@@ -26,7 +26,8 @@ from benchmarks.peers.checkpoints import (
 )
 from benchmarks.peers.loads import Load
 from engine.kernels.linear.formats import DenseWeight, Int8Weight, WeightFormat
-from engine.kernels.linear.native import NativePacker, gemm_args, make_workspace, product_ops
+from engine.kernels.linear.native import NativePacker
+from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, load_native
 from engine.kernels.native.library import Program
 
@@ -93,7 +94,7 @@ def _product_s(
     packed = NativePacker(library, num_threads=threads, float12=float12).pack(weight)
     x, out, count = torch.randn(rows, inputs), torch.empty(rows, outputs), c_int64(rows)
     workspace = make_workspace(library, rows, inputs, threads)
-    args = gemm_args(packed, ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.data_ptr())
+    args = gemm_args(packed, ctypes.addressof(count), x.data_ptr(), out.data_ptr(), workspace.ctypes.data)
     program = Program(library, product_ops(library, args))
     pool = library.pool(threads)
     return best_seconds(lambda: program.run(pool))

@@ -29,8 +29,9 @@ from services.memory import give_back, use_huge_pages
 
 _log = logging.getLogger(__name__)
 
-# Modules with a `build`; imported only when asked for, because torch is heavy.
-RUNNERS = {"torch": "engine.runner.torch_runner", "simulated": "engine.runner.simulated"}
+# Modules with a `build`, imported only when asked for. This process imports no torch where the native kernels
+# serve: another one loads for it.
+RUNNERS = {"torch": "engine.runner.apart", "simulated": "engine.runner.simulated"}
 
 # Exit codes beyond 0: 2 is a configuration error, as for every main; 70 is a runner that broke.
 _EXIT_CONFIG = 2

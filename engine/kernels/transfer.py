@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from engine.kernels.host import Device, HostDevice, Values
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on a GPU without waiting for what it is doing; elsewhere the array itself."""
+@overload
+def on_device(array: NDArray[Any], device: torch.device) -> Tensor: ...
+@overload
+def on_device(array: NDArray[Any], device: Device) -> Values: ...
+def on_device(array: NDArray[Any], device: Device) -> Values:
+    """A copy of `array` on a GPU without waiting for what it is doing; elsewhere the array itself, as a
+    tensor where tensors are.
+    """
+    if isinstance(device, HostDevice):
+        return array
+    import torch
+
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

@@ -18,11 +18,8 @@ from engine.kernels.attention import AttentionOptions
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
 from engine.model.layers import Linear, StepContext
-from engine.model.spec import ModelSpec
+from engine.model.spec import INNER_NORM_EPS, ModelSpec
 from engine.model.weights import WeightReader
-
-# The published models' inner norms use this, whatever config.json says of the outer ones.
-INNER_NORM_EPS = 1e-6
 
 
 class LatentAttention:

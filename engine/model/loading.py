@@ -1,26 +1,54 @@
-"""Loads a model for the back end that serves it: the native kernels where they can, torch otherwise."""
+"""Loads a model for the back end that serves it: the native kernels where they can, torch otherwise.
+
+No torch here: who serves natively may have it in another process (`loader`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.config import EngineConfig
-from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, load_native
-from engine.kernels.selection import UnsuitableKernelsError, choose_kernels
-from engine.model.decoder import Decoder, load_decoder
-from engine.model.lowering import NativeDecoder, NativePacking, why_not_lowered
+from engine.model.forward_batch import ForwardBatch
+from engine.model.loader import LoadRequest, Progress, load_here
+from engine.model.lowered import LoweredModel
+from engine.model.lowering import NativeDecoder, why_not_lowered
 from engine.model.spec import ModelSpec
 from services.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-Model = Decoder | NativeDecoder
+
+class Model(Protocol):
+    """A Decoder or a NativeDecoder: tensors to the one are arrays to the other."""
+
+    spec: ModelSpec
+    max_model_len: int
+    # Rows of a step are padded to a multiple of this.
+    row_multiple: int
+
+    @property
+    def device(self) -> Any:
+        """A torch.device or HOST."""
+
+    def wake(self) -> None:
+        """A step follows shortly."""
+
+    def forward(self, batch: ForwardBatch, caches: Any, attention: Any) -> Any:
+        """Hidden states [T, E] of the step's tokens, before the final norm; fills `caches`."""
+
+    def logits_of(self, hidden: Any, rows: NDArray[np.int64]) -> Any:
+        """Logits [R, V] of some rows of hidden [T, E], valid until the next call."""
+
+
+Load = Callable[[LoadRequest, NativeLibrary, Progress], LoweredModel]
 
 
 def native_library(config: EngineConfig, spec: ModelSpec, device: str) -> NativeLibrary | None:
@@ -61,42 +89,47 @@ def load_model(
     folder: Path,
     spec: ModelSpec,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
     max_model_len: int,
     progress: Callable[[str, float], None],
     config: EngineConfig,
     library: NativeLibrary | None,
+    load: Load = load_here,
 ) -> Model:
-    """Reads a checkpoint, packed for `library` or for torch. Raises CheckpointError as load_decoder does."""
-    packing = None
+    """Reads a checkpoint, packed by `load` for `library`, or for torch. Raises CheckpointError as
+    load_decoder does.
+    """
+    if library is not None:
+        request = LoadRequest(
+            folder=folder, spec=spec, dtype=dtype, max_model_len=max_model_len, config=config
+        )
+        return NativeDecoder(
+            load(request, library, progress),
+            library,
+            num_threads=config.num_threads,
+            max_tokens=config.scheduler.max_num_batched_tokens,
+        )
+    import torch
+
+    from engine.kernels.selection import UnsuitableKernelsError, choose_kernels
+    from engine.model.decoder import load_decoder
+
+    place = torch.device(device)
     try:
-        kernels = choose_kernels(config.kernels, device)
+        kernels = choose_kernels(config.kernels, place)
     except UnsuitableKernelsError as error:
         raise ConfigError(str(error)) from error
-    if library is None:
-        _log.info("kernels: %s", kernels)
-    else:
-        packing = NativePacking(NativePacker(library, num_threads=config.num_threads))
-    if spec.dtype == "float16" and dtype == torch.bfloat16:
-        kept = packing is not None and packing.keeps_float16
-        _log.info("float16 weights are %s", "kept" if kept else "rounded to bfloat16")
-    decoder = load_decoder(
+    _log.info("kernels: %s", kernels)
+    if spec.dtype == "float16" and dtype == "bfloat16":
+        _log.info("float16 weights are rounded to bfloat16")
+    return load_decoder(
         folder,
         spec,
-        dtype=dtype,
-        device=device,
+        dtype=getattr(torch, dtype),
+        device=place,
         max_model_len=max_model_len,
         progress=progress,
         config=config,
-        packing=packing,
         kernels=kernels,
-    )
-    if library is None:
-        return decoder
-    return NativeDecoder(
-        decoder,
-        library,
-        num_threads=config.num_threads,
-        max_tokens=config.scheduler.max_num_batched_tokens,
     )

@@ -7,8 +7,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # So much of a file is read until its pages are let go.
 STRIDE_BYTES = 64 << 20
@@ -49,12 +51,27 @@ class MappedPages:
                 advise(begin, size, mmap.MADV_DONTNEED)
 
 
+def file_of(address: int, num_bytes: int) -> tuple[str, int] | None:
+    """Path and offset of what lies at an address, where that is all inside one mapping of a large file."""
+    for start, end, offset, path in _mapped_files():
+        if start <= address and address + num_bytes <= end:
+            return path, address - start + offset
+    return None
+
+
 def _file_areas() -> list[tuple[int, int]]:
     """Addresses that large files are mapped to."""
-    areas = []
+    return [(start, end) for start, end, _, _ in _mapped_files()]
+
+
+def _mapped_files() -> list[tuple[int, int, int, str]]:
+    """Start, end, offset and path of large files' mappings; none where the system does not tell."""
+    if not _MAPS.exists():
+        return []
+    found = []
     for line in _MAPS.read_text().splitlines():
-        area, _, _, _, inode, *_ = line.split()
+        area, _, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(each, 16) for each in area.split("-"))
         if inode != "0" and end - start >= STRIDE_BYTES // 16:
-            areas.append((start, end))
-    return areas
+            found.append((start, end, int(offset, 16), path[0] if path else ""))
+    return found

@@ -6,27 +6,30 @@ Shape letters: T tokens, E hidden size, H query heads, I and M inputs and output
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
-from engine.kernels.attention.native import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
 from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
-from engine.kernels.linear.native import NativeProduct, PackedWeight, gemm_args, make_workspace, product_ops
+from engine.kernels.host import address_of, empty, row_stride
+from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 from engine.kernels.norm.native import RmsNormArgs
-from engine.kernels.paged_cache import LayerCache
-from engine.kernels.paged_cache.native import describe
+from engine.kernels.paged_cache.native import Storage, describe
 from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
-from engine.model.calibration import linears
-from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.experts import SparseFeedForward
-from engine.model.latent_attention import INNER_NORM_EPS, LatentAttention
-from engine.model.layers import Attention, FeedForward, Linear, Norm
+from engine.model.lowered import (
+    Floats,
+    LoweredAttention,
+    LoweredFeedForward,
+    LoweredLatentAttention,
+    LoweredLayer,
+    LoweredModel,
+    LoweredNorm,
+    LoweredSparseFeedForward,
+)
+from engine.model.spec import INNER_NORM_EPS
 
 NUM_TOKENS = StepStruct.num_tokens.offset
 
@@ -35,28 +38,26 @@ class ProgramBuilder:
     """Appends ops layer by layer. `stream` [T, E] is the residual stream."""
 
     def __init__(
-        self, model: Decoder, library: NativeLibrary, step: StepStruct, max_tokens: int, num_threads: int
+        self, model: LoweredModel, library: NativeLibrary, step: StepStruct, max_tokens: int, num_threads: int
     ) -> None:
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
         self.ops: list[Op] = []
         self.max_tokens = max_tokens
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Floats] = {}
         self.stream = self.buffer("stream", model.spec.hidden_size)
         # A half layer's output that is normed before it joins the stream, and that norm.
-        self.pending: Norm | None = None
-        widest = max(
-            packed_weight(linear.product).inputs for layer in model.layers for linear in linears(layer)
-        )
+        self.pending: LoweredNorm | None = None
+        widest = max(weight.inputs for layer in model.layers for weight in _products(layer))
         self.workspace = make_workspace(library, max_tokens, widest, num_threads)
         self.num_threads = num_threads
         self.plan: AttentionPlan | None = None
         self.expert_buffers: ExpertBuffers | None = None
 
-    def buffer(self, name: str, width: int) -> Tensor:
+    def buffer(self, name: str, width: int) -> Floats:
         """[max_tokens, width] float32, the same for all layers."""
         if name not in self._buffers or self._buffers[name].shape[1] != width:
-            self._buffers[name] = torch.empty(self.max_tokens, width)
+            self._buffers[name] = empty((self.max_tokens, width))
         return self._buffers[name]
 
     def add(self, name: str, args: ctypes.Structure, *keep: object) -> None:
@@ -65,33 +66,29 @@ class ProgramBuilder:
 
     def embed(self) -> None:
         """Token ids to the stream."""
-        table = self.model.embedding.contiguous()
+        model = self.model
         args = EmbeddingArgs(
             self.step,
-            table.data_ptr(),
-            self.stream.data_ptr(),
+            address_of(model.embedding),
+            address_of(self.stream),
             self.spec.hidden_size,
-            TABLE_TYPES[table.dtype],
-            self._embedding_scale(table.dtype),
+            TABLE_TYPES[model.embedding_type],
+            model.embedding_scale,
         )
-        self.add("embedding", args, table)
+        self.add("embedding", args, model.embedding)
 
-    def _embedding_scale(self, dtype: torch.dtype) -> float:
-        """As the torch back end rounds it."""
-        return float(torch.tensor(self.spec.embedding_scale, dtype=dtype))
-
-    def layer(self, layer: DecoderLayer, cache: LayerCache) -> None:
+    def layer(self, layer: LoweredLayer, cache: Storage) -> None:
         """Attention and feed-forward."""
         attention, feed_forward = layer.attention, layer.feed_forward
 
-        def attend(x: Tensor, out: Tensor, join: bool) -> None:
-            if isinstance(attention, LatentAttention):
+        def attend(x: Floats, out: Floats, join: bool) -> None:
+            if isinstance(attention, LoweredLatentAttention):
                 self.latent_attention(attention, cache, x, out, join)
             else:
                 self.attention(attention, cache, x, out, join)
 
-        def feed(x: Tensor, out: Tensor, join: bool) -> None:
-            if isinstance(feed_forward, SparseFeedForward):
+        def feed(x: Floats, out: Floats, join: bool) -> None:
+            if isinstance(feed_forward, LoweredSparseFeedForward):
                 self.sparse_feed_forward(feed_forward, x, out, join)
             else:
                 self.feed_forward(feed_forward, x, out, join)
@@ -100,7 +97,10 @@ class ProgramBuilder:
         self.half(layer.before[1], layer.after[1], feed)
 
     def half(
-        self, before: Norm | None, after: Norm | None, compute: Callable[[Tensor, Tensor, bool], None]
+        self,
+        before: LoweredNorm | None,
+        after: LoweredNorm | None,
+        compute: Callable[[Floats, Floats, bool], None],
     ) -> None:
         """One half layer: compute(input, output, whether the output is added to what is there)."""
         x = self.enter(before)
@@ -110,7 +110,7 @@ class ProgramBuilder:
             compute(x, self.buffer("change", self.spec.hidden_size), False)
             self.pending = after
 
-    def enter(self, norm: Norm | None) -> Tensor:
+    def enter(self, norm: LoweredNorm | None) -> Floats:
         """What a half layer computes upon; a pending change joins the stream on the way."""
         normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         if norm is None and self.pending is None:
@@ -118,12 +118,12 @@ class ProgramBuilder:
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
         args = RmsNormArgs(
             step=self.step,
-            x=self.stream.data_ptr(),
-            change=None if change is None else change.data_ptr(),
-            change_weight=None if self.pending is None else self.pending.weight.data_ptr(),
-            residual=None if change is None else self.stream.data_ptr(),
-            weight=None if norm is None else norm.weight.data_ptr(),
-            out=None if normed is None else normed.data_ptr(),
+            x=address_of(self.stream),
+            change=None if change is None else address_of(change),
+            change_weight=None if self.pending is None else address_of(self.pending.weight),
+            residual=None if change is None else address_of(self.stream),
+            weight=None if norm is None else address_of(norm.weight),
+            out=None if normed is None else address_of(normed),
             width=self.spec.hidden_size,
             logit_rows=0,
             eps=self.spec.norm_eps,
@@ -136,22 +136,23 @@ class ProgramBuilder:
         """Lets the last change join the stream."""
         self.enter(None)
 
-    def product(self, linear: Linear, x: Tensor, out: Tensor, join: bool) -> None:
+    def product(self, weight: PackedWeight, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b; x and out may be wider than the product."""
-        weight = packed_weight(linear.product)
         args = gemm_args(
             weight,
             self.step + NUM_TOKENS,
-            x.data_ptr(),
-            out.data_ptr(),
-            self.workspace.data_ptr(),
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
+            address_of(x),
+            address_of(out),
+            address_of(self.workspace),
+            x_stride=row_stride(x),
+            out_stride=row_stride(out),
             accumulate=join,
         )
         self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
 
-    def attention(self, attention: Attention, cache: LayerCache, x: Tensor, out: Tensor, join: bool) -> None:
+    def attention(
+        self, attention: LoweredAttention, cache: Storage, x: Floats, out: Floats, join: bool
+    ) -> None:
         """Projections, rotation, cache write, attention, output."""
         qkv = self.buffer("qkv", sum(attention.sizes))
         mixed = self.buffer("mixed", attention.sizes[0])
@@ -162,12 +163,12 @@ class ProgramBuilder:
 
     def attend(
         self,
-        attention: Attention | LatentAttention,
-        cache: LayerCache,
+        attention: LoweredAttention | LoweredLatentAttention,
+        cache: Storage,
         num_kv_heads: int,
-        q: Tensor,
-        mixed: Tensor,
-        sinks: Tensor | None = None,
+        q: Floats,
+        mixed: Floats,
+        sinks: Floats | None = None,
     ) -> None:
         """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
         if self.plan is None:
@@ -183,30 +184,29 @@ class ProgramBuilder:
         args = AttentionArgs(
             step=self.step,
             plan=self.plan.address,
-            q=q.data_ptr(),
-            out=mixed.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
+            q=address_of(q),
+            out=address_of(mixed),
+            sinks=None if sinks is None else address_of(sinks),
             cache=describe(cache),
             num_heads=attention.num_heads,
-            q_stride=q.stride(0),
-            out_stride=mixed.stride(0),
+            q_stride=row_stride(q),
+            out_stride=row_stride(mixed),
             window=options.window or 0,
             scale=options.scale,
             soft_cap=options.soft_cap or 0.0,
         )
         self.add("attention", args, attention, cache, q, mixed)
 
-    def rotate(self, attention: Attention, described: ctypes.Structure, qkv: Tensor) -> None:
+    def rotate(self, attention: LoweredAttention, described: ctypes.Structure, qkv: Floats) -> None:
         """Norms of queries and keys, rotation, and the write to the cache."""
-        cos, sin = (part.contiguous() for part in self.model.ropes[attention.rope])
-        normed = attention.qk_norm != "none"
+        cos, sin = self.model.ropes[attention.rope]
         args = RopeCacheArgs(
             step=self.step,
-            qkv=qkv.data_ptr(),
-            q_norm=attention.q_norm.weight.data_ptr() if normed else None,
-            k_norm=attention.k_norm.weight.data_ptr() if normed else None,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            qkv=address_of(qkv),
+            q_norm=None if attention.q_norm is None else address_of(attention.q_norm),
+            k_norm=None if attention.k_norm is None else address_of(attention.k_norm),
+            cos=address_of(cos),
+            sin=address_of(sin),
             cache=described,
             num_heads=attention.num_heads,
             rotary_dim=2 * cos.shape[1],
@@ -217,7 +217,7 @@ class ProgramBuilder:
         self.add("rope_cache", args, attention, cos, sin)
 
     def latent_attention(
-        self, attention: LatentAttention, cache: LayerCache, x: Tensor, out: Tensor, join: bool
+        self, attention: LoweredLatentAttention, cache: Storage, x: Floats, out: Floats, join: bool
     ) -> None:
         """Queries and one latent per token, both absorbed projections, attention over the latents, output."""
         latent, heads = attention.latent, attention.num_heads
@@ -229,15 +229,15 @@ class ProgramBuilder:
         values = self.buffer("values", heads * latent.value_dim)
         self.product(attention.query_up, self._query_input(attention, x), q, False)
         self.product(attention.down, x, down, False)
-        cos, sin = (part.contiguous() for part in self.model.ropes[attention.rope])
+        cos, sin = self.model.ropes[attention.rope]
         args = LatentCacheArgs(
             step=self.step,
-            down=down.data_ptr(),
-            latent_norm=attention.latent_norm.data_ptr(),
-            q=q.data_ptr(),
-            queries=queries.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            down=address_of(down),
+            latent_norm=address_of(attention.latent_norm),
+            q=address_of(q),
+            queries=address_of(queries),
+            cos=address_of(cos),
+            sin=address_of(sin),
             cache=describe(cache),
             num_heads=heads,
             nope_dim=latent.nope_dim,
@@ -251,32 +251,32 @@ class ProgramBuilder:
         self._head_product(mixed, attention.value_up, values)
         self.product(attention.output, values, out, join)
 
-    def _query_input(self, attention: LatentAttention, x: Tensor) -> Tensor:
+    def _query_input(self, attention: LoweredLatentAttention, x: Floats) -> Floats:
         """x, or its normed projection to the rank of the queries."""
-        if attention.query_down is None:
+        if attention.query_down is None or attention.query_norm is None:
             return x
         rank = attention.latent.query_rank
         inner = self.buffer("query_latent", rank)
         self.product(attention.query_down, x, inner, False)
         args = RmsNormArgs(
             step=self.step,
-            x=inner.data_ptr(),
-            weight=attention.query_norm.data_ptr(),
-            out=inner.data_ptr(),
+            x=address_of(inner),
+            weight=address_of(attention.query_norm),
+            out=address_of(inner),
             width=rank,
             eps=INNER_NORM_EPS,
         )
         self.add("rms_norm", args, attention, inner)
         return inner
 
-    def _head_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _head_product(self, x: Floats, weight: Floats, out: Floats) -> None:
         """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M], and rows of heads may be wider."""
         heads, inputs, outputs = weight.shape
         args = HeadProductArgs(
             step=self.step,
-            x=x.data_ptr(),
-            weight=weight.data_ptr(),
-            out=out.data_ptr(),
+            x=address_of(x),
+            weight=address_of(weight),
+            out=address_of(out),
             num_heads=heads,
             inputs=inputs,
             outputs=outputs,
@@ -285,27 +285,27 @@ class ProgramBuilder:
         )
         self.add("head_product", args, x, weight, out)
 
-    def feed_forward(self, feed_forward: FeedForward, x: Tensor, out: Tensor, join: bool) -> None:
+    def feed_forward(self, feed_forward: LoweredFeedForward, x: Floats, out: Floats, join: bool) -> None:
         """Gate and up, their activation in place, down."""
-        width = packed_weight(feed_forward.down.product).inputs
+        width = feed_forward.down.inputs
         gate_up = self.buffer("gate_up", 2 * width)
         self.product(feed_forward.gate_up, x, gate_up, False)
         args = ActivationArgs(
             step=self.step,
-            gate_up=gate_up.data_ptr(),
-            out=gate_up.data_ptr(),
+            gate_up=address_of(gate_up),
+            out=address_of(gate_up),
             width=width,
-            out_stride=gate_up.stride(0),
+            out_stride=row_stride(gate_up),
             kind=KINDS[feed_forward.activation],
         )
         self.add("activation", args, gate_up)
         self.product(feed_forward.down, gate_up, out, join)
 
     def sparse_feed_forward(
-        self, feed_forward: SparseFeedForward, x: Tensor, out: Tensor, join: bool
+        self, feed_forward: LoweredSparseFeedForward, x: Floats, out: Floats, join: bool
     ) -> None:
         """The router's choice of experts, and the feed-forward that all tokens share."""
-        experts = feed_forward.router.experts
+        experts = feed_forward.spec
         routing = Routing(
             num_experts=experts.num_experts,
             num_active=experts.num_active,
@@ -327,11 +327,11 @@ class ProgramBuilder:
             )
         layer = SparseLayer(
             routing=routing,
-            router=packed_weight(feed_forward.router.product.product),
-            gate_up=[packed_weight(expert.gate_up.product) for expert in feed_forward.experts],
-            down=[packed_weight(expert.down.product) for expert in feed_forward.experts],
+            router=feed_forward.router,
+            gate_up=feed_forward.gate_up,
+            down=feed_forward.down,
             activation=feed_forward.activation,
-            correction=feed_forward.router.correction,
+            correction=feed_forward.correction,
         )
         rows = self.step + NUM_TOKENS
         self.ops += sparse_ops(self.library, layer, self.expert_buffers, rows, x, out, accumulate=join)
@@ -339,7 +339,15 @@ class ProgramBuilder:
             self.feed_forward(feed_forward.shared, x, out, True)
 
 
-def packed_weight(product: object) -> PackedWeight:
-    """The weight of a layer that was packed for the native kernels."""
-    assert isinstance(product, NativeProduct), "packed before it is lowered"
-    return product.weight
+def _products(layer: LoweredLayer) -> Iterator[PackedWeight]:
+    """Every product of rows of all tokens: those of experts have rooms of their own."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    if isinstance(attention, LoweredLatentAttention):
+        yield from (attention.query_up, attention.down, attention.output)
+        if attention.query_down is not None:
+            yield attention.query_down
+    else:
+        yield from (attention.qkv, attention.output)
+    dense = feed_forward.shared if isinstance(feed_forward, LoweredSparseFeedForward) else feed_forward
+    if dense is not None:
+        yield from (dense.gate_up, dense.down)

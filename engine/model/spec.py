@@ -15,6 +15,9 @@ import msgspec
 from engine.quantization.scheme import Scheme
 from services.errors import ConfigError
 
+# The published models' norms inside latent attention use this, whatever config.json says of the outer ones.
+INNER_NORM_EPS = 1e-6
+
 
 class CheckpointError(ConfigError):
     """The checkpoint cannot be served; the message names the file and the key or tensor at fault."""

@@ -56,52 +56,72 @@ def fp8_weight(weight: Tensor) -> Fp8Weight:
     return Fp8Weight(values=levels.to(torch.float8_e4m3fn), scale=scale)
 
 
-def int8_weight(weight: Tensor) -> Int8Weight:
-    """One scale per output: the largest magnitude maps to 127."""
+def int8_weight(weight: Tensor, smoothing: Tensor | None = None) -> Int8Weight:
+    """One scale per output, the largest magnitude to 127; of the weight over smoothing [K], where given."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(weight.shape[0], 1, device=weight.device)
-    rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
-    for first in range(0, weight.shape[0], rows):
-        part = slice(first, first + rows)
+    for part in _pieces(weight):
         wide = weight[part].float()
+        if smoothing is not None:
+            wide = wide / smoothing
         scale[part] = (wide.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         values[part] = (wide / scale[part]).round_().clamp_(-127, 127)
     return Int8Weight(values=values, scale=scale)
 
 
+def _pieces(weight: Tensor) -> list[slice]:
+    """Rows of weight [N, K] that are in float32 at a time."""
+    rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
+    return [slice(first, first + rows) for first in range(0, weight.shape[0], rows)]
+
+
 def rounding_weight(weight: Tensor, input_range: Tensor | None) -> Int8Weight:
     """int8 levels for inputs that are rounded as well, smoothed where the inputs' range is known."""
-    smoothing = None
-    wide = weight.float()
-    if input_range is not None:
-        smoothing = _smoothing(wide, input_range.float())
-        wide = wide / smoothing
-    made = int8_weight(wide)
+    smoothing = None if input_range is None else _smoothing(weight, input_range.float())
+    made = int8_weight(weight, smoothing)
     return Int8Weight(values=made.values, scale=made.scale, smoothing=smoothing, activations="int8")
 
 
 def _smoothing(weight: Tensor, input_range: Tensor) -> Tensor:
     """What inputs are multiplied by [K]: (range of weights / range of inputs) ^ 0.5, around 1."""
     tiny = 1e-5
-    of_inputs, of_weights = input_range.clamp(min=tiny), weight.abs().amax(0).clamp(min=tiny)
+    of_inputs, of_weights = input_range.clamp(min=tiny), weight.abs().amax(0).float().clamp(min=tiny)
     factor = of_weights**SMOOTHING_STRENGTH / of_inputs ** (1 - SMOOTHING_STRENGTH)
     return factor / factor.log().mean().exp()
 
 
 def int4_weight(weight: Tensor, group_size: int) -> Int4Weight:
     """Levels of 4 bits by groups of `group_size` inputs."""
-    grouped = weight.float().view(weight.shape[0], -1, group_size)  # [N, G, size]
+    pieces = _pieces(weight)
+    found = [_clipped(_grouped(weight[part], group_size)) for part in pieces]
+    symmetric, asymmetric = (
+        [torch.cat(parts) for parts in zip(*candidates, strict=True)]
+        for candidates in zip(*found, strict=True)
+    )
+    is_symmetric = float(symmetric[2].sum()) <= float(asymmetric[2].sum())
+    scale, minimum, _ = symmetric if is_symmetric else asymmetric
+    packed = torch.cat(
+        [_levels(_grouped(weight[part], group_size), scale[part], minimum[part]) for part in pieces]
+    )
+    return Int4Weight(packed=packed, scale=scale, minimum=None if is_symmetric else minimum)
+
+
+def _grouped(weight: Tensor, group_size: int) -> Tensor:
+    return weight.float().view(weight.shape[0], -1, group_size)  # [N, G, size]
+
+
+_Clipped = tuple[Tensor, Tensor, Tensor]
+
+
+def _clipped(grouped: Tensor) -> tuple[_Clipped, _Clipped]:
+    """The best symmetric and the best asymmetric ranges of groups, as `_best_clip` gives them."""
     highest, lowest = grouped.amax(-1), grouped.amin(-1)
     # The level of -8 takes the larger side, so that 7.5 on average covers both.
     larger = torch.where(highest > -lowest, highest, lowest)
-    symmetric = _best_clip(grouped, [(-larger * part / 8, larger * part) for part in CLIPPED_RANGES])
     spread = (highest - lowest).clamp(min=1e-10)
+    scale, _, error = _best_clip(grouped, [(-larger * part / 8, larger * part) for part in CLIPPED_RANGES])
     asymmetric = _best_clip(grouped, [(spread * part / 15, lowest * part) for part in CLIPPED_RANGES])
-    if float(symmetric[2].sum()) <= float(asymmetric[2].sum()):
-        scale, _, _ = symmetric
-        return Int4Weight(packed=_levels(grouped, scale, -INT4_MIDDLE * scale), scale=scale)
-    scale, minimum, _ = asymmetric
-    return Int4Weight(packed=_levels(grouped, scale, minimum), scale=scale, minimum=minimum)
+    return (scale, -INT4_MIDDLE * scale, error), asymmetric
 
 
 def _best_clip(grouped: Tensor, candidates: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,16 +11,12 @@ import ctypes
 import sys
 from typing import Any
 
-import torch
-
 from services.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # The largest value that glibc takes for the mmap threshold on 64-bit machines.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 512 << 20
-# Its functions have no types.
-_cuda: Any = torch.cuda
 
 
 def keep_freed_memory() -> None:
@@ -42,10 +38,14 @@ class HostArena:
     """
 
     def __init__(self, num_rows: int, row_bytes: int, *, pinned: bool) -> None:
+        import torch
+
+        # Its functions have no types.
+        self._cuda: Any = torch.cuda
         self.rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
         self.pinned = pinned and num_rows > 0
         if self.pinned:
-            status = _cuda.cudart().cudaHostRegister(self.rows.data_ptr(), self.rows.nbytes, 0)
+            status = self._cuda.cudart().cudaHostRegister(self.rows.data_ptr(), self.rows.nbytes, 0)
             if int(status) != 0:
                 self.pinned = False
                 raise ConfigError(
@@ -57,4 +57,4 @@ class HostArena:
         """Unregisters; further calls do nothing."""
         if self.pinned:
             self.pinned = False
-            _cuda.cudart().cudaHostUnregister(self.rows.data_ptr())
+            self._cuda.cudart().cudaHostUnregister(self.rows.data_ptr())

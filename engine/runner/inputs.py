@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.kernels.attention import RaggedBatch
+from engine.kernels.attention.ragged import RaggedBatch
+from engine.kernels.host import Device
 from engine.kernels.transfer import on_device
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.sequence_table import SequenceState, SequenceTable
@@ -35,7 +35,7 @@ def prepare_inputs(
     *,
     block_size: int,
     spare_slot: int,
-    device: torch.device,
+    device: Device,
     row_multiple: int,
 ) -> StepInputs:
     """Builds the step. Block tables already hold the plan's new blocks. Rows are padded to a multiple of
@@ -71,7 +71,7 @@ def prepare_inputs(
     num_blocks = -(-ends // block_size)
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
-    token_ids, padded_positions, places = on_device(rows, device).unbind()
+    token_ids, padded_positions, places = on_device(rows, device)
     batch = ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from engine.kernels.paged_cache import LayerCache, allocate_layer
+import numpy as np
+
+from engine.kernels.host import Device, HostDevice
+from engine.kernels.paged_cache.host import allocate_host_layer
 from engine.kernels.transfer import on_device
 from engine.model.spec import ModelSpec
-from engine.runner.block_transfers import BlockTransfers
-from engine.runner.lanes import lanes_of
 from engine.runner.prefault import Prefault
 from engine.types import SchedulerOutput
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
+if TYPE_CHECKING:
+    import torch
+
+    from engine.kernels.paged_cache import LayerCache
+    from engine.runner.block_transfers import BlockTransfers
+
+# Name of a type to torch's.
+TORCH_TYPES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
 }
 
 
@@ -34,29 +42,32 @@ class KvStorage:
         num_blocks: int,
         block_size: int,
         kv_dtype: str,
-        device: torch.device,
+        device: Device,
         host_blocks: int = 0,
         ahead_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: list[LayerCache] = [
-            allocate_layer(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_heads=spec.cache_heads,
-                key_dim=spec.cache_key_dim,
-                value_dim=spec.cache_value_dim,
-                shared_value_dim=spec.value_dim,
-                dtype=TORCH_DTYPES[kv_dtype],
-                device=device,
-            )
+        self._device = device
+        shape = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_heads": spec.cache_heads,
+            "key_dim": spec.cache_key_dim,
+            "value_dim": spec.cache_value_dim,
+            "shared_value_dim": spec.value_dim,
+        }
+        # HostCache for the native kernels, else LayerCache.
+        self.layers: list[Any] = [
+            allocate_host_layer(**shape, type_name=kv_dtype)
+            if isinstance(device, HostDevice)
+            else _torch_layer(shape, kv_dtype, device)
             for _ in range(spec.num_layers)
         ]
-        self._tensors = [tensor for layer in self.layers for tensor in layer.tensors()]
+        self._tensors: list[Any] = [tensor for layer in self.layers for tensor in layer.tensors()]
         self._transfers: BlockTransfers | None = None
         if host_blocks:
-            self._transfers = BlockTransfers(self._tensors, host_blocks, lanes_of(device))
+            self._transfers = _transfers(self._tensors, host_blocks, device)
         self._prefault: Prefault | None = None
         if ahead_blocks and device.type == "cpu":
             self._prefault = Prefault(self._tensors, ahead_blocks=ahead_blocks)
@@ -92,9 +103,13 @@ class KvStorage:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
             self._transfers.apply(plan.step_id, plan.offloads, plan.restores)
         if plan.block_copies:
-            index = on_device(np.array(plan.block_copies, np.int64).T.copy(), self._tensors[0].device)
+            index = np.array(plan.block_copies, np.int64).T.copy()
             for tensor in self._tensors:
-                tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
+                if isinstance(tensor, np.ndarray):
+                    tensor[index[1]] = tensor[index[0]]
+                else:
+                    sources, targets = on_device(index, tensor.device)
+                    tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def close(self) -> None:
         """Ends transfers and gives host memory back. No step is outstanding."""
@@ -102,7 +117,31 @@ class KvStorage:
             self._prefault.close()
             self._prefault = None
         if self._transfers is not None:
-            if self._tensors[0].device.type == "cuda":
+            if self._device.type == "cuda":
+                import torch
+
                 torch.cuda.synchronize(self._tensors[0].device)
             self._transfers.close()
             self._transfers = None
+
+
+def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> LayerCache:
+    import torch
+
+    from engine.kernels.paged_cache import allocate_layer
+
+    return allocate_layer(**shape, dtype=getattr(torch, TORCH_TYPES[kv_dtype]), device=device)
+
+
+def _transfers(tensors: Sequence[Any], host_blocks: int, device: Device) -> BlockTransfers:
+    """Moves blocks as tensors, over the same memory where these are arrays: who sets host memory apart for
+    blocks pays for torch with it.
+    """
+    import torch
+
+    from engine.runner.block_transfers import BlockTransfers
+    from engine.runner.lanes import lanes_of
+
+    if isinstance(device, HostDevice):
+        tensors = [torch.from_numpy(tensor.view(np.uint8)) for tensor in tensors]
+    return BlockTransfers(tensors, host_blocks, lanes_of(tensors[0].device))

@@ -14,12 +14,12 @@ import ctypes
 from ctypes import c_int64, c_void_p
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from engine.kernels.host import empty
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
+from engine.model.lowered import Floats
 from engine.model.lowering import NativeDecoder
 from engine.runner.sequence_table import SequenceTable
 from engine.runner.steady import LastStep
@@ -76,7 +76,7 @@ class NativeDecode:
         self._last: LastStep | None = None
         self._rows: SamplingRows | None = None
         self._tokens = self._blocks = np.zeros((0, 0), np.int64)
-        self._logits = self._processed = torch.empty(0, 0)
+        self._logits = self._processed = empty((0, 0))
 
     def run(self, last: LastStep) -> bool | None:
         """Computes the step that follows `last`. Whether the drawn tokens were appended: none are where a
@@ -96,7 +96,7 @@ class NativeDecode:
         tokens: list[int] = self._draws.tokens[: self._args.num_sequences].tolist()
         return tokens
 
-    def drawn(self) -> tuple[Tensor, Drawn]:
+    def drawn(self) -> tuple[Floats, Drawn]:
         """Logits [S, V] and what was drawn from them, valid until the next step."""
         draws, count = self._draws, self._args.num_sequences
         return self._logits, Drawn(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
 
+from engine.kernels.host import HOST, Values
+from engine.kernels.transfer import on_device
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.verification import LogitRows, confirmed
@@ -27,7 +29,7 @@ class SampledStep:
 
     inputs: StepInputs
     rows: LogitRows
-    logits: Tensor  # [R, V]
+    logits: Values  # [R, V]
     drawn: Drawn
     masks: GrammarMasks | None
 
@@ -132,12 +134,13 @@ def logprob_reports(
     reports: list[tuple[TokenLogprobs, ...]] = [()] * len(outcomes)
     if not picked:
         return reports
-    rows = torch.tensor([row for _, row, _, _ in picked], device=step.logits.device)
+    device: Any = HOST if isinstance(step.logits, np.ndarray) else step.logits.device
+    rows = on_device(np.array([row for _, row, _, _ in picked], np.int64), device)
     beams = [step.inputs.states[step.rows.members[index]].sampling.beam_width > 0 for index, *_ in picked]
     excluded = None
     if any(beams):
-        masked = step.drawn.processed[rows] == float("-inf")
-        excluded = masked & torch.tensor(beams, device=masked.device)[:, None]
+        masked = step.drawn.processed[rows] == -math.inf
+        excluded = masked & on_device(np.array(beams), device)[:, None]
     tokens, counts = [token for *_, token, _ in picked], [count for *_, count in picked]
     found = token_logprobs(step.logits[rows], tokens, counts, excluded, native=table.sampling.native)
     for (index, *_), entry in zip(picked, found, strict=True):

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from engine.kernels.host import Values, address_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Prefault:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Values],
         *,
         ahead_blocks: int,
         populate: Callable[[int, int], bool] | None = None,
@@ -88,8 +88,8 @@ class Prefault:
                 if self._closing:
                     return
                 size = tensor[0].nbytes
-                begin = (tensor.data_ptr() + self.num_blocks * size) // mmap.PAGESIZE * mmap.PAGESIZE
-                if not self._populate(begin, tensor.data_ptr() + end * size - begin):
+                begin = (address_of(tensor) + self.num_blocks * size) // mmap.PAGESIZE * mmap.PAGESIZE
+                if not self._populate(begin, address_of(tensor) + end * size - begin):
                     _log.info("this system gives memory when it is first written, not before")
                     return
             self.num_blocks = end

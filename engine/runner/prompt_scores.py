@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from torch import Tensor
 
 from engine.model.loading import Model
 from engine.runner.inputs import StepInputs
@@ -16,7 +17,7 @@ ROWS_AT_ONCE = 128
 
 
 def prompt_logprobs(
-    inputs: StepInputs, hidden: Tensor, model: Model, table: SequenceTable
+    inputs: StepInputs, hidden: Any, model: Model, table: SequenceTable
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """Index of a sequence in the step to the log-probabilities of the prompt tokens after each that was
     computed.

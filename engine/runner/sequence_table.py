@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from engine.kernels.host import Device
 from engine.runner.speculation.progress import DraftProgress
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.sampling.table import SamplingTable, problem_with
@@ -39,7 +39,7 @@ class SequenceTable:
     """All live sequences. Slots of released sequences serve new ones."""
 
     def __init__(
-        self, *, vocab_size: int, max_model_len: int, device: torch.device, grammar: GrammarEngine
+        self, *, vocab_size: int, max_model_len: int, device: Device, grammar: GrammarEngine
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len

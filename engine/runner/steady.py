@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.host import as_array, on_host
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
@@ -69,7 +70,8 @@ class SteadyDecode:
         """Takes note of a step that was put together as a whole."""
         count, batch = len(inputs.scheduled), inputs.batch
         self.last = None
-        if batch.token_ids.device.type != "cpu" or batch.token_ids.shape[0] != count:
+        token_ids = on_host(batch.token_ids)
+        if token_ids is None or token_ids.size != count:
             return
         if not _is_plain(inputs.scheduled):
             return
@@ -84,9 +86,9 @@ class SteadyDecode:
             most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
             inputs=inputs,
             rows=rows,
-            token_ids=batch.token_ids.numpy(),
-            positions=batch.positions.numpy(),
-            places=batch.slots.numpy(),
+            token_ids=as_array(batch.token_ids),
+            positions=as_array(batch.positions),
+            places=as_array(batch.slots),
         )
 
     def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:

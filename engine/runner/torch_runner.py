@@ -1,4 +1,5 @@
-"""Executes plans on torch, in a thread of its own, so that launching never blocks the core loop.
+"""Executes plans with the native kernels or torch, in a thread of its own where launching may not block the
+core loop.
 
 Plans run strictly one after another; a plan that schedules the token which its predecessor samples finds it
 in the sequence table. What goes wrong with one sequence (non-finite logits, a broken grammar, an id outside
@@ -11,26 +12,24 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.config import EngineConfig, num_threads
-from engine.kernels.attention import AttentionBackend
+from engine.kernels.host import HOST, Device
+from engine.kernels.native import NativeLibrary
 from engine.model.checkpoint import folder_of, resolve_checkpoint
-from engine.model.decoder import Decoder
 from engine.model.device import choose_device
-from engine.model.loading import Model, load_model, native_library
+from engine.model.loader import load_here
+from engine.model.loading import Load, Model, load_model, native_library
 from engine.model.lowering import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
-from engine.runner.attention_choice import attention_of
 from engine.runner.base import PendingStep, Runner
 from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
-from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
+from engine.runner.kv_storage import KvStorage
 from engine.runner.native_decode import NativeDecode
 from engine.runner.outcomes import SampledStep, conclude, logprob_reports, with_reports
 from engine.runner.prompt_scores import prompt_logprobs
@@ -54,6 +53,11 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
+
+if TYPE_CHECKING:
+    from engine.kernels.attention import AttentionBackend
+    from engine.model.decoder import Decoder
+    from engine.model.spec import ModelSpec
 
 Progress = Callable[[str, float], None]
 
@@ -88,13 +92,15 @@ class _Done:
 
 
 class TorchRunner:
-    """A model, its cache and the state of its sequences. `launch` from one thread; see Runner."""
+    """A model, its cache and the state of its sequences. `launch` from one thread; see Runner. The attention
+    is that of a decoder of torch; a native program has its own.
+    """
 
     def __init__(
         self,
         *,
         model: Model,
-        attention: AttentionBackend,
+        attention: AttentionBackend | None,
         storage: KvStorage,
         grammar: GrammarEngine,
         proposer: Proposer,
@@ -105,21 +111,28 @@ class TorchRunner:
         self.model = model
         self.attention = attention
         self.storage = storage
-        self.device = model.device
+        # A torch.device or HOST.
+        self.device: Any = model.device
         self.grammar = grammar
         self.proposer = proposer
         self._began_s = 0.0
         self.table = self._make_table()
         self._steady = SteadyDecode(self.table, storage.block_size)
         self.table.sampling.native = native_sampling
-        if isinstance(model, Decoder):
-            self.table.sampling.backend = model.kernels.names["sampling"]
+        if not isinstance(model, NativeDecoder):
+            import torch
+
+            self.table.sampling.backend = cast("Decoder", model).kernels.names["sampling"]
+            self._execute = torch.inference_mode()(self._execute)  # type: ignore[method-assign]
         self._decode = self._native_decode() if native_sampling else None
         # Where nobody plans while a step runs, a second thread would only cost the way to it and back.
         self._thread: ThreadPoolExecutor | None = None
         if overlaps:
             self._thread = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix="runner", initializer=_set_threads, initargs=(num_threads,)
+                max_workers=1,
+                thread_name_prefix="runner",
+                initializer=_no_threads if isinstance(model, NativeDecoder) else _set_threads,
+                initargs=(num_threads,),
             )
 
     def _make_table(self) -> SequenceTable:
@@ -177,12 +190,10 @@ class TorchRunner:
             return self._execute_rows(plan, started)
         return StepResult(plan.step_id, results, time.monotonic() - started)
 
-    @torch.inference_mode()
     def _execute_whole(self, plan: SchedulerOutput, started: float) -> StepResult:
         self._apply(plan)
         return self._execute_rows(plan, started)
 
-    @torch.inference_mode()
     def _execute_rows(self, plan: SchedulerOutput, started: float) -> StepResult:
         """The forward and sampling of a plan that was applied."""
         sound, failed = self._sorted_out(plan.scheduled)
@@ -209,7 +220,6 @@ class TorchRunner:
             return tuple(map(_token_of, last.ids, decode.tokens()))
         return self._conclude_decode(decode, last, appended)
 
-    @torch.inference_mode()
     def _conclude_decode(
         self, decode: NativeDecode, last: LastStep, appended: bool
     ) -> tuple[SequenceResult, ...]:
@@ -296,7 +306,7 @@ class TorchRunner:
         self,
         inputs: StepInputs,
         rows: LogitRows,
-        hidden: Tensor,
+        hidden: Any,
         masks: GrammarMasks | None,
         scores: dict[int, tuple[TokenLogprobs, ...]],
     ) -> list[SequenceResult]:
@@ -386,9 +396,10 @@ class TorchRunner:
 
 
 def build(
-    config: EngineConfig, model: ModelConfig, progress: Progress
+    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load = load_here
 ) -> tuple[Runner, MemoryPlan, ModelFacts]:
-    """Plans the memory, loads the checkpoint and allocates the cache.
+    """Plans the memory, loads the checkpoint and allocates the cache. `load` is how weights come here that
+    are packed for the native kernels (engine/model/loader).
 
     `progress` gets a phase and its done part (0 to 1). Raises ConfigError (CheckpointError) with one clear
     line.
@@ -400,26 +411,29 @@ def build(
     plan = make_plan(given)
     spec = given.spec
     keep_freed_memory()
-    _set_threads(config.num_threads)
-    device = torch.device(device_name)
-    attention = attention_of(config, spec, TORCH_DTYPES[given.dtype], device)
     folder = resolve_checkpoint(model.path)
     library = native_library(config, spec, device_name)
+    if library is None:
+        _set_threads(config.num_threads)
+    else:
+        library.usual_threads = config.num_threads
+    attention, device = _attention(given, spec, device_name, library)
     decoder = load_model(
         folder,
         spec,
-        dtype=TORCH_DTYPES[given.dtype],
-        device=device,
+        dtype=given.dtype,
+        device=device_name,
         max_model_len=plan.max_model_len,
         progress=progress,
         config=config,
         library=library,
+        load=load,
     )
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
 
-        assert isinstance(decoder, Decoder), "the native kernels are for CPUs"
-        plan = measured_plan(given, decoder, attention)
+        assert attention is not None
+        plan = measured_plan(given, cast("Decoder", decoder), attention)
     progress("allocate KV cache", 0.0)
     storage_options: dict[str, Any] = {
         "block_size": plan.block_size,
@@ -429,7 +443,7 @@ def build(
     }
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
     storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
-    draft = _draft_model(given, plan, storage_options, progress)
+    draft = _draft_model(given, plan, storage_options, progress, load)
     progress("allocate KV cache", 1.0)
     parts: dict[str, Any] = {
         "storage": storage,
@@ -441,8 +455,10 @@ def build(
     if device.type == "cuda":
         from engine.runner.cuda.build import make_device_runner
 
-        assert isinstance(decoder, Decoder), "the native kernels are for CPUs"
-        runner: TorchRunner = make_device_runner(config, decoder, attention, progress=progress, **parts)
+        assert attention is not None
+        runner: TorchRunner = make_device_runner(
+            config, cast("Decoder", decoder), attention, progress=progress, **parts
+        )
     else:
         overlaps = config.scheduler.overlap == "on"
         runner = TorchRunner(model=decoder, attention=attention, overlaps=overlaps, **parts)
@@ -451,7 +467,7 @@ def build(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=given.dtype,
-        attention_backend=attention.name if library is None else "native",
+        attention_backend="native" if attention is None else attention.name,
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.
@@ -465,29 +481,48 @@ def _draft_model(
     plan: MemoryPlan,
     storage_options: dict[str, Any],
     progress: Progress,
+    load: Load,
 ) -> DraftModel | None:
     """The draft model that the plan counts in, or None."""
     if given.draft is None:
         return None
     spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
-    device = storage_options["device"]
+    device = str(storage_options["device"])
+    library = native_library(given.config, spec, device)
+    attention, place = _attention(given, spec, device, library)
     decoder = load_model(
         Path(given.draft.folder),
         spec,
-        dtype=TORCH_DTYPES[given.dtype],
+        dtype=given.dtype,
         device=device,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
         progress=lambda phase, part: progress("load draft model", part),
         config=msgspec.structs.replace(given.config, quantize="off"),
-        library=native_library(given.config, spec, device.type),
+        library=library,
+        load=load,
     )
+    # Its contents follow from the tokens, so nothing of it is kept on the host.
+    options = {**storage_options, "device": place, "host_blocks": 0}
     return DraftModel(
         decoder,
-        attention_of(given.config, spec, TORCH_DTYPES[given.dtype], device),
-        # Its contents follow from the tokens, so nothing of it is kept on the host.
-        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **{**storage_options, "host_blocks": 0}),
+        attention,
+        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **options),
         num_scratch_blocks=num_scratch,
     )
+
+
+def _attention(
+    given: PlanInput, spec: ModelSpec, device: str, library: NativeLibrary | None
+) -> tuple[AttentionBackend | None, Device]:
+    """What computes a model's attention, and where; none where a native program does."""
+    if library is not None:
+        return None, HOST
+    import torch
+
+    from engine.runner.attention_choice import attention_of
+
+    place = torch.device(device)
+    return attention_of(given.config, spec, getattr(torch, given.dtype), place), place
 
 
 def _changes(plan: SchedulerOutput) -> bool:
@@ -507,5 +542,11 @@ def _token_of(sequence_id: int, token: int) -> SequenceResult:
 
 
 def _set_threads(num_threads: int) -> None:
-    """Threads of a forward."""
+    """Threads of a forward of torch."""
+    import torch
+
     torch.set_num_threads(num_threads)
+
+
+def _no_threads(num_threads: int) -> None:
+    """The native library has a pool of its own."""

@@ -5,18 +5,21 @@ Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
+from engine.kernels.host import Values, on_host
 from engine.sampling.native import native_logprobs, sampling_library
 from engine.types import TokenLogprobs
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def token_logprobs(
-    logits: Tensor,
+    logits: Values,
     tokens: list[int],
     num_alternatives: list[int],
-    excluded: Tensor | None = None,
+    excluded: Values | None = None,
     *,
     native: bool,
 ) -> list[TokenLogprobs]:
@@ -25,11 +28,13 @@ def token_logprobs(
     Tokens that are excluded [R, V] are no alternatives; fewer are reported where too few are left. `native`:
     the native kernels may be used.
     """
-    library = sampling_library() if native and logits.device.type == "cpu" else None
+    library = sampling_library() if native and on_host(logits) is not None else None
     if library is not None:
         chosen, ids, values = native_logprobs(library, logits, tokens, max(num_alternatives), excluded)
     else:
-        chosen, ids, values = logprobs_by_torch(logits, tokens, max(num_alternatives), excluded)
+        chosen, ids, values = logprobs_by_torch(
+            cast("Tensor", logits), tokens, max(num_alternatives), cast("Tensor | None", excluded)
+        )
     return [
         TokenLogprobs(token, chosen[row], tuple(ids[row][:count]), tuple(values[row][:count]))
         for row, (token, count) in enumerate(zip(tokens, num_alternatives, strict=True))
@@ -40,6 +45,8 @@ def logprobs_by_torch(
     logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
 ) -> tuple[list[float], list[list[int]], list[list[float]]]:
     """What `native_logprobs` reports, without native kernels."""
+    import torch
+
     normalized = torch.log_softmax(logits, dim=-1)
     chosen = normalized.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     eligible = normalized if excluded is None else normalized.masked_fill(excluded, float("-inf"))

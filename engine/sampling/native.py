@@ -11,10 +11,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
 from engine.sampling.noise import row_keys, sequence_streams
@@ -118,15 +117,15 @@ class NativeDraws:
         self.args.allowed = self.allowed.ctypes.data
 
     def draw(
-        self, logits: Tensor, table: SamplingTable, rows: SamplingRows
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], Tensor]:
+        self, logits: Values, table: SamplingTable, rows: SamplingRows
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float32]]:
         """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits
         [R, V] for logits [R, V] in float32.
         """
-        logits = logits.contiguous()
-        processed = self._prepare(logits, table, rows)
-        self._program.run(self.library.pool(torch.get_num_threads()))
-        count = logits.shape[0]
+        given = np.ascontiguousarray(as_array(logits))
+        processed = self._prepare(given, table, rows)
+        self._program.run(self.library.pool(self.library.usual_threads))
+        count = given.shape[0]
         return (
             self.tokens[:count].copy(),
             self.finite[:count].copy(),
@@ -134,7 +133,9 @@ class NativeDraws:
             processed,
         )
 
-    def follow(self, logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Tensor | None:
+    def follow(
+        self, logits: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
+    ) -> NDArray[np.float32] | None:
         """Lets `op` draw these rows (without grammar and drafts) from logits [R, V], contiguous, in this step
         and in later ones, until another draw. Who runs it brings the keys of `described` up to date where
         there are `streams`. Returns the processed logits, or None while a row has to wait for its end.
@@ -149,16 +150,18 @@ class NativeDraws:
         self.followed = rows
         return processed
 
-    def _prepare(self, logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Tensor:
+    def _prepare(
+        self, given: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
+    ) -> NDArray[np.float32]:
         """Points the args to what the draw needs; returns where the processed logits will be."""
-        count, vocab_size = logits.shape
+        count, vocab_size = given.shape
         self.followed = None
         if count > self.described.size:
             self._resize(2 * count)
         if self._written:
             self.described[:] = 0
             self._written = False
-        processed, args = logits, self.args
+        processed, args = given, self.args
         args.processed = args.stop_ids = args.draft_tokens = None
         kept: list[NDArray[np.generic]] = []
         if rows.grammar_masks is not None or not table.plain[rows.slots].all():
@@ -167,11 +170,11 @@ class NativeDraws:
             kept = _describe(described, table, rows)
             args.stop_ids, args.draft_tokens = kept[0].ctypes.data, kept[1].ctypes.data
             if any(described[name].any() for name in ("counts", "bias", "mask", "num_stops")):
-                processed = torch.empty_like(logits)
-                args.processed = processed.data_ptr()
-        args.logits = logits.data_ptr()
+                processed = empty(given.shape)
+                args.processed = processed.ctypes.data
+        args.logits = given.ctypes.data
         args.num_rows, args.vocab_size = count, vocab_size
-        self._kept = (logits, processed, kept)
+        self._kept = (given, processed, kept)
         return processed
 
 
@@ -200,7 +203,7 @@ def _describe_wide(
     )
     for name, index, stored, size in wide:
         at = options[index]
-        described[name] = np.where(at == NO_ROW, 0, stored.data_ptr() + at * vocab_size * size)
+        described[name] = np.where(at == NO_ROW, 0, stored.ctypes.data + at * vocab_size * size)
     stops: list[int] = []
     for row in np.flatnonzero(rows.positions < options["min_tokens"]).tolist():
         found = table.stop_ids.get(int(rows.slots[row]), ())
@@ -221,22 +224,22 @@ def _describe_wide(
 
 
 def native_logprobs(
-    library: NativeLibrary, logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
+    library: NativeLibrary, logits: Values, tokens: list[int], num_best: int, excluded: Values | None
 ) -> tuple[list[float], list[list[int]], list[list[float]]]:
     """Log-probabilities of tokens [R] under logits [R, V] in float32, and ids and log-probabilities of the
     num_best most likely that are not excluded [R, V] (fewer where too few are left), best first.
     """
-    logits = logits.contiguous()
-    count, vocab_size = logits.shape
+    given = np.ascontiguousarray(as_array(logits))
+    count, vocab_size = given.shape
     num_best = min(num_best, vocab_size)
     asked = np.array(tokens, np.int64)
     chosen = np.empty(count, np.float32)
     ids, best = np.empty((count, num_best), np.int64), np.empty((count, num_best), np.float32)
-    hidden = None if excluded is None else excluded.contiguous()
+    hidden = None if excluded is None else np.ascontiguousarray(as_array(excluded))
     args = LogprobArgs(
-        logits=logits.data_ptr(),
+        logits=given.ctypes.data,
         tokens=asked.ctypes.data,
-        excluded=None if hidden is None else hidden.data_ptr(),
+        excluded=None if hidden is None else hidden.ctypes.data,
         chosen=chosen.ctypes.data,
         best_ids=ids.ctypes.data,
         best=best.ctypes.data,
@@ -244,7 +247,7 @@ def native_logprobs(
         num_rows=count,
         vocab_size=vocab_size,
     )
-    library.run([Op(library, "logprobs", args, hidden)], num_threads=torch.get_num_threads())
+    library.run([Op(library, "logprobs", args, hidden)], num_threads=library.usual_threads)
     numbers = (ids >= 0).sum(-1).tolist()
     return (
         chosen.tolist(),

@@ -11,10 +11,13 @@ Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -36,6 +39,8 @@ def sequence_streams(seeds: NDArray[np.uint64], choices: NDArray[np.int64]) -> N
 
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     """keys [R] int64 -> standard Gumbel noise [R, V] in float64."""
+    import torch
+
     counter = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=keys.device) * _signed(_GOLDEN)
     bits = keys[:, None] + counter
     bits = (bits ^ _shift(bits, 30)) * _signed(_FIRST)

@@ -1,7 +1,7 @@
 """The draw by kernels on the device, without a word from the device to the host: what a row asks for goes
 there in one copy, and tokens stay until they are fetched.
 
-It draws what `sampler.sample_by_torch` draws, which is its reference.
+It draws what `by_torch.sample_by_torch` draws, which is its reference.
 
 Shape letters: R rows, V vocabulary, W wide rows.
 """
@@ -66,7 +66,7 @@ def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) 
         mask_row[rows.grammar_rows] = np.arange(rows.grammar_rows.size)
         masks = on_device(np.ascontiguousarray(rows.grammar_masks, np.int32), device)
     penalized, biased = (bool((options[name] != NO_ROW).any()) for name in ("count_row", "bias_row"))
-    counts, seen = table.output_counts.rows, table.seen.rows
+    counts, seen = table.output_counts.tensor, table.seen.tensor
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = _with_drafts(table, rows, options, device)
@@ -91,7 +91,7 @@ def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) 
     if penalized:
         asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
     if biased:
-        asked |= {"bias_row": bias_rows, "biases": table.biases.rows}
+        asked |= {"bias_row": bias_rows, "biases": table.biases.tensor}
     if masks is not None:
         asked |= {"mask_row": mask_rows, "masks": masks}
     return asked
@@ -105,7 +105,7 @@ def _with_drafts(
     place = np.full(len(options), NO_ROW, np.int64)
     place[chosen] = np.arange(chosen.size)
     wide = on_device(options["count_row"][chosen], device)
-    counts, seen = table.output_counts.rows[wide], table.seen.rows[wide]
+    counts, seen = table.output_counts.tensor[wide], table.seen.tensor[wide]
     kept = place[rows.draft_rows] >= 0
     index = (
         on_device(place[rows.draft_rows][kept], device),

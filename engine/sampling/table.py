@@ -7,16 +7,18 @@ Shape letters: N slots, W wide rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from engine.kernels.host import Device
 from engine.kernels.transfer import on_device
 from engine.types import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.sampling.native import NativeDraws
 
 OPTIONS = np.dtype(
@@ -41,21 +43,39 @@ COLDEST = 1e-6
 
 
 class _WideRows:
-    """A pool of rows [W, V] that grows by doubling."""
+    """A pool of rows [W, V] that grows by doubling: an array, or a tensor on a GPU."""
 
-    def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.zeros(0, vocab_size, dtype=dtype, device=device)
+    def __init__(self, vocab_size: int, dtype: Any, device: Device) -> None:
+        self._device = device
+        self.rows: Any = self._zeros(0, vocab_size, dtype)
         self.num_rows = 0
         self._free: list[int] = []
+
+    def _zeros(self, count: int, vocab_size: int, dtype: Any) -> Any:
+        there = np.zeros((count, vocab_size), dtype)
+        return there if self._device.type == "cpu" else on_device(there, self._device)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same memory as a tensor."""
+        if not isinstance(self.rows, np.ndarray):
+            found: torch.Tensor = self.rows
+            return found
+        import torch
+
+        return torch.from_numpy(self.rows)
 
     def take(self) -> int:
         """Index of a row of zeros."""
         if not self._free:
-            size = self.rows.shape[0]
-            more = torch.zeros(
-                max(4, size), self.rows.shape[1], dtype=self.rows.dtype, device=self.rows.device
-            )
-            self.rows = torch.cat((self.rows, more))
+            size, vocab_size = self.rows.shape
+            if isinstance(self.rows, np.ndarray):
+                more = np.zeros((max(4, size), vocab_size), self.rows.dtype)
+                self.rows = np.concatenate((self.rows, more))
+            else:
+                grown = self.rows.new_zeros(size + max(4, size), vocab_size)
+                grown[:size] = self.rows
+                self.rows = grown
             self.num_rows = self.rows.shape[0]
             self._free = list(range(size, self.num_rows))[::-1]
         index = self._free.pop()
@@ -73,7 +93,7 @@ class SamplingTable:
     `native` says whether the native kernels may draw and report; they take logits in main memory alone.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: Device) -> None:
         self.vocab_size = vocab_size
         self.native = True
         # Made with the first draw.
@@ -83,10 +103,10 @@ class SamplingTable:
         self.options = np.zeros(0, OPTIONS)  # [N]
         # Whether the most likely token is all that is wanted, of logits as they are.
         self.plain = np.zeros(0, np.bool_)  # [N]
-        self.biases = _WideRows(vocab_size, torch.float32, device)
+        self.biases = _WideRows(vocab_size, np.float32, device)
         # Occurrences in the output, and whether a token is in prompt or output.
-        self.output_counts = _WideRows(vocab_size, torch.int32, device)
-        self.seen = _WideRows(vocab_size, torch.bool, device)
+        self.output_counts = _WideRows(vocab_size, np.int32, device)
+        self.seen = _WideRows(vocab_size, np.bool_, device)
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.logprobs: dict[int, int] = {}
 
@@ -155,12 +175,18 @@ class SamplingTable:
             return
         rows = self.options["count_row"][slots]
         counted = rows != NO_ROW
-        if counted.any():
-            device = self.seen.rows.device
-            index = (torch.from_numpy(rows[counted]).to(device), torch.from_numpy(tokens[counted]).to(device))
-            ones = torch.ones(len(index[0]), dtype=torch.int32, device=device)
-            self.output_counts.rows.index_put_(index, ones, accumulate=True)
-            self.seen.rows[index] = True
+        if not counted.any():
+            return
+        wide, new = rows[counted], tokens[counted]
+        if isinstance(self.seen.rows, np.ndarray):
+            np.add.at(self.output_counts.rows, (wide, new), 1)
+            self.seen.rows[wide, new] = True
+            return
+        device = self.seen.rows.device
+        index = (on_device(wide, device), on_device(new, device))
+        ones = on_device(np.ones(wide.size, np.int32), device)
+        self.output_counts.rows.index_put_(index, ones, accumulate=True)
+        self.seen.rows[index] = True
 
     def append_there(self, slots: NDArray[np.int64], tokens: torch.Tensor) -> None:
         """Counts one new output token [S] for each of slots [S], all different; tokens stay on the device."""
@@ -170,19 +196,20 @@ class SamplingTable:
             return
         wide, places = on_device(np.stack((rows[counted], counted)), tokens.device)
         index = (wide, tokens.index_select(0, places))
-        self.output_counts.rows.index_put_(index, torch.ones_like(wide, dtype=torch.int32), accumulate=True)
-        self.seen.rows.index_put_(index, torch.ones_like(wide, dtype=torch.bool))
+        self.output_counts.tensor.index_put_(index, wide.new_ones(wide.shape).int(), accumulate=True)
+        self.seen.tensor.index_put_(index, wide.new_ones(wide.shape).bool())
 
     def _put_bias(self, params: SamplingParams) -> int:
         if not params.logit_bias and not params.allowed_token_ids:
             return NO_ROW
         row = self.biases.take()
-        biases = self.biases.rows[row]
+        biases = np.zeros(self.vocab_size, np.float32)
         if params.allowed_token_ids:
-            biases.fill_(float("-inf"))
-            biases[torch.tensor(params.allowed_token_ids, device=biases.device)] = 0.0
+            biases.fill(-np.inf)
+            biases[list(params.allowed_token_ids)] = 0.0
         for token, bias in params.logit_bias.items():
             biases[token] += bias
+        self._write(self.biases, row, biases)
         return row
 
     def _put_counts(
@@ -192,11 +219,18 @@ class SamplingTable:
             return NO_ROW
         row, seen_row = self.output_counts.take(), self.seen.take()
         assert row == seen_row, "both pools hand out the same rows"
-        device = self.seen.rows.device
-        counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-        self.output_counts.rows[row].copy_(on_device(counts, device))
-        self.seen.rows[row].index_fill_(0, on_device(np.concatenate((prompt, output)), device), True)
+        seen = np.zeros(self.vocab_size, np.bool_)
+        seen[prompt] = seen[output] = True
+        self._write(self.output_counts, row, np.bincount(output, minlength=self.vocab_size))
+        self._write(self.seen, row, seen)
         return row
+
+    @staticmethod
+    def _write(pool: _WideRows, row: int, values: NDArray[Any]) -> None:
+        if isinstance(pool.rows, np.ndarray):
+            pool.rows[row] = values
+        else:
+            pool.rows[row].copy_(on_device(values, pool.rows.device))
 
 
 def problem_with(params: SamplingParams, vocab_size: int) -> str:

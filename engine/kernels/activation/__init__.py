@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from engine.kernels.lazy import lazily
 
-from engine.kernels.activation.reference import GATES, gate
+if TYPE_CHECKING:
+    from engine.kernels.activation.backends import (
+        BACKENDS,
+        GATES,
+        Gate,
+        gate,
+    )
 
+__all__ = [
+    "BACKENDS",
+    "GATES",
+    "Gate",
+    "gate",
+]
 
-class Gate(Protocol):
-    """A gated activation of one back end."""
-
-    def __call__(self, name: str, gate_and_up: Tensor) -> Tensor:
-        """act(gate) * up for gate_and_up [T, 2 I], halves side by side -> [T, I]."""
-
-
-BACKENDS = {
-    "torch": "engine.kernels.activation.reference:gate",
-    "triton": "engine.kernels.activation.triton_activation:gate",
-}
-
-__all__ = ["BACKENDS", "GATES", "Gate", "gate"]
+__getattr__ = lazily("engine.kernels.activation.backends", __all__)

@@ -6,68 +6,17 @@ Shape letters: T tokens, H query heads, D key dim, E value dim.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from ctypes import c_float, c_int64, c_void_p
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
 from engine.kernels.attention.ragged import AttentionOptions, RaggedBatch
 from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.library import StepStruct
 from engine.kernels.paged_cache import LayerCache
-from engine.kernels.paged_cache.native import KvCacheStruct, describe
-
-
-class AttentionPlanArgs(ctypes.Structure):
-    """Mirror of attention.h."""
-
-    _fields_ = (("step", c_void_p), ("plan", c_void_p))
-
-
-class AttentionArgs(ctypes.Structure):
-    """Mirror of attention.h."""
-
-    _fields_ = (
-        ("step", c_void_p),
-        ("plan", c_void_p),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        ("sinks", c_void_p),
-        ("cache", KvCacheStruct),
-        ("num_heads", c_int64),
-        ("q_stride", c_int64),
-        ("out_stride", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("soft_cap", c_float),
-    )
-
-
-class AttentionPlan:
-    """How steps are cut into work; one for all layers with the same heads and block size."""
-
-    def __init__(
-        self,
-        library: NativeLibrary,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        value_dim: int,
-        block_size: int,
-        share: bool = True,
-        pairs: bool | None = None,
-    ) -> None:
-        assert block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256), f"block size {block_size}"
-        sizes = (num_heads, num_kv_heads, value_dim, block_size, int(share))
-        create = library.function("attention_plan_create", c_void_p, (c_int64,) * 5)
-        destroy = library.function("attention_plan_destroy", argtypes=(c_void_p,))
-        self.address: int = create(*sizes)
-        if pairs is not None:
-            library.function("attention_plan_use_pairs", None, (c_void_p, c_int64))(self.address, int(pairs))
-        self.step: object = None  # that it was last made for
-        weakref.finalize(self, destroy, self.address)
+from engine.kernels.paged_cache.native import describe
 
 
 class _Step:

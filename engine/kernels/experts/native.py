@@ -11,11 +11,11 @@ from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
-from engine.kernels.linear.native import (
+from engine.kernels.host import Values, address_of, empty, row_stride
+from engine.kernels.linear.packed import (
     INPUT_MULTIPLE,
     PackedWeight,
     PackedWeightStruct,
@@ -121,7 +121,7 @@ class SparseLayer:
     gate_up: Sequence[PackedWeight]
     down: Sequence[PackedWeight]
     activation: str
-    correction: Tensor | None = None  # [X], takes part in the choice alone
+    correction: Values | None = None  # [X] float32, takes part in the choice alone
 
 
 class ExpertBuffers:
@@ -139,19 +139,19 @@ class ExpertBuffers:
     ) -> None:
         experts, active = routing.num_experts, routing.num_active
         num_places = max_tokens * active
-        self.logits = torch.empty(max_tokens, experts)
-        self.ids = torch.empty(max_tokens, active, dtype=torch.int64)
-        self.shares = torch.empty(max_tokens, active)
-        self.num_places = torch.zeros(1, dtype=torch.int64)
-        self.starts = torch.empty(experts + 1, dtype=torch.int64)
-        self.places = torch.empty(num_places, dtype=torch.int64)
-        self.ranks = torch.empty(num_places, dtype=torch.int64)
-        self.gate_up = torch.empty(num_places, 2 * intermediate_size)
-        self.changes = torch.empty(num_places, hidden_size)
+        self.logits = empty((max_tokens, experts))
+        self.ids = empty((max_tokens, active), np.int64)
+        self.shares = empty((max_tokens, active))
+        self.num_places = np.zeros(1, np.int64)
+        self.starts = empty((experts + 1,), np.int64)
+        self.places = empty((num_places,), np.int64)
+        self.ranks = empty((num_places,), np.int64)
+        self.gate_up = empty((num_places, 2 * intermediate_size))
+        self.changes = empty((num_places, hidden_size))
         self.router_workspace = make_workspace(library, max_tokens, hidden_size, num_threads)
         widest = -(-max(hidden_size, intermediate_size) // INPUT_MULTIPLE) * INPUT_MULTIPLE
         needed = library.function("millrace_expert_workspace", c_int64, (c_int64,) * 3)
-        self.workspace = torch.empty(int(needed(num_places, experts, widest)), dtype=torch.uint8)
+        self.workspace = empty((int(needed(num_places, experts, widest)),), np.uint8)
 
 
 def sparse_ops(
@@ -159,8 +159,8 @@ def sparse_ops(
     layer: SparseLayer,
     buffers: ExpertBuffers,
     num_rows: int,
-    x: Tensor,
-    out: Tensor,
+    x: Values,
+    out: Values,
     *,
     accumulate: bool,
 ) -> list[Op]:
@@ -174,18 +174,18 @@ def sparse_ops(
     router = gemm_args(
         layer.router,
         num_rows,
-        x.data_ptr(),
-        logits.data_ptr(),
-        buffers.router_workspace.data_ptr(),
-        x_stride=x.stride(0),
+        address_of(x),
+        address_of(logits),
+        address_of(buffers.router_workspace),
+        x_stride=row_stride(x),
     )
-    correction = None if layer.correction is None else layer.correction.float().contiguous()
+    correction = layer.correction
     route = RouteArgs(
         num_rows,
-        logits.data_ptr(),
-        None if correction is None else correction.data_ptr(),
-        buffers.ids.data_ptr(),
-        buffers.shares.data_ptr(),
+        address_of(logits),
+        None if correction is None else address_of(correction),
+        address_of(buffers.ids),
+        address_of(buffers.shares),
         routing.num_experts,
         routing.num_active,
         SCORINGS[routing.scoring],
@@ -197,33 +197,33 @@ def sparse_ops(
     )
     plan = ExpertPlanArgs(
         num_rows,
-        buffers.ids.data_ptr(),
-        buffers.num_places.data_ptr(),
-        buffers.starts.data_ptr(),
-        buffers.places.data_ptr(),
-        buffers.ranks.data_ptr(),
+        address_of(buffers.ids),
+        address_of(buffers.num_places),
+        address_of(buffers.starts),
+        address_of(buffers.places),
+        address_of(buffers.ranks),
         routing.num_experts,
         routing.num_active,
     )
     activation = ActivationArgs(
         None,
-        buffers.num_places.data_ptr(),
-        gate_up.data_ptr(),
-        gate_up.data_ptr(),
+        address_of(buffers.num_places),
+        address_of(gate_up),
+        address_of(gate_up),
         width,
-        gate_up.stride(0),
+        row_stride(gate_up),
         KINDS[layer.activation],
     )
     total = ExpertSumArgs(
         num_rows,
-        buffers.shares.data_ptr(),
-        buffers.ranks.data_ptr(),
-        changes.data_ptr(),
-        out.data_ptr(),
+        address_of(buffers.shares),
+        address_of(buffers.ranks),
+        address_of(changes),
+        address_of(out),
         routing.num_active,
         layer.down[0].outputs,
-        changes.stride(0),
-        out.stride(0),
+        row_stride(changes),
+        row_stride(out),
         int(accumulate),
     )
     return [
@@ -241,23 +241,23 @@ def _expert_products(
     library: NativeLibrary,
     weights: Sequence[PackedWeight],
     buffers: ExpertBuffers,
-    x: Tensor,
-    out: Tensor,
-    places: Tensor | None,
+    x: Values,
+    out: Values,
+    places: Values | None,
     routing: Routing,
 ) -> list[Op]:
     structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
     args = ExpertGemmArgs(
-        buffers.starts.data_ptr(),
-        None if places is None else places.data_ptr(),
-        x.data_ptr(),
-        out.data_ptr(),
-        buffers.workspace.data_ptr(),
+        address_of(buffers.starts),
+        None if places is None else address_of(places),
+        address_of(x),
+        address_of(out),
+        address_of(buffers.workspace),
         ctypes.addressof(structs),
         routing.num_experts,
         routing.num_active,
-        x.stride(0),
-        out.stride(0),
+        row_stride(x),
+        row_stride(out),
     )
     keep = (structs, list(weights), buffers, x, out)
     return [Op(library, "expert_rows", args, *keep), Op(library, "expert_gemm", args, *keep)]

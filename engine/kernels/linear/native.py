@@ -1,4 +1,4 @@
-"""Weights packed for the native kernels (engine/kernels/native/gemm.h says how they lie in memory).
+"""Packs weights for the native kernels, from the formats of `kernels/linear`.
 
 Shape letters: M rows, N outputs, K inputs, G groups of inputs with a scale of their own.
 """
@@ -6,42 +6,36 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs with a scale of t
 from __future__ import annotations
 
 import ctypes
-import weakref
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.kernels.host import address_of
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat
+from engine.kernels.linear.packed import (
+    BFLOAT16,
+    FLOAT12,
+    FLOAT32,
+    INPUT_MULTIPLE,
+    INT4_GROUPED,
+    INT8,
+    INT8_DYNAMIC,
+    INT8_GROUPED,
+    OUTPUT_MULTIPLE,
+    Arena,
+    PackedWeight,
+    PackedWeightStruct,
+    gemm_args,
+    make_workspace,
+    product_ops,
+)
 from engine.kernels.native import NativeLibrary, Op
 
-FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
-# Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
-OUTPUT_MULTIPLE = 16
-INPUT_MULTIPLE = 64
 # Groups of inputs must be a multiple of this, by packed format.
 GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
 # Outputs of a float16 weight that are packed at a time, through float32; a multiple of a panel's.
 PIECE_OUTPUTS = 4096
-
-
-class PackedWeightStruct(ctypes.Structure):
-    """Mirror of `PackedWeight`."""
-
-    _fields_ = (
-        ("format", c_int64),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("padded_inputs", c_int64),
-        ("group_size", c_int64),
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("minimums", c_void_p),
-        ("bias", c_void_p),
-        ("smoothing", c_void_p),
-        ("order", c_void_p),
-    )
 
 
 class _PackArgs(ctypes.Structure):
@@ -57,62 +51,6 @@ class _PackArgs(ctypes.Structure):
 
 class _WidthArgs(ctypes.Structure):
     _fields_ = (("source", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("count", c_int64))
-
-
-class GemmArgs(ctypes.Structure):
-    """Mirror of `GemmArgs`."""
-
-    _fields_ = (
-        ("num_rows", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
-        ("accumulate", c_int64),
-        ("workspace", c_void_p),
-        ("weight", PackedWeightStruct),
-    )
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight in an arena; lives as long as that."""
-
-    struct: PackedWeightStruct
-    arena: Arena
-
-    @property
-    def outputs(self) -> int:
-        """N."""
-        return int(self.struct.outputs)
-
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return int(self.struct.inputs)
-
-
-class Arena:
-    """Memory for the weights of one model, on huge pages where the system has them; freed with the object."""
-
-    def __init__(self, library: NativeLibrary) -> None:
-        self.library = library
-        self._handle = library.function("millrace_arena_create", c_void_p)()
-        self._take = library.function("millrace_arena_take", c_void_p, (c_void_p, c_int64))
-        self._total = library.function("millrace_arena_total", c_int64, (c_void_p,))
-        destroy = library.function("millrace_arena_destroy", None, (c_void_p,))
-        weakref.finalize(self, destroy, self._handle)
-
-    def take(self, num_bytes: int) -> int:
-        """Address of that many zeroed bytes. Raises MemoryError."""
-        address = self._take(self._handle, num_bytes)
-        if not address:
-            raise MemoryError(f"no memory for {num_bytes} bytes of packed weights")
-        return int(address)
-
-    def num_bytes(self) -> int:
-        """Bytes given out."""
-        return int(self._total(self._handle))
 
 
 class NativePacker:
@@ -147,26 +85,37 @@ class NativePacker:
         padded = inputs if form == FLOAT32 else -(-inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
         padded_outputs = -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE
         struct = PackedWeightStruct(format=form, outputs=outputs, inputs=inputs, padded_inputs=padded)
-        take = self.arena.take
-        struct.data = take(self._packed_bytes(form, outputs, padded))
+        sizes: dict[str, int] = {}
+
+        def take(part: str, num_bytes: int) -> int:
+            sizes[part] = num_bytes
+            return self.arena.take(num_bytes)
+
+        struct.data = take("data", self._packed_bytes(form, outputs, padded))
         if scale is not None:
             groups = scale.shape[1]
             if form in GROUP_MULTIPLES:
                 struct.group_size = inputs // groups
                 assert struct.group_size % GROUP_MULTIPLES[form] == 0, f"groups of {struct.group_size} inputs"
-            struct.scales = take(groups * padded_outputs * 4)
-            struct.minimums = take(groups * padded_outputs * 4) if minimum is not None else None
+            struct.scales = take("scales", groups * padded_outputs * 4)
+            if minimum is not None:
+                struct.minimums = take("minimums", groups * padded_outputs * 4)
         elif self._own_scales(form):
-            struct.scales = take(padded_outputs * 4)
+            struct.scales = take("scales", padded_outputs * 4)
         bias = None if bias is None else bias.float().contiguous()
-        struct.bias = None if bias is None else take(padded_outputs * 4)
-        struct.smoothing = self._kept(getattr(weight, "smoothing", None), torch.float32)
-        struct.order = self._kept(getattr(weight, "order", None), torch.int64)
+        if bias is not None:
+            struct.bias = take("bias", padded_outputs * 4)
+        for part, dtype in (("smoothing", torch.float32), ("order", torch.int64)):
+            values = getattr(weight, part, None)
+            if values is not None:
+                values = values.to(dtype).contiguous()
+                setattr(struct, part, take(part, values.nbytes))
+                ctypes.memmove(getattr(struct, part), values.data_ptr(), values.nbytes)
         if source.dtype == torch.float16:
             self._pack_float16(source, bias, struct)
         else:
             self._run(source, bias, scale, minimum, struct)
-        return PackedWeight(struct, self.arena)
+        return PackedWeight(struct, self.arena, sizes)
 
     def _fits_float12(self, source: Tensor) -> bool:
         """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
@@ -206,16 +155,6 @@ class NativePacker:
         )
         self.library.run([Op(self.library, "pack_weight", args)], num_threads=self.num_threads)
 
-    def _kept(self, values: Tensor | None, dtype: torch.dtype) -> int | None:
-        """Address of a copy in the arena."""
-        if values is None:
-            return None
-        values = values.to(dtype).contiguous()
-        num_bytes = values.numel() * values.element_size()
-        address = self.arena.take(num_bytes)
-        ctypes.memmove(address, values.data_ptr(), num_bytes)
-        return address
-
 
 class NativeProduct:
     """A packed weight as a torch product, for rows outside a program. It takes any number of rows."""
@@ -233,47 +172,10 @@ class NativeProduct:
         workspace = make_workspace(library, rows.shape[0], weight.inputs, self.num_threads)
         count = c_int64(rows.shape[0])
         args = gemm_args(
-            weight, ctypes.addressof(count), rows.data_ptr(), out.data_ptr(), workspace.data_ptr()
+            weight, ctypes.addressof(count), rows.data_ptr(), out.data_ptr(), address_of(workspace)
         )
         library.run(product_ops(library, args), num_threads=self.num_threads)
         return out.to(x.dtype)
-
-
-def gemm_args(
-    weight: PackedWeight,
-    num_rows: int,
-    x: int,
-    out: int,
-    workspace: int,
-    *,
-    x_stride: int = 0,
-    out_stride: int = 0,
-    accumulate: bool = False,
-) -> GemmArgs:
-    """Args of a product; all but the strides (in floats, 0 is dense) are addresses."""
-    return GemmArgs(
-        num_rows,
-        x,
-        out,
-        x_stride or weight.inputs,
-        out_stride or weight.outputs,
-        int(accumulate),
-        workspace,
-        weight.struct,
-    )
-
-
-def product_ops(library: NativeLibrary, args: GemmArgs, *keep: object) -> list[Op]:
-    """What computes a product: the conversion of its rows, then the product. `keep` is what args point to."""
-    return [Op(library, "gemm_rows", args, *keep), Op(library, "gemm", args, *keep)]
-
-
-def make_workspace(library: NativeLibrary, max_rows: int, max_inputs: int, num_threads: int) -> Tensor:
-    """Room for the converted rows of a product; aligned to cache lines."""
-    needed = library.function("millrace_gemm_workspace", c_int64, (c_int64,) * 3)
-    padded = -(-max_inputs // INPUT_MULTIPLE) * INPUT_MULTIPLE
-    count = library.num_threads(num_threads)
-    return torch.empty(int(needed(max_rows, padded, count)) + 64, dtype=torch.uint8)
 
 
 def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, int]:

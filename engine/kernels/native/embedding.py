@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
-import torch
-
-# Type of a table to its number in embedding.h.
-TABLE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Name of a table's type to its number in embedding.h.
+TABLE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 class EmbeddingArgs(ctypes.Structure):

@@ -102,6 +102,8 @@ class NativeLibrary:
         self._run = self._handle.millrace_pool_run
         self._run.restype, self._run.argtypes = None, (c_void_p, c_void_p, c_int64, c_void_p)
         self._pools: dict[int, int] = {}
+        # Threads of what belongs to no model, 0 is one per CPU; set by who serves.
+        self.usual_threads = 0
 
     def num_threads(self, wanted: int = 0) -> int:
         """Threads of the pool for a wish: 0 is one per CPU that the process may use."""

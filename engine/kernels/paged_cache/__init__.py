@@ -1,5 +1,24 @@
 """Storage of keys and values in blocks."""
 
-from engine.kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache, allocate_layer
+from __future__ import annotations
 
-__all__ = ["LayerCache", "PlainCache", "QuantizedCache", "allocate_layer"]
+from typing import TYPE_CHECKING
+
+from engine.kernels.lazy import lazily
+
+if TYPE_CHECKING:
+    from engine.kernels.paged_cache.store import (
+        LayerCache,
+        PlainCache,
+        QuantizedCache,
+        allocate_layer,
+    )
+
+__all__ = [
+    "LayerCache",
+    "PlainCache",
+    "QuantizedCache",
+    "allocate_layer",
+]
+
+__getattr__ = lazily("engine.kernels.paged_cache.store", __all__)

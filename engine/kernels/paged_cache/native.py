@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_void_p
+from typing import Any, Protocol
 
-import torch
+import numpy as np
 
-from engine.kernels.paged_cache.store import LayerCache, PlainCache, QuantizedCache
+from engine.kernels.host import Values, address_of
 
-# Values of KvType.
-KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+# Names of types to values of KvType.
+KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+
+
+class Storage(Protocol):
+    """What the kernels read of a layer's keys and values, whoever holds them."""
+
+    block_size: int
+    shared_value_dim: int
+
+    @property
+    def keys(self) -> Values:
+        """[N, K, P, D]."""
+
+    @property
+    def values(self) -> Values | None:
+        """[N, K, P, E]."""
+
+    @property
+    def scales(self) -> Values | None:
+        """[N, K, P, 2] of quantized ones."""
+
+    @property
+    def type_name(self) -> str:
+        """The type of keys and values."""
 
 
 class KvCacheStruct(ctypes.Structure):
@@ -29,22 +53,27 @@ class KvCacheStruct(ctypes.Structure):
     )
 
 
-def describe(cache: LayerCache) -> KvCacheStruct:
-    """Points at the tensors of a cache in main memory, which must outlive the result. Raises TypeError for a
-    cache that the kernels cannot read.
+def describe(cache: Any) -> KvCacheStruct:
+    """Points at the memory of a cache, which must outlive the result. Raises TypeError for a cache that the
+    kernels cannot read.
     """
-    if not isinstance(cache, PlainCache | QuantizedCache) or cache.keys.dtype not in KV_TYPES:
-        raise TypeError(f"native kernels cannot read {type(cache).__name__}")
-    assert cache.keys.device.type == "cpu", "the native kernels run on the CPU"
-    assert all(tensor.is_contiguous() for tensor in cache.tensors())
+    if cache.type_name not in KV_TYPES:
+        raise TypeError(f"native kernels cannot read a cache of {cache.type_name}")
+    for part in (cache.keys, cache.values, cache.scales):
+        assert part is None or isinstance(part, np.ndarray) or part.device.type == "cpu", "in main memory"
+        assert part is None or _is_contiguous(part)
     return KvCacheStruct(
-        keys=cache.keys.data_ptr(),
-        values=None if cache.values is None else cache.values.data_ptr(),
-        scales=cache.scales.data_ptr() if isinstance(cache, QuantizedCache) else None,
-        type=KV_TYPES[cache.keys.dtype],
+        keys=address_of(cache.keys),
+        values=None if cache.values is None else address_of(cache.values),
+        scales=None if cache.scales is None else address_of(cache.scales),
+        type=KV_TYPES[cache.type_name],
         num_heads=cache.keys.shape[1],
         block_size=cache.block_size,
         key_dim=cache.keys.shape[3],
         value_dim=0 if cache.values is None else cache.values.shape[3],
         shared_value_dim=cache.shared_value_dim,
     )
+
+
+def _is_contiguous(part: Values) -> bool:
+    return part.flags.c_contiguous if isinstance(part, np.ndarray) else part.is_contiguous()

@@ -24,6 +24,9 @@ class LayerCache(Protocol):
     """What attention and the model see of one layer's storage."""
 
     block_size: int
+    shared_value_dim: int
+    # Name of the type of keys and values.
+    type_name: str
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         """Stores keys [T, K, D] and values [T, K, E] at slots [T] (block * P + place). None: the key holds
@@ -45,6 +48,8 @@ class PlainCache:
         self.values = values  # [N, K, P, E]
         self.shared_value_dim = shared_value_dim
         self.block_size = keys.shape[2]
+        self.scales = None
+        self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         block, place = slots // self.block_size, slots % self.block_size
@@ -75,6 +80,7 @@ class QuantizedCache:
         self.scales = scales  # [N, K, P, 2] float32: of the key, of the value
         self.shared_value_dim = shared_value_dim
         self.block_size = keys.shape[2]
+        self.type_name = str(keys.dtype).removeprefix("torch.")
 
     def write(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         block, place = slots // self.block_size, slots % self.block_size

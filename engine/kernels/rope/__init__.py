@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from engine.kernels.lazy import lazily
 
-from engine.kernels.paged_cache import LayerCache
-from engine.kernels.rope.reference import rotate
+if TYPE_CHECKING:
+    from engine.kernels.rope.backends import (
+        BACKENDS,
+        RopeBackend,
+        rotate,
+    )
 
+__all__ = [
+    "BACKENDS",
+    "RopeBackend",
+    "rotate",
+]
 
-class RopeBackend(Protocol):
-    """What lies between the projections and attention."""
-
-    name: str
-
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        interleaved: bool,
-    ) -> Tensor:
-        """q [T, H, D] turned by cos and sin [T, R/2]; keys [T, K, D], turned, and values [T, K, E] go to
-        `slots` [T] of the cache. q, k and v may be columns of one tensor.
-        """
-
-
-BACKENDS = {
-    "torch": "engine.kernels.rope.reference:TorchRope",
-    "triton": "engine.kernels.rope.triton_rope:TritonRope",
-}
-
-__all__ = ["BACKENDS", "RopeBackend", "rotate"]
+__getattr__ = lazily("engine.kernels.rope.backends", __all__)

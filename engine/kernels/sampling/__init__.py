@@ -4,7 +4,7 @@ engine/sampling drives them, as it knows the tables.
 """
 
 BACKENDS = {
-    "torch": "engine.sampling.sampler:sample_by_torch",
+    "torch": "engine.sampling.by_torch:sample_by_torch",
     "triton": "engine.sampling.on_device:sample_on_device",
 }
 

@@ -21,7 +21,7 @@ from engine.model.plan import PlanInput, human, make_plan
 from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
 from engine.runner.cuda.device_runner import DeviceRunner
 from engine.runner.cuda.recorder import CudaGraphRecorder, GraphRecorder
-from engine.runner.kv_storage import TORCH_DTYPES, KvStorage
+from engine.runner.kv_storage import KvStorage
 from engine.types import MemoryPlan
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _largest_step_bytes(given: PlanInput, model: Decoder, attention: AttentionBa
         # Many short sequences, then as few and long ones as there can be.
         _dummy_step(model, attention, storage, tokens, number)
     logits = model.logits_of(
-        torch.zeros(rows, model.spec.hidden_size, dtype=TORCH_DTYPES[given.dtype], device=device),
+        torch.zeros(rows, model.spec.hidden_size, dtype=getattr(torch, given.dtype), device=device),
         np.arange(rows),
     )
     # The draw keeps a processed copy, and reports a normalized one.

@@ -12,18 +12,24 @@ Shape letters: S sequences, T tokens.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.kernels.attention import AttentionBackend, RaggedBatch
-from engine.kernels.linear import ROW_MULTIPLE
+from engine.kernels.attention.ragged import RaggedBatch
+from engine.kernels.host import Device, Values
+from engine.kernels.linear.rows import ROW_MULTIPLE
+from engine.kernels.transfer import on_device
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loading import Model
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarError
 from engine.sampling.sampler import SamplingRows, sample
+
+if TYPE_CHECKING:
+    from engine.kernels.attention import AttentionBackend
 
 # Tokens that are read in one forward, so that a long prompt does not hold up everybody's next step.
 MAX_READ_TOKENS = 512
@@ -33,7 +39,7 @@ class DraftModel:
     """The draft and its cache, whose last blocks are scratch."""
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, storage: KvStorage, *, num_scratch_blocks: int
+        self, model: Model, attention: AttentionBackend | None, storage: KvStorage, *, num_scratch_blocks: int
     ) -> None:
         self.model = model
         self.attention = attention
@@ -88,9 +94,7 @@ class DraftModel:
         batch = tails.batch(live, spans, proposals, spare_slot=self.storage.spare_slot, device=device)
         hidden = self.model.forward(batch, self.storage.layers, self.attention)
         ends = np.cumsum(spans) - 1
-        padded = np.pad(ends, (0, -ends.size % ROW_MULTIPLE))
-        chosen = hidden.index_select(0, torch.from_numpy(padded).to(hidden.device))
-        logits = self.model.logits(chosen)[: live.size]
+        logits = self.model.logits_of(hidden, ends)
         drafts = [proposals[index] for index in live.tolist()]
         guided, masks = _masks([tails.states[index] for index in live.tolist()], table)
         drawn = sample(
@@ -184,7 +188,7 @@ class _Tails:
         proposals: list[list[int]],
         *,
         spare_slot: int,
-        device: torch.device,
+        device: Device,
     ) -> ForwardBatch:
         """`spans` tokens of each live sequence from its start on; moves the starts along."""
         owner = np.repeat(live, spans)
@@ -201,8 +205,8 @@ class _Tails:
         self.starts[live] += spans
         padding = -owner.size % ROW_MULTIPLE
 
-        def padded(values: NDArray[np.int64], fill: int) -> torch.Tensor:
-            return torch.from_numpy(np.pad(values, (0, padding), constant_values=fill)).to(device)
+        def padded(values: NDArray[np.int64], fill: int) -> Values:
+            return on_device(np.pad(values, (0, padding), constant_values=fill), device)
 
         return ForwardBatch(
             token_ids=padded(token_ids, 0),

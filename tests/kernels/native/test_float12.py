@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import BFLOAT16, FLOAT12, NativePacker, NativeProduct, PackedWeight
+from engine.kernels.linear.native import NativePacker, NativeProduct
+from engine.kernels.linear.packed import BFLOAT16, FLOAT12, PackedWeight
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import load_level

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.kernels.linear import native as linear_native
 from engine.kernels.linear.formats import DenseWeight
-from engine.kernels.linear.native import BFLOAT16, NativePacker, NativeProduct
+from engine.kernels.linear.native import NativePacker, NativeProduct
+from engine.kernels.linear.packed import BFLOAT16
 from engine.kernels.native import NativeLibrary, NativeUnavailableError
 from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import load_level

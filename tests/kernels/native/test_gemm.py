@@ -11,14 +11,8 @@ from torch import Tensor
 
 from engine.kernels.linear import self_check
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.native import (
-    NativePacker,
-    NativeProduct,
-    PackedWeight,
-    gemm_args,
-    make_workspace,
-    product_ops,
-)
+from engine.kernels.linear.native import NativePacker, NativeProduct
+from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, library
 from engine.kernels.native.build import machine_levels
 
@@ -45,13 +39,13 @@ def run(
     """One product, rows of x and out inside wider ones."""
     count = c_int64(x.shape[0])
     workspace = make_workspace(native, x.shape[0], weight.inputs, threads)
-    workspace.fill_(255)
+    workspace.fill(255)
     args = gemm_args(
         weight,
         ctypes.addressof(count),
         x.data_ptr(),
         out.data_ptr(),
-        workspace.data_ptr(),
+        workspace.ctypes.data,
         x_stride=x.stride(0),
         out_stride=out.stride(0),
         accumulate=accumulate,

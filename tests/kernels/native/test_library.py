@@ -22,16 +22,16 @@ from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 
 
-@pytest.mark.parametrize("dtype", TABLE_TYPES)
+@pytest.mark.parametrize("name", TABLE_TYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_an_op_runs_on_all_threads(native: NativeLibrary, dtype: torch.dtype, num_threads: int) -> None:
-    table = torch.randn(50, 33).to(dtype)
+def test_an_op_runs_on_all_threads(native: NativeLibrary, name: str, num_threads: int) -> None:
+    table = torch.randn(50, 33).to(getattr(torch, name))
     for count in (1, 2, 7, 64):
         ids = torch.randint(0, 50, (count,))
         step = StepStruct(num_tokens=count, token_ids=ids.data_ptr())
         out = torch.full((count, 33), float("nan"))
         args = EmbeddingArgs(
-            ctypes.addressof(step), table.data_ptr(), out.data_ptr(), 33, TABLE_TYPES[dtype], 2.0
+            ctypes.addressof(step), table.data_ptr(), out.data_ptr(), 33, TABLE_TYPES[name], 2.0
         )
         native.run([Op(native, "embedding", args)] * 5, num_threads=num_threads)
         assert torch.equal(out, table[ids].float() * 2)

@@ -52,6 +52,18 @@ def test_pieces_give_what_the_whole_gives(shape: tuple[int, int], monkeypatch: p
     assert torch.equal(found.values, (weight.float() / scale).round().to(torch.int8))
 
 
+@pytest.mark.parametrize("lift", [0.0, 3.0])
+def test_pieces_of_groups_and_of_smoothed_weights(lift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lifted weights take minimums, and one choice holds for all pieces."""
+    weight, ranges = (draw(3, 65, 128) + lift).bfloat16(), draw(4, 128).abs()
+    whole = int4_weight(weight, 32), rounding_weight(weight, ranges)
+    monkeypatch.setattr(at_load, "PIECE_ELEMENTS", 640)
+    pieces = int4_weight(weight, 32), rounding_weight(weight, ranges)
+    assert pieces[0].minimum is not None or not lift
+    for one, other in zip(whole, pieces, strict=True):
+        assert torch.equal(one.dequantize(), other.dequantize())
+
+
 def test_a_large_head_is_not_copied_whole() -> None:
     """The process may have little more than what the plan says."""
     weight = torch.ones(60_000, 1024, dtype=torch.bfloat16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.config import CacheConfig, EngineConfig
 from engine.runner.torch_runner import TorchRunner, build
@@ -23,10 +25,12 @@ from engine.types import (
 )
 from services.config import ModelConfig
 
+# How a runner is made: by `build` of torch_runner or of apart.
+Build = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
-def open_runner(folder: Path, *, poison: bool = True, **options: object) -> TorchRunner:
+def open_runner(folder: Path, *, poison: bool = True, build: Build = build, **options: Any) -> TorchRunner:
     """A runner with a small cache, filled with NaN so that a slot which nobody wrote shows."""
     cache = CacheConfig(
         kv_cache_bytes=int(options.pop("kv_cache_bytes", 32 << 20)), **options.pop("cache", {})
@@ -37,9 +41,20 @@ def open_runner(folder: Path, *, poison: bool = True, **options: object) -> Torc
     if poison:
         for layer in runner.storage.layers:
             for tensor in layer.tensors():
-                if tensor.dtype.is_floating_point:
-                    tensor.fill_(float("nan"))
+                poison_floats(tensor)
     return runner
+
+
+def poison_floats(values: NDArray[Any] | torch.Tensor) -> None:
+    """NaN into a tensor, or an array, where it holds numbers in floating point."""
+    if isinstance(values, torch.Tensor):
+        if values.dtype.is_floating_point:
+            values.fill_(float("nan"))
+    elif values.dtype == np.uint16:
+        # Bits of bfloat16.
+        values.fill(0x7FC0)
+    elif np.issubdtype(values.dtype, np.floating):
+        values.fill(np.nan)
 
 
 @dataclass

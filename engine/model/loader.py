@@ -1,0 +1,313 @@
+"""Loads a model for the native kernels, in this process or in one of its own.
+
+Reading, converting, quantizing and calibrating weights takes torch, and serving them does not. So the
+engine's core has it done by a process (`load_apart`) that packs one linear layer after the other, hands each
+over a socket, and ends: of torch, whose libraries and modules take 190 MiB, nothing is left when requests
+come. The core holds the packed weights alone, on huge pages of its own; the loader holds one layer.
+
+What is sent: frames of a kind, a pickle of the sender's making, and the bytes that it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import io
+import logging
+import mmap
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import EngineConfig
+from engine.kernels.host import empty
+from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
+from engine.kernels.native import NativeLibrary
+from engine.kernels.native.library import load_level
+from engine.model.lowered import LoweredModel
+from engine.model.mapped_pages import file_of
+from engine.model.spec import CheckpointError, ModelSpec
+from services.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.kernels.linear.native import NativePacker
+    from engine.model.layers import Linear
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+_HEADER = struct.Struct("<BQ")
+_PROGRESS, _WEIGHT, _MODEL, _REFUSED = range(4)
+_BUFFER_BYTES = 4 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What is to be loaded."""
+
+    folder: Path
+    spec: ModelSpec
+    dtype: str
+    max_model_len: int
+    config: EngineConfig
+
+
+class LoaderLostError(Exception):
+    """The process that loads ended without a word; the log has what it said."""
+
+
+def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) -> LoweredModel:
+    """Loads with this process's torch. Raises CheckpointError."""
+    from engine.kernels.linear.native import NativePacker
+    from engine.model.lower import NativePacking
+
+    packing = NativePacking(NativePacker(library, num_threads=request.config.num_threads))
+    return _load(request, packing, progress)
+
+
+def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress) -> LoweredModel:
+    """As `load_here`, by a process that is gone afterwards. Raises LoaderLostError, too."""
+    ours, theirs = socket.socketpair()
+    flags = ("-P",) if sys.flags.safe_path else ()
+    level = logging.getLevelName(_log.getEffectiveLevel()).lower()
+    arguments = ("-m", "engine.model.loader", "--fd", str(theirs.fileno()), "--log-level", level)
+    process = subprocess.Popen(
+        [sys.executable, *flags, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+    )
+    theirs.close()
+    try:
+        with ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+            _send(ours, _MODEL, pickle.dumps((library.level, request)))
+            return _receive_model(ours, library, progress)
+    except (ConnectionError, EOFError) as error:
+        status = process.wait()
+        raise LoaderLostError(f"the process that loads {request.folder} ended ({status})") from error
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _load(request: LoadRequest, packing: Any, progress: Progress) -> LoweredModel:
+    import torch
+
+    from engine.kernels.selection import choose_kernels
+    from engine.model.decoder import load_decoder
+    from engine.model.lower import lower
+
+    dtype: torch.dtype = getattr(torch, request.dtype)
+    if request.spec.dtype == "float16" and dtype == torch.bfloat16:
+        _log.info("float16 weights are %s", "kept" if packing.keeps_float16 else "rounded to bfloat16")
+    device = torch.device("cpu")
+    decoder = load_decoder(
+        request.folder,
+        request.spec,
+        dtype=dtype,
+        device=device,
+        max_model_len=request.max_model_len,
+        progress=progress,
+        config=request.config,
+        packing=packing,
+        kernels=choose_kernels(request.config.kernels, device),
+    )
+    return lower(decoder)
+
+
+# The core's end.
+
+
+def _receive_model(connection: socket.socket, library: NativeLibrary, progress: Progress) -> LoweredModel:
+    arena = Arena(library)
+    weights: list[PackedWeight] = []
+    while True:
+        kind, size = _HEADER.unpack(_received(connection, _HEADER.size))
+        message = pickle.loads(_received(connection, size))
+        if kind == _PROGRESS:
+            progress(*message)
+        elif kind == _WEIGHT:
+            weights.append(_receive_weight(connection, arena, *message))
+        elif kind == _REFUSED:
+            raise (CheckpointError if message[0] else ConfigError)(message[1])
+        else:
+            pickled, sizes = message
+            arrays = []
+            for num_bytes in sizes:
+                arrays.append(empty((num_bytes,), np.uint8))
+                _receive_into(connection, arrays[-1].data)
+            found = _Unpickler(io.BytesIO(pickled), weights, arrays).load()
+            assert isinstance(found, LoweredModel)
+            return found
+
+
+def _receive_weight(
+    connection: socket.socket, arena: Arena, described: bytes, sizes: dict[str, int]
+) -> PackedWeight:
+    weight = PackedWeightStruct.from_buffer_copy(described)
+    for part, num_bytes in sizes.items():
+        address = arena.take(num_bytes)
+        setattr(weight, part, address)
+        _receive_into(connection, _memory(address, num_bytes))
+    return PackedWeight(weight, arena, sizes)
+
+
+def _receive_into(connection: socket.socket, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        count = connection.recv_into(room[done:])
+        if not count:
+            raise EOFError
+        done += count
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytearray:
+    found = bytearray(num_bytes)
+    _receive_into(connection, memoryview(found))
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, source: io.BytesIO, weights: Sequence[PackedWeight], arrays: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        super().__init__(source, buffers=arrays)
+        self._weights = weights
+
+    def persistent_load(self, name: tuple[Any, ...]) -> Any:
+        if name[0] == "weight":
+            return self._weights[name[1]]
+        _, path, offset, dtype, shape = name
+        return _map_array(path, offset, dtype, shape)
+
+
+def _map_array(path: str, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """An array in a file, whose pages are read when they are looked at."""
+    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    count = int(np.prod(shape))
+    with Path(path).open("rb") as file:
+        size = offset - begin + count * np.dtype(dtype).itemsize
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=begin)
+    return np.frombuffer(mapped, dtype, count, offset - begin).reshape(shape)
+
+
+# The loader's end.
+
+
+class _HandingOver:
+    """Packs a linear layer at a time, and keeps none."""
+
+    def __init__(self, packer: Callable[[], NativePacker], connection: socket.socket) -> None:
+        self._packer = packer
+        self._connection = connection
+        self._none = packer()
+        self.keeps_float16 = self._none.keeps_float16
+        # Handed over ones, whose memory is gone, to their numbers.
+        self.numbers: dict[int, int] = {}
+        self._handed: list[PackedWeight] = []
+
+    def pack(self, linear: Linear) -> None:
+        """Packs weight and bias of a layer, and lets them go."""
+        from engine.kernels.linear.native import NativeProduct
+
+        assert linear.weight is not None, "packed once"
+        packed = self._packer().pack(linear.weight, linear.bias)
+        _send(self._connection, _WEIGHT, pickle.dumps((bytes(packed.struct), packed.sizes)))
+        for part, num_bytes in packed.sizes.items():
+            self._connection.sendall(_memory(getattr(packed.struct, part), num_bytes))
+        handed = PackedWeight(packed.struct, self._none.arena, packed.sizes)
+        self.numbers[id(handed)] = len(self._handed)
+        self._handed.append(handed)
+        linear.use_packed(NativeProduct(handed))
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, target: io.BytesIO, numbers: dict[int, int]) -> None:
+        self.buffers: list[pickle.PickleBuffer] = []
+        super().__init__(target, protocol=5, buffer_callback=self.buffers.append)
+        self._numbers = numbers
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, PackedWeight):
+            return ("weight", self._numbers[id(value)])
+        if isinstance(value, np.ndarray) and (where := file_of(value.ctypes.data, value.nbytes)):
+            return ("file", *where, value.dtype.str, value.shape)
+        return None
+
+
+def _serve(connection: socket.socket) -> None:
+    """Answers one request."""
+    _, size = _HEADER.unpack(_received(connection, _HEADER.size))
+    level, request = pickle.loads(_received(connection, size))
+    import torch
+
+    from engine.kernels.linear.native import NativePacker
+    from engine.runner.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(request.config.num_threads)
+    library = load_level(level)
+    packing = _HandingOver(lambda: NativePacker(library, num_threads=request.config.num_threads), connection)
+    reported: list[tuple[str, float]] = []
+
+    def progress(stage: str, fraction: float) -> None:
+        if not reported or stage != reported[-1][0] or fraction >= min(1.0, reported[-1][1] + 0.01):
+            reported.append((stage, fraction))
+            _send(connection, _PROGRESS, pickle.dumps((stage, fraction)))
+
+    try:
+        model = _load(request, packing, progress)
+    except ConfigError as error:
+        told = (isinstance(error, CheckpointError), str(error))
+        _send(connection, _REFUSED, pickle.dumps(told))
+        return
+    target = io.BytesIO()
+    pickler = _Pickler(target, packing.numbers)
+    pickler.dump(model)
+    raw = [buffer.raw() for buffer in pickler.buffers]
+    _send(connection, _MODEL, pickle.dumps((target.getvalue(), [len(each) for each in raw])))
+    for each in raw:
+        connection.sendall(each)
+
+
+def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
+    connection.sendall(_HEADER.pack(kind, len(payload)))
+    connection.sendall(payload)
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def main() -> int:
+    """Loads what is asked for over the socket."""
+    parser = argparse.ArgumentParser(prog="python -m engine.model.loader", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the core")
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args()
+    # As in the core, the front decides when this ends; and without its core it has nobody to load for.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    from observability import logging as json_logging
+
+    json_logging.configure("engine-loader", arguments.log_level)
+    with socket.socket(fileno=arguments.fd) as connection:
+        try:
+            _serve(connection)
+        except (ConnectionError, EOFError):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
