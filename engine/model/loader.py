@@ -38,6 +38,7 @@ from engine.model.lowered import LoweredModel
 from engine.model.mapped_pages import file_of
 from engine.model.spec import CheckpointError, ModelSpec
 from services.errors import ConfigError
+from services.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from engine.kernels.linear.native import NativePacker
@@ -251,7 +252,6 @@ def _serve(connection: socket.socket) -> None:
     import torch
 
     from engine.kernels.linear.native import NativePacker
-    from engine.runner.host_memory import keep_freed_memory
 
     keep_freed_memory()
     torch.set_num_threads(request.config.num_threads)

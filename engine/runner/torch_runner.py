@@ -27,7 +27,6 @@ from engine.model.loading import Load, Model, load_model, native_library
 from engine.model.lowering import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import PendingStep, Runner
-from engine.runner.host_memory import keep_freed_memory
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.native_decode import NativeDecode
@@ -53,6 +52,7 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
+from services.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
