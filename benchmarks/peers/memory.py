@@ -6,10 +6,9 @@
 Each server runs alone, with the same capacity of 4 GiB for keys and values. It answers the same requests of
 256 + 16 tokens twice, with other prompts the second time, after a few to warm up: what was added then is what
 the cache takes for so many tokens, in the precision that the server keeps them in. "beside the cache" is the
-rest. Pages that
-several processes share are counted once (PSS); "as each says" adds up what every process calls resident
-(RSS), which counts libraries as often as there are processes. The peak is the sum of what each process held
-at most at any time, loading included, shared pages as in the column before it.
+rest. Pages that several processes share are counted once (PSS); "as each says" adds up what every process
+calls resident (RSS), which counts libraries as often as there are processes. The peak is the most that all
+processes took together at any time (PSS, four looks a second), those that only load included.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -33,22 +33,52 @@ from benchmarks.peers.servers import Server, serve
 from benchmarks.peers.tables import OURS
 
 _MIB = 2**20
+_LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
 class Resident:
     """Bytes of one or more processes."""
 
-    # Pages of several processes by share, pages of this one alone, all pages, and the most that these were.
+    # Pages of several processes by share, pages of this one alone, and all pages.
     pss: int = 0
     uss: int = 0
     rss: int = 0
-    peak: int = 0
 
     def __add__(self, other: Resident) -> Resident:
-        return Resident(
-            self.pss + other.pss, self.uss + other.uss, self.rss + other.rss, self.peak + other.peak
-        )
+        return Resident(self.pss + other.pss, self.uss + other.uss, self.rss + other.rss)
+
+
+class Peak:
+    """The most that all processes which this one started took together, while the context lasts."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._watch.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            children = psutil.Process().children(recursive=True)
+            self.bytes = max(self.bytes, sum(_pss(child.pid) for child in children))
+
+
+def _pss(pid: int) -> int:
+    """0 of a process that ended."""
+    try:
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def by_process(server: Server) -> dict[str, Resident]:
@@ -71,9 +101,7 @@ def name_of(process: psutil.Process) -> str:
 
 def _resident(process: psutil.Process) -> Resident:
     memory = process.memory_full_info()
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return Resident(memory.pss, memory.uss, memory.rss, int(peak[1]) * 1024 if peak else memory.rss)
+    return Resident(memory.pss, memory.uss, memory.rss)
 
 
 def _total(server: Server) -> Resident:
@@ -102,7 +130,6 @@ def measure(server: Server, load: Load) -> tuple[dict[str, str | float], dict[st
         "KiB a token": token_bytes / 1024,
         "beside the cache": (second.pss - held * token_bytes) / _MIB,
         "as each says": second.rss / _MIB,
-        "peak, as each says": second.peak / _MIB,
     }
     return row, processes
 
@@ -134,9 +161,9 @@ def main() -> None:
     load = Load(concurrency=8, num_requests=arguments.requests, output_tokens=16)
     rows, lines = [], []
     for starting in _servers(arguments, folder, checkpoint):
-        with starting as server:
+        with Peak() as peak, starting as server:
             row, processes = measure(server, load)
-        rows.append(row)
+        rows.append(row | {"peak": peak.bytes / _MIB})
         shares = sorted(processes.items(), key=lambda item: -item[1].pss)
         parts = ", ".join(f"{name} {each.pss / _MIB:.0f} ({each.uss / _MIB:.0f})" for name, each in shares)
         lines.append(f"{server.name}, by process, and what no other shares: {parts}")
