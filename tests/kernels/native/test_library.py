@@ -89,7 +89,8 @@ def test_the_best_level_depends_on_who_made_the_processor(
     monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}")
     assert build.machine_levels() == levels
     halves = "avx512_fp16"
-    monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {halves}")
+    wide = " ".join(build.NEEDS[halves])
+    monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {wide}")
     assert build.machine_levels()[-1] == (halves if vendor == "GenuineIntel" else "avx512_bf16")
     tiles = " ".join(build.NEEDS["amx"])
     monkeypatch.setattr(build, "processor", lambda: f"vendor_id\t: {vendor}\nflags\t\t: {flags} {tiles}")
