@@ -22,6 +22,8 @@ from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
 from services.errors import ConfigError
 
+# A request may take so long, in seconds: a server that hangs would hold the run for good.
+REQUEST_LIMIT_S = 600.0
 # A server lists its models within this time, in seconds.
 _LIST_LIMIT_S = 30.0
 
@@ -178,10 +180,11 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """A pool of connections to one target."""
+    """A pool of connections to one target. What has not ended after `limit_s` seconds has failed."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, limit_s: float = REQUEST_LIMIT_S) -> None:
         self._target = target
+        self._limit_s = limit_s
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if target.tls else None
 
@@ -192,8 +195,12 @@ class Client:
         # A user waits for the connection as well.
         record.start_s = time.perf_counter()
         try:
-            connection = await self._send(head + request.body, record)
+            async with asyncio.timeout(self._limit_s) as limit:
+                connection = await self._send(head + request.body, record)
         except OSError as error:
+            if limit.expired():
+                record.error = f"not ended after {self._limit_s:g} s (--request-limit)"
+                return record
             record.error = f"{type(error).__name__}: {error}"
             return record
         self._idle.append(connection)
@@ -210,6 +217,9 @@ class Client:
                 if is_new or connection.answered:
                     raise
                 continue
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             return connection
 
     async def models(self) -> list[str]:

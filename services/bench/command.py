@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.bench import report
-from services.bench.client import Target
+from services.bench.client import REQUEST_LIMIT_S, Target
 from services.bench.records import RequestRecord, Targets
 from services.bench.run import choose_model, run_workload
 from services.bench.workload import MAX_LENGTH, Arrivals, Lengths, PromptKind, Workload
@@ -46,6 +46,9 @@ def run(
     vocab_size: Annotated[int, typer.Option(min=2, help="Upper bound of random token ids.")] = 2000,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not counted.")] = 1,
+    request_limit: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which a request has failed.")
+    ] = REQUEST_LIMIT_S,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds send equal requests.")] = 0,
     ttft_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
     tpot_target_ms: Annotated[float | None, typer.Option(min=0, help="Target for goodput.")] = None,
@@ -87,6 +90,7 @@ def run(
                 label=label,
                 url=url,
                 warmup=warmup,
+                limit_s=request_limit,
             )
         )
         report.show(result, console)
@@ -123,6 +127,7 @@ async def _measure(
     label: str,
     url: str,
     warmup: int,
+    limit_s: float,
 ) -> report.Result:
     model = await choose_model(target, model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -139,7 +144,7 @@ async def _measure(
 
         try:
             records, duration_s = await run_workload(
-                target, workload, model, num_warmup=warmup, on_progress=advance
+                target, workload, model, num_warmup=warmup, limit_s=limit_s, on_progress=advance
             )
         except asyncio.CancelledError:
             # Ctrl-C: what was measured until then is shown, and written.

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from services.bench.client import Client, Target
+from services.bench.client import REQUEST_LIMIT_S, Client, Target
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest, Workload, plan
 from services.errors import ConfigError
@@ -16,13 +16,19 @@ OnProgress = Callable[[RequestRecord], None]
 
 
 async def run_workload(
-    target: Target, workload: Workload, model: str, *, num_warmup: int = 0, on_progress: OnProgress
+    target: Target,
+    workload: Workload,
+    model: str,
+    *,
+    num_warmup: int = 0,
+    limit_s: float = REQUEST_LIMIT_S,
+    on_progress: OnProgress,
 ) -> tuple[list[RequestRecord], float]:
     """Records in the order of the plan, and the run's duration in seconds.
 
-    The first `num_warmup` requests are sent once before, and not counted.
+    The first `num_warmup` requests are sent once before, and not counted. Each may take `limit_s` seconds.
     """
-    client = Client(target)
+    client = Client(target, limit_s=limit_s)
     requests = plan(workload, model)
     try:
         for request in requests[:num_warmup]:

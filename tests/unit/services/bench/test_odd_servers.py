@@ -136,6 +136,32 @@ async def test_a_body_may_end_with_the_connection_when_it_is_whole() -> None:
         ] * 2
 
 
+async def test_a_server_that_hangs_is_left_after_the_limit() -> None:
+    """Between two events as well as before the first; its connection is closed, and others go on."""
+    opened: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(writer)
+        if len(opened) == 1:
+            writer.write(chunked(text("a"))[:-5])
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = Target.parse(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", "")
+    workload = Workload(
+        num_requests=2, arrivals=Arrivals(), input_tokens=Lengths.parse("3"), output_tokens=Lengths.parse("2")
+    )
+    try:
+        records, _ = await run_workload(target, workload, "m", limit_s=0.2, on_progress=lambda _: None)
+    finally:
+        listener.close()
+    assert [record.error for record in records] == ["not ended after 0.2 s (--request-limit)"] * 2
+    assert sorted(len(record.chunk_times_s) for record in records) == [0, 1]
+    for writer in opened:
+        await writer.wait_closed()
+
+
 FAILED = {
     "boom": chunked(text("a") + b"event: error\n" + event(error={"message": "boom"}) + DONE),
     "boom early": chunked(text("a") + event(error={"message": "boom early"}) + TWO * 4 + DONE),
