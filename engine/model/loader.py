@@ -94,7 +94,12 @@ def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress)
             return _receive_model(ours, library, progress)
     except (ConnectionError, EOFError) as error:
         status = process.wait()
-        raise LoaderLostError(f"the process that loads {request.folder} ended ({status})") from error
+        why = (
+            ": killed, as systems do when memory ends; see millrace plan" if status == -signal.SIGKILL else ""
+        )
+        raise LoaderLostError(
+            f"the process that loads {request.folder} ended (exit code {status}{why})"
+        ) from error
     finally:
         process.kill()
         process.wait()
