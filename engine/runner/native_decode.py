@@ -82,7 +82,7 @@ class NativeDecode:
         """Computes the step that follows `last`. Whether the drawn tokens were appended: none are where a
         draw failed. None where the step cannot be computed here; then nothing has happened.
         """
-        self._table.ensure_columns(last.end)
+        self._table.ensure_columns(last.next_end)
         if not self._describes(last):
             self._program = self._describe(last)
         if self._program is None:

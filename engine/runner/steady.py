@@ -44,9 +44,9 @@ class LastStep:
     places: NDArray[np.int64]  # [S] where keys and values go
 
     @property
-    def end(self) -> int:
-        """Tokens of the longest sequence, with the one that the step draws."""
-        return self.longest + self.num_steps + 2
+    def next_end(self) -> int:
+        """Tokens of the longest sequence, with the one that the step after this one draws."""
+        return self.longest + self.num_steps + 3
 
     @cached_property
     def longest(self) -> int:

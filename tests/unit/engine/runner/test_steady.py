@@ -149,6 +149,29 @@ def test_a_native_step_is_what_would_have_been_put_together(
 
 
 @needs_native
+def test_a_sequence_outgrows_the_table_in_a_native_step(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens fill the table's columns up and go on behind them; a neighbour's row begins there."""
+    columns = runner.table.tokens.shape[1]
+
+    def long() -> list[Job]:
+        return [
+            Job(prompt_of(columns - 9 - index, 199, seed=index), num_tokens=24, sampling=SEEDED)
+            for index in range(3)
+        ]
+
+    together = Driver(runner, seed=1).run(long())
+    # Rows of ended sequences stay as they were.
+    rows = runner.table.tokens.copy()
+    assert rows.shape[1] > columns
+    for slot, job in enumerate(together):
+        known = job.prompt + job.output
+        np.testing.assert_array_equal(rows[slot, : len(known)], known)
+    assert outcomes(together) == outcomes(run_anew(runner, monkeypatch, long()))
+
+
+@needs_native
 def test_a_step_in_which_a_draw_fails_appends_nothing_natively(runner: TorchRunner) -> None:
     """Logits that are not finite end one sequence; the others go on with the tokens that they would have."""
     driver = Driver(runner, seed=1)
