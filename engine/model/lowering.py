@@ -80,13 +80,12 @@ class NativeDecoder:
         """
         ragged = batch.ragged
         num_tokens = int(ragged.query_starts[-1])
-        if self._body is None or num_tokens > self._max_tokens or self._caches is not caches:
-            self._max_tokens = max(self._max_tokens, num_tokens)
-            self._caches = caches
-            self._body = self._build_body(caches)
+        body = self._body
+        if body is None or num_tokens > self._max_tokens or self._caches is not caches:
+            body = self._build_body(caches, max(self._max_tokens, num_tokens))
         if batch is not self._batch:
             self._point_to(batch, num_tokens)
-        self._body.run(self.pool)
+        body.run(self.pool)
         return self._hidden[:num_tokens]
 
     def _point_to(self, batch: ForwardBatch, num_tokens: int) -> None:
@@ -130,7 +129,7 @@ class NativeDecoder:
     def logits_of(self, hidden: Floats, rows: NDArray[np.int64]) -> Floats:
         """Logits [R, V] of some rows of hidden [T, E], valid until the next call."""
         if rows.size > self._logits.shape[0]:
-            self._head = self._build_head(max(rows.size, 2 * self._logits.shape[0]))
+            self._build_head(max(rows.size, 2 * self._logits.shape[0]))
         self._head_norm.x = address_of(hidden)
         self._head_step.num_logit_rows = rows.size
         self._head_step.logit_rows = _address(rows)
@@ -144,9 +143,9 @@ class NativeDecoder:
     def _build_head(self, max_rows: int) -> Program:
         spec, library, step = self.spec, self.library, ctypes.addressof(self._head_step)
         normed = empty((max_rows, spec.hidden_size))
-        self._logits = empty((max_rows, spec.vocab_size))
+        logits = empty((max_rows, spec.vocab_size))
         norm = self.model.norm
-        self._head_norm = RmsNormArgs(
+        head_norm = RmsNormArgs(
             step=step,
             weight=address_of(norm.weight),
             out=address_of(normed),
@@ -159,28 +158,32 @@ class NativeDecoder:
             self.model.head,
             step + NUM_LOGIT_ROWS,
             address_of(normed),
-            address_of(self._logits),
+            address_of(logits),
             address_of(workspace),
         )
         ops = [
-            Op(library, "rms_norm", self._head_norm, norm.weight),
+            Op(library, "rms_norm", head_norm, norm.weight),
             *product_ops(library, head, normed, workspace),
         ]
         if spec.logit_soft_cap is not None:
             cap = SoftCapArgs(
-                step=step, logits=address_of(self._logits), width=spec.vocab_size, cap=spec.logit_soft_cap
+                step=step, logits=address_of(logits), width=spec.vocab_size, cap=spec.logit_soft_cap
             )
             ops.append(Op(library, "soft_cap", cap))
-        return Program(library, ops)
+        # Only here: where memory ends on the way, the program that was there keeps the buffers it writes to.
+        self._logits, self._head_norm, self._head = logits, head_norm, Program(library, ops)
+        return self._head
 
-    def _build_body(self, caches: Sequence[Storage]) -> Program:
-        builder = ProgramBuilder(self.model, self.library, self._step, self._max_tokens, self.num_threads)
-        self._hidden = builder.stream
+    def _build_body(self, caches: Sequence[Storage], max_tokens: int) -> Program:
+        builder = ProgramBuilder(self.model, self.library, self._step, max_tokens, self.num_threads)
         builder.embed()
         for layer, cache in zip(self.model.layers, caches, strict=True):
             builder.layer(layer, cache)
         builder.finish()
-        return Program(self.library, builder.ops)
+        # As for the head.
+        self._body, self._hidden = Program(self.library, builder.ops), builder.stream
+        self._caches, self._max_tokens = caches, max_tokens
+        return self._body
 
 
 def _address(array: NDArray[np.int64]) -> int:

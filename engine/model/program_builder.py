@@ -48,8 +48,10 @@ class ProgramBuilder:
         self.stream = self.buffer("stream", model.spec.hidden_size)
         # A half layer's output that is normed before it joins the stream, and that norm.
         self.pending: LoweredNorm | None = None
-        widest = max(weight.inputs for layer in model.layers for weight in _products(layer))
-        self.workspace = make_workspace(library, max_tokens, widest, num_threads)
+        # Each thread converts few rows for itself, more of narrow ones: the widest need not take most room.
+        widths = {weight.inputs for layer in model.layers for weight in _products(layer)}
+        rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
+        self.workspace = max(rooms, key=lambda room: room.size)
         self.num_threads = num_threads
         self.plan: AttentionPlan | None = None
         self.expert_buffers: ExpertBuffers | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from engine.config import SchedulerConfig
 from engine.kernels.linear.native import NativeProduct
 from engine.kernels.native import NativeUnavailableError, load_native
 from engine.kernels.native.build import machine_levels
-from engine.kernels.native.library import Program, load_level
+from engine.kernels.native.library import Program, StepStruct, load_level
 from engine.model.lowering import NativeDecoder
+from engine.model.program_builder import ProgramBuilder
 from engine.runner.torch_runner import TorchRunner
-from engine.types import SamplingParams
+from engine.types import SamplingParams, SchedulerOutput
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
@@ -238,6 +240,48 @@ def test_off_uses_no_native_code_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         runner.close()
         assert set(calls) == (set() if native == "off" else {"sample", "logprobs"})
     assert jobs["off"].output == jobs["auto"].output
+
+
+def test_a_step_that_memory_ends_for_leaves_the_program_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the size before go on in their buffers; a larger one gets its own when memory is back."""
+    make_checkpoint(tmp_path, "llama")
+    runner = open_runner(tmp_path, native="required", scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    model = runner.model
+    assert isinstance(model, NativeDecoder)
+
+    def outputs(length: int, count: int) -> list[list[int]]:
+        jobs = [Job(prompt_of(length, 199, seed=seed), num_tokens=4) for seed in range(count)]
+        return [job.output for job in Driver(runner).run(jobs)]
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    few, many = outputs(3, 10), outputs(3, 20)
+    for builder, length, count in (("lowering", 1, 60), ("program_builder", 90, 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"engine.model.{builder}.make_workspace", no_memory)
+            with pytest.raises(MemoryError):
+                outputs(length, count)
+        known = tuple(runner.table.states)
+        runner.launch(SchedulerOutput(0, (), (), known)).wait()
+        assert (outputs(3, 10), outputs(3, 20)) == (few, many)
+        assert [len(each) for each in outputs(length, count)] == [4] * count
+    runner.close()
+
+
+def test_the_workspace_holds_the_rows_of_narrow_products(tmp_path: Path) -> None:
+    """Of 256 inputs at most 64 rows are converted by every thread for itself, of 64 inputs 256 rows."""
+    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=448)
+    runner = open_runner(tmp_path, native="required")
+    assert isinstance(runner.model, NativeDecoder)
+    library, model = runner.model.library, runner.model.model
+    needed = library.function("millrace_gemm_workspace", c_int64, (c_int64,) * 3)
+    builder = ProgramBuilder(model, library, StepStruct(), 256, 64)
+    for width in (64, 448):
+        assert builder.workspace.size >= needed(256, width, 64)
+    runner.close()
 
 
 def test_hidden_states_of_padding_are_not_computed(tmp_path: Path) -> None:
