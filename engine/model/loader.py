@@ -14,7 +14,9 @@ import argparse
 import ctypes
 import io
 import logging
+import math
 import mmap
+import os
 import pickle
 import signal
 import socket
@@ -35,7 +37,7 @@ from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.library import load_level
 from engine.model.lowered import LoweredModel
-from engine.model.mapped_pages import file_of
+from engine.model.mapped_pages import FilePart, file_of, version_of
 from engine.model.spec import CheckpointError, ModelSpec
 from services.errors import ConfigError
 from services.memory import keep_freed_memory
@@ -192,18 +194,25 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, name: tuple[Any, ...]) -> Any:
         if name[0] == "weight":
             return self._weights[name[1]]
-        _, path, offset, dtype, shape = name
-        return _map_array(path, offset, dtype, shape)
+        _, part, dtype, shape = name
+        return _map_array(part, dtype, shape)
 
 
-def _map_array(path: str, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """An array in a file, whose pages are read when they are looked at."""
-    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    count = int(np.prod(shape))
-    with Path(path).open("rb") as file:
-        size = offset - begin + count * np.dtype(dtype).itemsize
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=begin)
-    return np.frombuffer(mapped, dtype, count, offset - begin).reshape(shape)
+def _map_array(part: FilePart, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """An array in a file, whose pages are read when they are looked at. Raises CheckpointError where the file
+    is not what it was.
+    """
+    begin = part.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    count = math.prod(shape)
+    try:
+        with Path(part.path).open("rb") as file:
+            if version_of(os.fstat(file.fileno())) != part.version:
+                raise CheckpointError(f"{part.path} was replaced or written to during the load; start again")
+            size = part.offset - begin + count * np.dtype(dtype).itemsize
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=begin)
+    except OSError as error:
+        raise CheckpointError(f"{part.path} cannot be opened a second time: {error}") from error
+    return np.frombuffer(mapped, dtype, count, part.offset - begin).reshape(shape)
 
 
 # The loader's end.
@@ -245,8 +254,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, PackedWeight):
             return ("weight", self._numbers[id(value)])
-        if isinstance(value, np.ndarray) and (where := file_of(value.ctypes.data, value.nbytes)):
-            return ("file", *where, value.dtype.str, value.shape)
+        if isinstance(value, np.ndarray) and (part := file_of(value.ctypes.data, value.nbytes)):
+            return ("file", part, value.dtype.str, value.shape)
         return None
 
 

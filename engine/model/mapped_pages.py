@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,8 +53,43 @@ class MappedPages:
                 advise(begin, size, mmap.MADV_DONTNEED)
 
 
-def file_of(address: int, num_bytes: int) -> tuple[str, int] | None:
-    """Path and offset of what lies at an address, where that is all inside one mapping of a large file."""
+# What tells a file from another one that has taken its name, or from itself after it was written to: device,
+# number, bytes, and nanoseconds of the last change.
+FileVersion = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """What lies in a file from an offset on."""
+
+    path: str
+    offset: int
+    version: FileVersion
+
+
+def version_of(status: os.stat_result) -> FileVersion:
+    """Of an open file, or of one that a path leads to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def file_of(address: int, num_bytes: int) -> FilePart | None:
+    """Where something at an address lies in a file, if that is all inside one mapping of a large file,
+    to which its path still leads.
+    """
+    where = _place_of(address, num_bytes)
+    if where is None:
+        return None
+    try:
+        found = FilePart(*where, version_of(os.stat(where[0])))
+    except OSError:
+        # Deleted, perhaps as another one was put in its place; or the system writes the path in its own way.
+        return None
+    # The path led to the file before and after it was asked about.
+    return found if _place_of(address, num_bytes) == where else None
+
+
+def _place_of(address: int, num_bytes: int) -> tuple[str, int] | None:
+    """Path, with a word behind it where the file is deleted, and offset."""
     for start, end, offset, path in _mapped_files():
         if start <= address and address + num_bytes <= end:
             return path, address - start + offset
@@ -69,7 +106,8 @@ def _mapped_files() -> list[tuple[int, int, int, str]]:
     if not _MAPS.exists():
         return []
     found = []
-    for line in _MAPS.read_text().splitlines():
+    # Paths are any bytes, and lines end with this one alone.
+    for line in os.fsdecode(_MAPS.read_bytes()).removesuffix("\n").split("\n"):
         area, _, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(each, 16) for each in area.split("-"))
         if inode != "0" and end - start >= STRIDE_BYTES // 16:
