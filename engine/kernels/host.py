@@ -1,6 +1,6 @@
 """Arrays in main memory as the native kernels take them, without torch.
 
-What serves a model natively imports no torch (tests/unit/engine/core/test_imports.py): it holds numpy arrays
+What serves a model natively imports no torch (tests/unit/engine/runner/test_apart.py): it holds numpy arrays
 where other back ends hold tensors. Functions here take either, so that tests and tools that have torch at
 hand can call the same ops.
 """
