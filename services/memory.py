@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +32,6 @@ _MAPS = Path("/proc/self/maps")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 # The largest value that glibc takes for the mmap threshold on 64-bit machines.
 _MMAP_THRESHOLD_BYTES = 32 << 20
-_TRIM_THRESHOLD_BYTES = 512 << 20
 
 
 def settle() -> None:
@@ -54,21 +52,27 @@ def give_back() -> None:
         trim(0)
 
 
-def keep_freed_memory() -> None:
-    """Freed memory stays in the process, as a step frees and takes the same megabytes again and again: glibc
-    returns large freed pieces to the kernel, which then zeroes fresh pages for the next step; on a CPU that
-    costs more than the arithmetic (bundled model, 32 decoding sequences: 78 ms per step so, 33 ms with this).
-    Call before the first large allocation; does nothing where there is no glibc.
+def keep_freed_memory(most_bytes: int = 512 << 20) -> None:
+    """Freed memory stays in the process, up to so much, as it is wanted again soon: glibc returns large freed
+    pieces to the kernel, which then zeroes fresh pages; on a CPU that costs an engine more than its steps'
+    arithmetic (bundled model, 32 decoding sequences: 78 ms per step so, 33 ms with this). Call before the
+    first large allocation; does nothing where there is no glibc.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_ARENA_MAX, 1)
-    mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    mallopt(_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    _mallopt(_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    _mallopt(_TRIM_THRESHOLD, most_bytes)
+
+
+def one_heap() -> None:
+    """Threads get no memory of their own from glibc's malloc: the main one goes on with what they have used,
+    and none of the address space is set aside for them.
+    """
+    _mallopt(_ARENA_MAX, 1)
+
+
+def _mallopt(option: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(option, value)
 
 
 def use_huge_pages() -> None:

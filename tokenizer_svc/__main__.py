@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 from pathlib import Path
 
@@ -28,9 +27,8 @@ from tokenizer_svc.servicer import TokenizerServicer
 from tokenizer_svc.wire import SERVICE_NAME, add_to_server
 
 _SWITCH_INTERVAL_S = 0.0005
-# Of glibc's malloc: what is larger comes from the kernel each time, and what is more is given back to it.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MAPPED_BYTES = 32 * 1024 * 1024
+# Messages of megabytes reuse the memory of those before: getting it from the kernel anew takes longer than
+# copying them.
 _KEPT_BYTES = 128 * 1024 * 1024
 
 
@@ -98,16 +96,6 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
         telemetry.shutdown()
 
 
-def _keep_memory() -> None:
-    """Messages of megabytes reuse the memory of those before: getting it from the kernel anew takes longer
-    than copying them.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
 def _serve_metrics(settings: TokenizerConfig, metrics: Metrics) -> MetricsServer | None:
     if not settings.metrics_listen:
         return None
@@ -127,7 +115,7 @@ def main() -> int:
         config = load(tables)
         observability = load_section(tables, "observability", ObservabilityConfig)
         json_logging.configure("tokenizer", observability.log_level)
-        _keep_memory()
+        memory.keep_freed_memory(_KEPT_BYTES)
         uvloop.run(_serve(config, observability))
     except ConfigError as error:
         print(f"python -m tokenizer_svc: {error}", file=sys.stderr)

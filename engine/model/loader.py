@@ -40,7 +40,7 @@ from engine.model.lowered import LoweredModel
 from engine.model.mapped_pages import FilePart, file_of, version_of
 from engine.model.spec import CheckpointError, ModelSpec
 from services.errors import ConfigError
-from services.memory import keep_freed_memory
+from services.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
     from engine.kernels.linear.native import NativePacker
@@ -267,6 +267,7 @@ def _serve(connection: socket.socket) -> None:
 
     from engine.kernels.linear.native import NativePacker
 
+    one_heap()
     keep_freed_memory()
     torch.set_num_threads(request.config.num_threads)
     library = load_level(level)

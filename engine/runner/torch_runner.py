@@ -52,7 +52,7 @@ from engine.types import (
     TokenLogprobs,
 )
 from services.config import ModelConfig
-from services.memory import keep_freed_memory
+from services.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
@@ -410,6 +410,7 @@ def build(
     given = plan_input(config, model, device=device_name, available_bytes=available)
     plan = make_plan(given)
     spec = given.spec
+    one_heap()
     keep_freed_memory()
     folder = resolve_checkpoint(model.path)
     library = native_library(config, spec, device_name)

@@ -9,7 +9,6 @@ take the machine's memory.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -25,7 +24,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from services.memory import give_back
+from services.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.courtesy import Courtesy
@@ -49,7 +48,6 @@ READY = b"ready"
 ORDINARY, LOWEST = b"+", b"-"
 # Of work that gives way to everything of ordinary priority.
 NICENESS = 15
-_M_ARENA_MAX = -8
 # Encodings of turns that a worker keeps, in tokens.
 _TURN_CACHE_TOKENS = 1024 * 1024
 # What most grammars go through: a copy that has built this one has made its own what it writes to.
@@ -102,7 +100,7 @@ def main() -> None:
         first = read_frame(source)
     if first is None:
         return
-    _one_heap()
+    one_heap()
     # Threads do not survive being copied, and one tenant's prompt is not worth all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     setup = WorkerSetup.decoded(first)
@@ -205,15 +203,6 @@ def _apart(work: Callable[[], None]) -> None:
     thread.start()
     thread.join()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-
-
-def _one_heap() -> None:
-    """Threads get no memory of their own from glibc's malloc: the main one goes on with what they have used,
-    and none of the address space is set aside for them.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def _address_space() -> int:
