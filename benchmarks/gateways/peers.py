@@ -39,15 +39,17 @@ max_concurrent_streams = 100000
 
 
 @contextmanager
-def millrace(step_ms: float) -> Iterator[RunState]:
-    """The whole stack with a simulated engine, stopped at the end."""
+def millrace(step_ms: float, checkout: Path | None = None) -> Iterator[RunState]:
+    """The whole stack with a simulated engine, stopped at the end; of another checkout with its `.venv`."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         config = Path(folder) / "millrace.toml"
         config.write_text(_CONFIG.format(step_ms=step_ms, overlap="on" if step_ms else "off"))
-        command = [sys.executable, "-m", "services.cli", "up", "--simulated", "--port", "0"]
+        python = sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
+        command = [python, "-m", "services.cli", "up", "--simulated", "--port", "0"]
         process = subprocess.Popen(
             [*command, "--config", str(config)],
             stdout=subprocess.DEVNULL,
+            cwd=checkout,
             env={**os.environ, "MILLRACE_STATE_DIR": folder},
         )
         try:
