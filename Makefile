@@ -17,6 +17,8 @@ PIP_ARGS ?=
 ARGS ?=
 # Module of benchmarks/ for `make bench`.
 BENCH ?= gateway_overhead
+# Tag of the images, as docker-compose.yml builds them.
+IMAGE_TAG ?= $(or $(MILLRACE_TAG),0.1.0)
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
 
@@ -56,10 +58,19 @@ certificates: ## Make an authority and a certificate for localhost, for TLS on t
 	sh services/envoy/make-certificates.sh certificates
 
 .PHONY: sbom
-sbom: $(VENV)/.installed ## Write what each image holds to build/sbom (CycloneDX)
+sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker, Debian's packages as well
 	@mkdir -p build/sbom
-	@for name in gateway tokenizer engine; do \
-		$(BIN)/python -m services.bill_of_materials $$name >build/sbom/$$name.json; done
+	@# The operating system's packages are those of the image, which only Docker can look into.
+	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0); \
+	for name in gateway tokenizer engine; do \
+		image=millrace/$$name:$(IMAGE_TAG); listed=build/sbom/$$name.dpkg-status; arguments=""; \
+		if docker image inspect "$$image" >/dev/null 2>&1; then \
+			docker run --rm --network none --entrypoint cat "$$image" /var/lib/dpkg/status >$$listed; \
+			release=$$(docker run --rm --network none --entrypoint sh "$$image" \
+				-c '. /etc/os-release && echo "$$ID-$$VERSION_ID"'); \
+			arguments="--dpkg-status $$listed --distribution $$release"; \
+		else echo "$$image is not here: its Debian packages are left out (make up builds it)" >&2; fi; \
+		$(BIN)/python -m services.bill_of_materials $$name $$arguments >build/sbom/$$name.json; done
 	@ls build/sbom/*.json
 
 .PHONY: dashboards

@@ -5,7 +5,6 @@ A wrong name is found at start, with the key that holds it, and never during a r
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from gateway.config import (
     TenantConfig,
     TierConfig,
 )
+from services.addresses import is_this_machine
 from services.config import ModelConfig, SecurityConfig, decode_table, load_section
 from services.errors import ConfigError
 
@@ -235,13 +235,7 @@ def split_address(key: str, address: str) -> tuple[str, int]:
 
 def is_loopback(address: str) -> bool:
     """Whether "host:port" can be reached from this machine only."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_this_machine(address.rpartition(":")[0].strip("[]"))
 
 
 def _known(names: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import EnvoyConfig
 from gateway.settings import split_address
+from services.addresses import join
 
 GATEWAY_GRPC = "gateway_grpc"
 # The same processes: questions of the edge have connections and limits of their own, so that running streams
@@ -163,4 +164,4 @@ def _is_ip(host_port: str) -> bool:
 
 def _host_port(endpoint: str, default_port: int) -> str:
     parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    return f"{parts.hostname}:{parts.port or default_port}"
+    return join(parts.hostname or "", parts.port or default_port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -16,7 +17,6 @@ from gateway.config import LedgerConfig
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.pipeline.ports import FinishedRequest
-from gateway.unique import unique_hex
 from observability import names
 from observability.metrics import Metrics
 
@@ -144,7 +144,7 @@ class LedgerWriter:
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
         return {
-            "entry_id": unique_hex(),
+            "entry_id": secrets.token_hex(16),
             "request_id": request.identity.request_id,
             "ended_unix_ms": round(request.ended_unix_s * 1000),
             "tenant": request.identity.tenant,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
@@ -42,7 +43,6 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.tiers import Tier
-from gateway.unique import unique_hex
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class TokenLimiter:
         self, scopes: list[Scope], prompt_tokens: int, completion: int, tier: Tier | None, model: str
     ) -> Demand:
         windows, leases, meters = [], [], []
-        lease_id = unique_hex()
+        lease_id = secrets.token_hex(16)
         for scope in scopes:
             limits = scope.limits
             if limits.tokens_per_minute is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 from gateway.engines.types import Sampling
 from gateway.pipeline.request import GenerationRequest, SamplingOptions
-from gateway.unique import random_seed
 from services.errors import MillraceError, Reason
 
 # Options that a checkpoint's generation_config.json may set, with their types.
@@ -95,7 +95,7 @@ def complete(
     n = sampling.n or 1
     ends = () if sampling.ignore_eos else eos_token_ids
     return Sampling(
-        seed=random_seed() if sampling.seed is None else sampling.seed,
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         # The step that computes the prompt always samples; the token is dropped when none was asked for.
         max_tokens=max(max_tokens, 1),
         logit_bias=dict(sampling.logit_bias),

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from collections.abc import Callable
 
 from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
 from gateway.overload import Ticket
 from gateway.pipeline.delta import TimeToFirstToken
-from observability import names
 
 
 class Meter:
-    """Counts along the life of one request. Moments are monotonic seconds."""
+    """Counts along the life of one request. Moments are monotonic seconds.
 
-    def __init__(self, received_s: float) -> None:
+    `observe_gap` is told the time between every two outputs that have tokens.
+    """
+
+    def __init__(self, received_s: float, observe_gap: Callable[[float], None]) -> None:
         self.received_s = received_s
+        self._observe_gap = observe_gap
         # When it was handed to an engine.
         self.submitted_s: float | None = None
         # When the first output came, and when its chunk was written.
@@ -28,9 +31,6 @@ class Meter:
         # The place among the requests that wait for their first token.
         self.ticket: Ticket | None = None
         self.completion_tokens = 0
-        # Gaps between outputs, counted by the buckets of names.ITL; and the longest one.
-        self.gap_counts = [0] * (len(names.ITL.buckets) + 1)
-        self.gaps_s = 0.0
         self.longest_gap_s = 0.0
         self.statistics = ChoiceStatistics()
 
@@ -43,18 +43,15 @@ class Meter:
             if output.first_token is not None:
                 self.first_token = output.first_token
         elif output.token_ids:
-            self._count_gap(now_s - self.last_output_s)
+            gap_s = now_s - self.last_output_s
+            self._observe_gap(gap_s)
+            self.longest_gap_s = max(self.longest_gap_s, gap_s)
         self.last_output_s = now_s
         self.completion_tokens += len(output.token_ids)
         if output.statistics is not None:
             self._add(output.statistics)
             self.has_worked |= output.statistics.num_steps > 0
         self.has_worked |= bool(output.token_ids)
-
-    def _count_gap(self, gap_s: float) -> None:
-        self.gap_counts[bisect_left(names.ITL.buckets, gap_s)] += 1
-        self.gaps_s += gap_s
-        self.longest_gap_s = max(self.longest_gap_s, gap_s)
 
     def _add(self, other: ChoiceStatistics) -> None:
         mine = self.statistics

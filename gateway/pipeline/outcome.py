@@ -132,8 +132,6 @@ class OutcomeRecorder:
                 speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
                 pool=generation.pool,
             )
-        meter = generation.meter
-        metrics.merge(names.ITL, meter.gap_counts, meter.gaps_s, model=model, tier=tier.name)
         if usage.ttft is None:
             return
         metrics.observe(

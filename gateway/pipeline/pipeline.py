@@ -273,7 +273,8 @@ class Pipeline:
         context: Any,
     ) -> Generation:
         caller, request = call.caller, call.request
-        meter = Meter(caller.received_s)
+        observe_gap = self._metrics.observer(names.ITL, model=request.model, tier=call.tier.name)
+        meter = Meter(caller.received_s, observe_gap)
         meter.submitted_s = submitted_s
         request_id = caller.identity.request_id
         meter.ticket = self._admission.enter(call.tier)

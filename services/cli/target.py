@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from services.addresses import is_this_machine, join
 from services.errors import ConfigError
 from services.supervisor.config import development_key, state_directory
 from services.supervisor.state import RunState, read_state
@@ -49,8 +49,8 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
             ) from error
         host = parts.hostname or ""
         # What this machine's stacks know is no business of another's.
-        own_key = development_key(environ) if _is_this_machine(host) else ""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        own_key = development_key(environ) if is_this_machine(host) else ""
+        address = join(host, port)
         url = url if "//" in url else f"http://{address}"
         return Target(address, environ.get(_KEY_VARIABLE) or own_key, url=url)
     if state is None:
@@ -60,13 +60,6 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
         )
     key = environ.get(_KEY_VARIABLE) or state.api_key
     return Target(state.address, key, state.model, f"http://{state.address}")
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
 import secrets
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services import tls
+from services.addresses import is_this_machine, join
 from services.compiler import find_compiler
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.resources import num_cores
@@ -108,7 +108,7 @@ class _Planner:
             require_free(options.host, options.port)
         count = 6 + 2 * self._num_engines + 3 * self._num_gateways
         ports = iter(free_ports(count, _LOOPBACK))
-        edge = _join(options.host, options.port or next(ports))
+        edge = join(options.host, options.port or next(ports))
         admin = f"{_LOOPBACK}:{next(ports)}"
         model_name = self._plan_model()
         api_key = self._plan_security()
@@ -197,7 +197,7 @@ class _Planner:
             # An empty one says that there shall be none.
             if self._configured(place) is None:
                 self._set(place, local)
-        if not _is_loopback(self._options.host):
+        if not is_this_machine(self._options.host):
             return ""
         key = development_key(self._environ)
         self._default("keys.development_hash", f"sha256:{hashlib.sha256(key.encode()).hexdigest()}")
@@ -320,16 +320,3 @@ def _variable(key: str) -> str:
 def _toml(value: object) -> str:
     # JSON's texts, numbers, booleans and lists are TOML's as well.
     return json.dumps(value, ensure_ascii=False)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

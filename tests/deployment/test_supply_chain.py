@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from packaging.utils import canonicalize_name
 
 from services import bill_of_materials
@@ -34,17 +37,75 @@ def test_what_is_installed_is_what_is_pinned(deployable: str) -> None:
             assert pins.get(name) == distribution.version, name
 
 
+def _bill(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert bill_of_materials.main(arguments) == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("deployable", ["gateway", "tokenizer", "engine"])
 def test_an_image_can_say_what_it_holds(deployable: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bill_of_materials.main([deployable]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["bomFormat"] == "CycloneDX"
+    text = _bill(deployable, capsys=capsys)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    document = json.loads(text)
     listed = {component["name"] for component in document["components"]}
     assert {"grpcio", "protobuf"} <= listed
     assert ("torch" in listed) == (deployable == "engine")
     assert document["metadata"]["component"]["version"] == metadata.version("millrace")
 
 
+_DPKG_STATUS = """\
+Package: libc6
+Status: install ok installed
+Architecture: amd64
+Multi-Arch: same
+Source: glibc
+Version: 2.36-9+deb12u13
+Description: GNU C Library: Shared libraries
+ Contains the standard libraries that are used by nearly all programs.
+ .
+ Version: of the description, not of the package
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+
+Package: zlib1g
+Status: install ok installed
+Architecture: amd64
+Version: 1:1.2.13.dfsg-1
+Description: compression library
+"""
+
+
+def test_packages_of_the_operating_system_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = tmp_path / "status"
+    status.write_text(_DPKG_STATUS)
+    arguments = ("gateway", "--dpkg-status", str(status), "--distribution", "debian-12")
+    text = _bill(*arguments, capsys=capsys)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    links = [component["purl"] for component in json.loads(text)["components"]]
+    assert [link for link in links if link.startswith("pkg:deb/")] == [
+        "pkg:deb/debian/libc6@2.36-9%2Bdeb12u13?arch=amd64&distro=debian-12",
+        "pkg:deb/debian/zlib1g@1:1.2.13.dfsg-1?arch=amd64&distro=debian-12",
+    ]
+    assert any(link.startswith("pkg:pypi/grpcio@") for link in links)
+
+
+def test_the_same_packages_give_the_same_bytes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first, second = (_bill("gateway", capsys=capsys) for _ in range(2))
+    assert first == second
+    assert json.loads(first)["metadata"]["timestamp"] == "2023-11-14T22:13:20+00:00"
+    assert json.loads(first)["serialNumber"] != json.loads(_bill("engine", capsys=capsys))["serialNumber"]
+
+
 def test_an_unknown_deployable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bill_of_materials.main(["nothing"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        bill_of_materials.main(["nothing"])
+    assert ended.value.code == 2
     assert "gateway" in capsys.readouterr().err

@@ -8,24 +8,28 @@ by a mark, which $ looks for. What needs too many states has no form.
 from __future__ import annotations
 
 import re
-import re._parser as sre_parse  # type: ignore[import-not-found]
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from tokenizer_svc.grammar.schema.regex_tree import (
+    Anchor,
+    Branch,
+    Category,
+    Class,
+    Dot,
+    Group,
+    Item,
+    Items,
+    LookAhead,
+    Repeat,
+    parse,
+    walk,
+)
+
 # Ranges of code points, ascending and apart. Surrogates are no characters.
 Ranges = tuple[tuple[int, int], ...]
-
-
-def parse(pattern: str) -> Any:
-    """Python's reading of the pattern; raises re.error. It warns of classes that it may read as ECMA-262's v
-    mode does one day ([[a], [a--b]); as long as it does not, it reads them as they are meant here.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return sre_parse.parse(pattern)
 
 
 class _NoForm(Exception):
@@ -107,12 +111,12 @@ def outside(pattern: str) -> str | None:
 @lru_cache(maxsize=256)
 def _rewritten(pattern: str, *, complement: bool) -> str | None:
     try:
-        parsed = parse(pattern)
-        if parsed.state.flags & ~int(re.UNICODE):
+        tree = parse(pattern)
+        if tree.has_flags:
             return None
         character: Node = _node("set", _SIGMA)
-        later = _cat(character, _cat(_star(character), _sequence(parsed.data, _ALL, False)))
-        found = _or((_sequence(parsed.data, _ALL, True), later))
+        later = _cat(character, _cat(_star(character), _sequence(tree.items, _ALL, False)))
+        found = _or((_sequence(tree.items, _ALL, True), later))
         whole = _cat(_star(character), _node("set", ((_END, _END),)))
         text = _pattern_of(_and((whole, _not(found) if complement else found)))
     except (_NoForm, re.error, RecursionError, OverflowError):
@@ -123,70 +127,70 @@ def _rewritten(pattern: str, *, complement: bool) -> str | None:
     return text if text is not None and len(text) <= _MAX_LENGTH else None
 
 
-def _sequence(items: Sequence[tuple[Any, Any]], then: Node, first: bool | None, ends: bool = True) -> Node:
+def _sequence(items: Items, then: Node, first: bool | None, ends: bool = True) -> Node:
     """The items one after the other, and then `then`, which look-aheads see.
 
     `first` tells whether this is the beginning of the text; None when it may be. Unless it `ends`, $ fails.
     """
     known = []
-    for operation, argument in items:
+    for item in items:
         known.append(first)
-        first = _first_after(str(operation), argument, first)
-    for (operation, argument), is_first in zip(reversed(list(items)), reversed(known), strict=True):
-        then = _item(str(operation), argument, then, is_first, ends)
+        first = _first_after(item, first)
+    for item, is_first in zip(reversed(items), reversed(known), strict=True):
+        then = _item(item, then, is_first, ends)
     return then
 
 
-def _first_after(operation: str, argument: Any, first: bool | None) -> bool | None:
+def _first_after(item: Item, first: bool | None) -> bool | None:
     """Whether the place after an item can still be the beginning of the text."""
-    if first is False or operation in ("AT", "ASSERT", "ASSERT_NOT"):
-        return first
-    if operation in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-        return False
-    if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-        return False if argument[0] and argument[2].getwidth()[0] else None
+    match item:
+        case _ if first is False:
+            return False
+        case Anchor() | LookAhead():
+            return first
+        case Class() | Dot():
+            return False
+        case Repeat(least=least, min_width=min_width) if least and min_width:
+            return False
     return None
 
 
-def _item(operation: str, argument: Any, then: Node, first: bool | None, ends: bool) -> Node:
+def _item(item: Item, then: Node, first: bool | None, ends: bool) -> Node:
     result: Node | None = None
-    match operation:
-        case "SUBPATTERN" if not argument[1] and not argument[2]:
-            result = _sequence(argument[3].data, then, first, ends)
-        case "BRANCH":
-            result = _or(tuple(_sequence(part.data, then, first, ends) for part in argument[1]))
-        case "ASSERT" if argument[0] == 1:
-            result = _and((_sequence(argument[1].data, _ALL, first), then))
-        case "ASSERT_NOT" if argument[0] == 1:
-            result = _and((_not(_sequence(argument[1].data, _ALL, first)), then))
-        case "MAX_REPEAT" | "MIN_REPEAT":
-            result = _repeat(argument[0], argument[1], argument[2].data, then, first, ends)
-        case "AT" if str(argument) == "AT_END":
+    match item:
+        case Group(items):
+            result = _sequence(items, then, first, ends)
+        case Branch(branches):
+            result = _or(tuple(_sequence(branch, then, first, ends) for branch in branches))
+        case LookAhead(items, negated):
+            ahead = _sequence(items, _ALL, first)
+            result = _and((_not(ahead) if negated else ahead, then))
+        case Repeat():
+            result = _repeat(item, then, first, ends)
+        case Anchor("end"):
             result = _and((_AT_END, then)) if ends else _NOTHING
-        case "AT" if str(argument) == "AT_BEGINNING" and first is not None:
+        case Anchor("begin") if first is not None:
             result = then if first else _NOTHING
         case _:
-            result = _cat(_node("set", _characters(operation, argument)), then)
+            result = _cat(_node("set", _characters(item)), then)
     return result
 
 
-def _repeat(
-    least: int, most: Any, items: Sequence[tuple[Any, Any]], then: Node, first: bool | None, ends: bool
-) -> Node:
-    endless = most == sre_parse.MAXREPEAT
-    if least > _MAX_REPEAT or (not endless and most > _MAX_REPEAT):
+def _repeat(repeat: Repeat, then: Node, first: bool | None, ends: bool) -> Node:
+    least, most, items = repeat.least, repeat.most, repeat.items
+    if least > _MAX_REPEAT or (most is not None and most > _MAX_REPEAT):
         raise _NoForm
-    if first is not False and (endless or most > 1):
+    if first is not False and (most is None or most > 1):
         # Only the first round can be at the beginning.
-        if "AT_BEGINNING" in repr(items):
+        if Anchor("begin") in walk(items):
             raise _NoForm
         first = None
-    if endless:
-        if "ASSERT" in repr(items):
+    if most is None:
+        if any(isinstance(item, LookAhead) for item in walk(items)):
             raise _NoForm
         rounds = _star(_sequence(items, _EPSILON, first, False))
         # A round that stands at the end is the last one that takes anything.
-        last = _sequence(items, then, first, ends) if ends and "AT_END" in repr(items) else _NOTHING
+        last = _sequence(items, then, first, ends) if ends and Anchor("end") in walk(items) else _NOTHING
         then = _cat(rounds, _or((then, last)))
     else:
         after = then
@@ -197,36 +201,22 @@ def _repeat(
     return then
 
 
-def _characters(operation: str, argument: Any) -> Ranges:
-    match operation:
-        case "LITERAL":
-            return ((argument, argument),)
-        case "NOT_LITERAL":
-            return _without(((argument, argument),))
-        case "ANY":
+def _characters(item: Item) -> Ranges:
+    match item:
+        case Dot():
             return _without(((0x0A, 0x0A),))
-        case "IN":
+        case Class(parts, negated):
             ranges: list[tuple[int, int]] = []
-            for kind, value in argument:
-                if str(kind) != "NEGATE":
-                    ranges += _class_part(str(kind), value)
+            for part in parts:
+                ranges += _category(part) if isinstance(part, str) else (part,)
             joined = _joined(ranges)
-            return _without(joined) if str(argument[0][0]) == "NEGATE" else joined
+            return _without(joined) if negated else joined
     raise _NoForm
 
 
-def _class_part(kind: str, value: Any) -> Ranges:
-    match kind:
-        case "LITERAL":
-            return ((value, value),)
-        case "RANGE":
-            return ((value[0], value[1]),)
-        case "CATEGORY":
-            name = str(value).removeprefix("CATEGORY_")
-            known = _CATEGORIES.get(name.removeprefix("NOT_"))
-            if known is not None:
-                return _without(known) if name.startswith("NOT_") else known
-    raise _NoForm
+def _category(name: Category) -> Ranges:
+    known = _CATEGORIES[name.removeprefix("NOT_")]
+    return _without(known) if name.startswith("NOT_") else known
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from tokenizer_svc.grammar.schema.automata import outside, parse
+from tokenizer_svc.grammar.schema.automata import outside
+from tokenizer_svc.grammar.schema.regex_tree import (
+    Anchor,
+    Branch,
+    Class,
+    Group,
+    Item,
+    Items,
+    Repeat,
+    parse,
+)
 
 # Formats that llguidance enforces itself.
 BACKEND_FORMATS = frozenset(
@@ -114,7 +124,7 @@ _MAX_LISTED = 64
 def listed(pattern: str) -> list[str] | None:
     """The strings that a pattern matches when they are few, such as ^(on|off)$; None otherwise."""
     try:
-        found = _texts(parse(pattern).data)
+        found = _texts(parse(pattern).items)
     except (re.error, RecursionError, OverflowError):
         return None
     texts = []
@@ -128,34 +138,35 @@ def listed(pattern: str) -> list[str] | None:
     return sorted(set(texts)) if found is not None else None
 
 
-def _texts(items: Sequence[tuple[Any, Any]]) -> list[str] | None:
+def _texts(items: Items) -> list[str] | None:
     texts = [""]
-    for operation, argument in items:
-        choices = _choices(operation, argument)
+    for item in items:
+        choices = _choices(item)
         if choices is None or len(texts) * len(choices) > _MAX_LISTED:
             return None
         texts = [text + choice for text in texts for choice in choices]
     return texts
 
 
-def _choices(operation: Any, argument: Any) -> list[str] | None:
-    name = str(operation)
+def _choices(item: Item) -> list[str] | None:
     choices: list[str] | None = None
-    if name == "LITERAL":
-        choices = [chr(argument)]
-    elif name == "AT":
-        choices = {"AT_BEGINNING": [_BEGIN], "AT_END": [_END]}.get(str(argument))
-    elif name == "SUBPATTERN" and not argument[1] and not argument[2]:
-        choices = _texts(argument[3].data)
-    elif name == "BRANCH":
-        parts = [_texts(part.data) for part in argument[1]]
-        if all(part is not None for part in parts):
-            choices = [text for part in parts for text in part or ()]
-    elif name == "IN" and all(str(kind) == "LITERAL" for kind, _ in argument):
-        choices = [chr(code) for _, code in argument]
-    elif name == "MAX_REPEAT" and argument[:2] == (0, 1):
-        once = _texts(argument[2].data)
-        choices = ["", *once] if once is not None else None
+    match item:
+        case Anchor(at):
+            choices = [_BEGIN if at == "begin" else _END]
+        case Group(items):
+            choices = _texts(items)
+        case Branch(branches):
+            parts = [_texts(branch) for branch in branches]
+            if all(part is not None for part in parts):
+                choices = [text for part in parts for text in part or ()]
+        case Class(members, negated=False):
+            codes = [
+                member[0] for member in members if not isinstance(member, str) and member[0] == member[1]
+            ]
+            choices = [chr(code) for code in codes] if len(codes) == len(members) else None
+        case Repeat(items, least=0, most=1, greedy=True):
+            once = _texts(items)
+            choices = ["", *once] if once is not None else None
     return choices
 
 

@@ -67,7 +67,7 @@ def test_end_tokens_are_ignored_on_request_but_own_stop_tokens_are_not() -> None
 
 
 def test_the_parts_of_the_time_to_the_first_token_sum_to_the_total() -> None:
-    meter = Meter(received_s=100.0)
+    meter = Meter(100.0, [].append)
     assert meter.ttft() is None
     meter.submitted_s = 100.010
     output = EngineOutput(0, [1, 2], first_token=FirstToken(0.002, 0.020, 0.001, 4, 1))
@@ -88,10 +88,19 @@ def test_the_parts_of_the_time_to_the_first_token_sum_to_the_total() -> None:
 
 
 def test_statistics_of_choices_and_engines_add_up() -> None:
-    meter = Meter(received_s=0.0)
+    meter = Meter(0.0, [].append)
     for causes in ({"long_prefill": 0.1}, {"long_prefill": 0.2, "kv_pressure": 0.3}):
         statistics = ChoiceStatistics(num_steps=2, drafted_tokens=4, delayed_by_s=causes)
         meter.count(EngineOutput(0, [1], statistics=statistics), 1.0)
     assert meter.completion_tokens == 2
     assert meter.statistics.num_steps == 4
     assert meter.statistics.delayed_by_s == pytest.approx({"long_prefill": 0.3, "kv_pressure": 0.3})
+
+
+def test_gaps_are_told_between_outputs_that_have_tokens() -> None:
+    gaps_s: list[float] = []
+    meter = Meter(0.0, gaps_s.append)
+    for token_ids, now_s in (([1], 1.0), ([2], 1.5), ([], 1.75), ([3, 4], 2.0)):
+        meter.count(EngineOutput(0, token_ids), now_s)
+    assert gaps_s == [0.5, 0.25]
+    assert meter.longest_gap_s == 0.5
