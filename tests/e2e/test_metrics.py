@@ -99,7 +99,10 @@ def _drive_guided(stack: Stack) -> None:
                     model=stack.model,
                     messages=[{"role": "user", "content": "Yes or no?"}],
                     max_tokens=40,
-                    response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": kind}},
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {"name": "a", "schema": kind, "strict": refused},
+                    },
                 )
             except openai.BadRequestError:
                 assert refused
