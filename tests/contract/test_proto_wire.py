@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from millrace.tokenizer.internal.v1 import unparsed_pb2
