@@ -42,13 +42,12 @@ class CallInterceptor(ServerInterceptor):
     ) -> _Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is not None:
-            handler = wrapped(handler, handler_call_details.method)
+            handler = _wrapped(handler, handler_call_details.method)
         answer: _Handler = handler
         return answer
 
 
-def wrapped(handler: Any, method: str) -> Any:
-    """The handler with what CallInterceptor promises."""
+def _wrapped(handler: Any, method: str) -> Any:
     if handler.response_streaming:
         call = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
         make = (

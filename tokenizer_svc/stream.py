@@ -17,6 +17,7 @@ from services.outbox import Outbox
 from services.status import to_detail
 from tokenizer_svc.wire import (
     MAX_CALLS,
+    NO_REQUEST,
     Call,
     LargeAnswer,
     UnreadableCall,
@@ -37,10 +38,7 @@ Answer = Callable[[Call], Awaitable[tokenizer_pb2.PrepareResponse | LargeAnswer]
 AnswerAtOnce = Callable[[Call], "dict[str, Any] | None"]
 # What comes, by messages.
 Calls = AsyncIterator[list[Call | UnreadableCall]]
-_UNREADABLE = MillraceError(
-    Reason.MALFORMED_BODY,
-    "the bytes of the request are no message that Prepare takes; generate the client from proto/",
-)
+_UNREADABLE = MillraceError(Reason.MALFORMED_BODY, NO_REQUEST)
 
 
 class CallStream:

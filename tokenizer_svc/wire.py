@@ -26,6 +26,9 @@ _CONTENT = ("conversation", "text", "encoded", "response_format")
 # A message of a stream has fewer calls; each is work for Python before it can be refused.
 MAX_CALLS = 4096
 
+# What is said of other bytes.
+NO_REQUEST = "the bytes of the request are no message that Prepare takes; generate the client from proto/"
+
 Head = tokenizer_pb2.PrepareCall | unparsed_pb2.UnparsedCall
 
 
