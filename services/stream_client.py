@@ -50,10 +50,11 @@ async def run_stream(
         except grpc.RpcError as error:
             raise _from_peer(error, unavailable) from error
         except asyncio.CancelledError:
-            broken = _failure(writer)
-            if broken is not None:
-                raise broken from None
-            raise
+            # The caller's, or of the call alone, by a writer that failed.
+            broken, task = _failure(writer), asyncio.current_task()
+            if broken is None or (task is not None and task.cancelling()):
+                raise
+            raise broken from None
         finally:
             if writer is not None:
                 writer.cancel()

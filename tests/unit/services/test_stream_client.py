@@ -114,6 +114,7 @@ class Talk:
         method: str,
         metadata: tuple[tuple[str, str], ...] = (),
         take: Callable[[bytes], None] | None = None,
+        join: Callable[[list[bytes]], bytes | None] = b"".join,
     ) -> None:
         self.outbox: Outbox[bytes] = Outbox(len, max_together=1)
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -122,7 +123,7 @@ class Talk:
                 address,
                 f"/{SERVICE}/{method}",
                 self.outbox,
-                b"".join,
+                join,
                 take or self.inbox.put_nowait,
                 metadata=metadata,
                 unavailable=Reason.ENGINE_UNAVAILABLE,
@@ -175,20 +176,14 @@ async def test_messages_come_in_order_and_the_end_after_them() -> None:
 
 async def test_what_joins_to_nothing_is_not_sent() -> None:
     async with serving() as (service, _, address):
-        outbox: Outbox[bytes] = Outbox(len, max_together=1)
-        for item in (b"given up", b"wanted"):
-            outbox.put(item)
-        outbox.close()
-        received: list[bytes] = []
-        await run_stream(
-            address,
-            f"/{SERVICE}/Echo",
-            outbox,
-            lambda items: None if items == [b"given up"] else items[0],
-            received.append,
-            unavailable=Reason.ENGINE_UNAVAILABLE,
-        )
-        assert (received, service.num_messages) == ([b"wanted"], 1)
+        async with talking(
+            address, "Echo", join=lambda items: None if items == [b"given up"] else items[0]
+        ) as talk:
+            for item in (b"given up", b"wanted"):
+                talk.outbox.put(item)
+            talk.outbox.close()
+            assert [await talk.take(), await talk.take()] == [b"wanted", None]
+        assert service.num_messages == 1
 
 
 async def test_a_unix_socket_is_an_address_too(tmp_path: Path) -> None:
@@ -278,19 +273,23 @@ async def test_what_cannot_be_joined_ends_the_call() -> None:
     def join(items: list[bytes]) -> bytes:
         raise ValueError("a bug")
 
-    outbox: Outbox[bytes] = Outbox(len)
-    outbox.put(b"x")
-    async with serving() as (_, _, address):
+    async with serving() as (_, _, address), talking(address, "Echo", join=join) as talk:
+        talk.outbox.put(b"x")
         with pytest.raises(ValueError, match="a bug"):
-            async with asyncio.timeout(30):
-                await run_stream(
-                    address,
-                    f"/{SERVICE}/Echo",
-                    outbox,
-                    join,
-                    lambda message: None,
-                    unavailable=Reason.ENGINE_UNAVAILABLE,
-                )
+            await asyncio.wait_for(asyncio.shield(talk.task), 30)
+
+
+async def test_a_stream_that_breaks_while_it_is_stopped_stops() -> None:
+    def join(items: list[bytes]) -> bytes:
+        talk.task.cancel()
+        raise ValueError("a bug")
+
+    async with serving() as (_, _, address):
+        talk = Talk(address, "Echo", join=join)
+        talk.outbox.put(b"x")
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError):
+                await talk.task
 
 
 async def test_nobody_is_told_by_name_and_nothing_counts_as_sent() -> None:
