@@ -22,11 +22,12 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from benchmarks.tokenizer_requests import ATTACKS, Request, context
 from services.channels import CLIENT_OPTIONS
 from services.errors import MillraceError, Reason
+from services.outbox import Outbox
 from services.server import GrpcServer
 from services.status import from_detail, from_rpc_error
-from services.streams.client import open_stream
+from services.stream_client import run_stream
 from tokenizer_svc.grammar.courtesy import Courtesy
-from tokenizer_svc.stream import CallStream
+from tokenizer_svc.stream import Calls, CallStream
 from tokenizer_svc.wire import SERVICE_NAME, Call, LargeRequest, add_to_server
 
 # Different hostile requests of each kind in one window; sent again when all have been.
@@ -68,20 +69,25 @@ async def _streams(target: str, messages: list[bytes]) -> AsyncIterator[Send]:
             if not answer.done():
                 answer.set_result(_refusal(from_detail(each.error)) if failed else "accepted")
 
-    streams = [
-        await open_stream(target, _STREAM, on_message=take, on_end=lambda error: None) for _ in range(2)
-    ]
+    outboxes: list[Outbox[bytes]] = [Outbox(len, max_together=1) for _ in range(2)]
 
     async def send(number: int) -> str:
         waiting[number] = asyncio.get_running_loop().create_future()
-        streams[len(wires[number]) > _LARGE_BYTES].send(wires[number])
+        outboxes[len(wires[number]) > _LARGE_BYTES].put(wires[number])
         return await waiting[number]
 
+    streams = [
+        asyncio.ensure_future(
+            run_stream(target, _STREAM, outbox, b"".join, take, unavailable=Reason.TOKENIZER_UNAVAILABLE)
+        )
+        for outbox in outboxes
+    ]
     try:
         yield send
     finally:
         for stream in streams:
             stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
 # How calls come to the service: as from gateways, or one by one.
@@ -157,8 +163,8 @@ class _Sink(tokenizer_pb2_grpc.TokenizerServiceServicer):
         raise MillraceError(Reason.GRAMMAR_REFUSED, "nothing is done here")
 
     async def PrepareStream(  # type: ignore[override]
-        self, requests: AsyncIterator[list[Call]], context: Any
-    ) -> AsyncIterator[Any]:
+        self, requests: Calls, context: Any
+    ) -> AsyncIterator[bytes]:
         async def refuse(call: Call) -> tokenizer_pb2.PrepareResponse:
             return await self.Prepare(call.request, context)
 
@@ -171,7 +177,7 @@ def _sink(orders: Connection) -> None:
     courtesy = _step_back()
 
     async def serve() -> None:
-        server = GrpcServer("127.0.0.1:0", streams=True)
+        server = GrpcServer("127.0.0.1:0")
         sink = _Sink()
         server.add(add_to_server, sink, SERVICE_NAME)
         await server.start()

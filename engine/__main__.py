@@ -40,7 +40,7 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
     security = load_section(tables, "security", SecurityConfig)
     tls.use(security)
     engine = EngineProcess(config, model, telemetry)
-    server = GrpcServer(config.listen, streams=True)
+    server = GrpcServer(config.listen)
     servicer = EngineServicer(engine, security.secret(), security.max_context_age_s)
     server.add(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, FULL_NAME)
     await server.start()

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import os
-
 import grpc
 from opentelemetry import propagate
 
 from services import tls
 
-# gRPC's asyncio has one thread that waits for completions. Its newer event engine reads sockets on threads of
-# its own, which wake that one, which wakes the event loop; without it the waiting thread reads the sockets
-# itself, and every message is spared a change of threads. Read when the first channel or server is made.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
-
 # Vocabularies and long prompts travel in one message: some ten megabytes at most. Each may be kept whole.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+# What a peer that says nothing is asked, and how long it may take to answer.
+KEEPALIVE_S = 30.0
+KEEPALIVE_LIMIT_S = 10.0
+# Headers of one call. Signed contexts and traces are the largest of ours; more than this is refused.
+MAX_METADATA_BYTES = 32 * 1024
+# Calls at a time on one connection; clients wait with more, or open another.
+MAX_CALLS = 4096
 
 _COMMON = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", round(KEEPALIVE_LIMIT_S * 1000)),
+    # Where this is longer, as it is by default, the core waits so long for the answer to a keep-alive's ping.
+    ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_LIMIT_S * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Of a peer that only listens the core would otherwise ask once a minute.
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 CLIENT_OPTIONS = (
     *_COMMON,
-    ("grpc.keepalive_permit_without_calls", 1),
     # A peer that restarts is found again at once, not after two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # In gRPC's core this is the time that one connection attempt is given, not a pause between attempts.
@@ -39,8 +44,13 @@ CLIENT_OPTIONS = (
 SERVER_OPTIONS = (
     *_COMMON,
     ("grpc.so_reuseport", 0),
+    # Ports ask nobody who they are. gRPC's core itself stops reading from whoever makes it queue answers to
+    # SETTINGS, PING and resets, and refuses streams that are opened and reset beyond the number of calls.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
 
 

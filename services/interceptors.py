@@ -42,13 +42,12 @@ class CallInterceptor(ServerInterceptor):
     ) -> _Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is not None:
-            handler = wrapped(handler, handler_call_details.method)
+            handler = _wrapped(handler, handler_call_details.method)
         answer: _Handler = handler
         return answer
 
 
-def wrapped(handler: Any, method: str) -> Any:
-    """The handler with what CallInterceptor promises."""
+def _wrapped(handler: Any, method: str) -> Any:
     if handler.response_streaming:
         call = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
         make = (
@@ -63,41 +62,53 @@ def wrapped(handler: Any, method: str) -> Any:
             if handler.request_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-    deserialize = handler.request_deserializer
-    if not handler.request_streaming:
-        deserialize = _tolerant(deserialize)
-    return make(call, deserialize, handler.response_serializer)
+    deserialize = _told if handler.request_streaming else _tolerant
+    return make(call, deserialize(handler.request_deserializer, method), handler.response_serializer)
 
 
-class _Malformed:
-    """Stands for a request whose bytes are not the message that the method takes."""
-
-
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _tolerant(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
     """Lets malformed bytes reach the handler's wrapper: gRPC itself would answer UNKNOWN and log them."""
 
     def call(data: bytes) -> Any:
         try:
             return deserialize(data)
         except DecodeError:
-            return _Malformed()
+            return _malformed(method)
 
     return call
 
 
-def _check_whole(request: Any, method: str) -> None:
-    if isinstance(request, _Malformed):
-        raise MillraceError(
-            Reason.MALFORMED_BODY,
-            f"the bytes of the request are no message that {method} takes; generate the client from proto/",
-        )
+def _told(deserialize: Callable[[bytes], Any] | None, method: str) -> Callable[[bytes], Any] | None:
+    """Raises where the handler reads the stream, which ends with it unless the handler goes on."""
+    if deserialize is None:
+        return None
+
+    def call(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise _malformed(method) from error
+
+    return call
+
+
+def _malformed(method: str) -> MillraceError:
+    return MillraceError(
+        Reason.MALFORMED_BODY,
+        f"the bytes of the request are no message that {method} takes; generate the client from proto/",
+    )
+
+
+def _check_whole(request: Any) -> None:
+    if isinstance(request, MillraceError):
+        raise request
 
 
 def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: ServicerContext) -> Any:
         token = otel_context.attach(_trace_context(context))
         try:
-            _check_whole(request, method)
+            _check_whole(request)
             result = behavior(request, context)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
@@ -112,7 +123,7 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         token = otel_context.attach(_trace_context(context))
         try:
-            _check_whole(request, method)
+            _check_whole(request)
             result = behavior(request, context)
             if inspect.isawaitable(result):
                 # The other style of handler, which writes through the context itself (health's Watch).

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
-from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services import tls
-from services.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
-from services.interceptors import CallInterceptor, ServerInterceptor, wrapped
-from services.streams.front import Front
-from services.streams.server import ServerStreams
+from services.interceptors import CallInterceptor, ServerInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -27,44 +24,29 @@ class GrpcServer:
     """One listening gRPC server with health and reflection.
 
     Health is NOT_SERVING until `set_serving(True)`, so that a service is not sent work before it is ready.
-    With `streams`, bidirectional calls of our own clients bypass gRPC's threads (services.streams) at the
-    same address, with the same handlers.
     """
 
-    def __init__(
-        self, listen: str, *, interceptors: Sequence[ServerInterceptor] = (), streams: bool = False
-    ) -> None:
+    def __init__(self, listen: str, *, interceptors: Sequence[ServerInterceptor] = ()) -> None:
         self.listen = listen
         # Known after start(); differs from `listen` when that asks for port 0.
         self.port = 0
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(), *interceptors], options=SERVER_OPTIONS
         )
-        self._health: Any = health_aio.HealthServicer()
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._handlers = StreamHandlers()
-        self._front = Front(listen, ServerStreams(self._handlers, MAX_MESSAGE_BYTES)) if streams else None
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, full_name: str) -> None:
         """Registers a servicer with its generated `add_…_to_server` under its full service name."""
         register(servicer, self._server)
-        register(servicer, self._handlers)
         self._names.append(full_name)
 
     async def start(self) -> None:
         """Binds and listens; raises ConfigError when the address cannot be bound."""
         reflection.enable_server_reflection(self._names, self._server)
-        if self._front is None:
-            self.port = self._listen()
-            await self._server.start()
-        else:
-            self._front.bind()
-            self.port = self._front.port
-            # The front has asked for certificates.
-            self._server.add_insecure_port(f"unix:{self._front.behind}")
-            await self._server.start()
-            await self._front.start()
+        self.port = self._listen()
+        await self._server.start()
         await self.set_serving(False)
 
     def _listen(self) -> int:
@@ -87,44 +69,7 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once and cancels those that still run after `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
-        if self._front is None:
-            await self._server.stop(grace_s)
-            return
-        await asyncio.gather(self._front.stop(grace_s), self._server.stop(grace_s))
-        self._front.close()
-
-
-class _CallDetails(NamedTuple):
-    """What gRPC's generic handlers are asked with."""
-
-    method: str
-    invocation_metadata: tuple[()] = ()
-
-
-class StreamHandlers:
-    """Registered with as a server is: finds the handlers of bidirectional calls by the paths of methods."""
-
-    def __init__(self) -> None:
-        self._generic: list[grpc.GenericRpcHandler[Any, Any]] = []
-        self._found: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler[Any, Any]]) -> None:
-        """Handlers of one or more services."""
-        self._generic += handlers
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """The same handlers in another form."""
-
-    def __call__(self, path: str) -> Any:
-        """The handler with what CallInterceptor promises; None where there is none."""
-        if path not in self._found:
-            details: Any = _CallDetails(path)
-            each = (generic.service(details) for generic in self._generic)
-            handler: Any = next((handler for handler in each if handler is not None), None)
-            if handler is None or not (handler.request_streaming and handler.response_streaming):
-                return None
-            self._found[path] = wrapped(handler, path)
-        return self._found[path]
+        await self._server.stop(grace_s)
 
 
 async def wait_for_signal() -> signal.Signals:

@@ -39,22 +39,14 @@ class InternalTls:
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
-    def server_context(self, protocol: str = "http/1.1") -> ssl.SSLContext:
-        """The same for a server whose connections the event loop keeps: HTTP/1.1, or "h2"."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER, protocol)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def client_context(self, protocol: str) -> ssl.SSLContext:
-        """For a client whose connections the event loop keeps; it must ask for `security.tls_name`."""
-        return self._context(ssl.PROTOCOL_TLS_CLIENT, protocol)
-
-    def _context(self, side: int, protocol: str) -> ssl.SSLContext:
-        context = ssl.SSLContext(side)
+    def server_context(self) -> ssl.SSLContext:
+        """The same for a server of HTTP/1.1 whose connections the event loop keeps."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self.security.tls_certificate, self.security.tls_key)
         context.load_verify_locations(self.security.tls_authority)
-        context.set_alpn_protocols([protocol])
+        context.set_alpn_protocols(["http/1.1"])
+        context.verify_mode = ssl.CERT_REQUIRED
         return context
 
 

@@ -74,7 +74,7 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # A vocabulary's tables among it.
     memory.settle()
-    server = GrpcServer(settings.listen, streams=True)
+    server = GrpcServer(settings.listen)
     server.add(add_to_server, servicer, SERVICE_NAME)
     await server.start()
     metrics_server = _serve_metrics(settings, metrics)

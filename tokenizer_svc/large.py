@@ -19,7 +19,7 @@ from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptReques
 from tokenizer_svc.limits import no_input
 from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.types import ResponseFormat, Truncation
-from tokenizer_svc.wire import MAX_PARSED_BYTES, packed_ids
+from tokenizer_svc.wire import MAX_PARSED_BYTES, NO_REQUEST, packed_ids
 
 # Tools, documents, options, calls and response formats beyond this many bytes are a worker's.
 _MAX_STRUCTURED_BYTES = 32 * 1024
@@ -80,10 +80,7 @@ def prepare(request: PromptRequest, prompts: Prompts, *, max_tool_bytes: int) ->
             return _conversation(message.conversation, form, request, prompts, max_tool_bytes)
         return _text(message, form, request, prompts)
     except DecodeError:
-        problem = (
-            "the bytes of the request are no message that Prepare takes; generate the client from proto/"
-        )
-        return WorkerReply(refused=Refused(message=problem, field="", reason=Reason.MALFORMED_BODY))
+        return WorkerReply(refused=Refused(message=NO_REQUEST, field="", reason=Reason.MALFORMED_BODY))
     except MillraceError as error:
         refused = Refused(
             message=error.message, field=error.field, reason=error.reason, metadata=error.metadata

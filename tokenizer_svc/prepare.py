@@ -165,9 +165,8 @@ class Preparer:
     ) -> Prepared:
         """The same for a request that is large (see `large`), in a worker."""
         field = self._limits.large(request.input, request.num_input_bytes, request.num_format_bytes, length)
-        wire = [request.wire] if isinstance(request.wire, memoryview) else request.wire.parts
         prompt = PromptRequest(field=field, length=length, tenant=tenant)
-        prompted = await self._in_worker(prompt.encoded(wire), tenant)
+        prompted = await self._in_worker(prompt.encoded(request.wire), tenant)
         start = time.perf_counter()
         compiled, cached = await self._compile(prompted.grammar, tenant)
         return Prepared(
@@ -187,7 +186,7 @@ class Preparer:
     ) -> memoryview:
         """Packed ids of the prompt in a serialized PrepareRequest, from a worker; errors name `field`."""
         prompt = PromptRequest(field=field, add_special_tokens=add_special_tokens, tenant=tenant)
-        return (await self._in_worker(prompt.encoded([memoryview(wire)]), tenant)).packed_ids
+        return (await self._in_worker(prompt.encoded(wire), tenant)).packed_ids
 
     async def prepare_text(
         self, text: str, form: ResponseFormat | None, *, tenant: str, length: LengthLimit = ANY_LENGTH

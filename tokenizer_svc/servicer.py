@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
@@ -30,10 +29,10 @@ from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
 from tokenizer_svc.limits import no_input
 from tokenizer_svc.pace import Pace
 from tokenizer_svc.prepare import MAX_SHORT_BYTES, Preparer
-from tokenizer_svc.stream import CallStream, StreamResponse
+from tokenizer_svc.stream import Calls, CallStream
 from tokenizer_svc.threads import INLINE_CHARACTERS
 from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
-from tokenizer_svc.wire import Call, LargeAnswer, LargeRequest, large
+from tokenizer_svc.wire import Call, Head, LargeAnswer, LargeRequest, large
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
@@ -76,8 +75,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return await self._answer(request, None, context.time_remaining())
 
     async def PrepareStream(  # type: ignore[override]
-        self, requests: AsyncIterator[list[Call]], context: Any
-    ) -> AsyncIterator[StreamResponse]:
+        self, requests: Calls, context: Any
+    ) -> AsyncIterator[bytes]:
         """See the proto; what is large as in Prepare."""
 
         async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
@@ -121,7 +120,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _tell_short(
         self,
-        head: tokenizer_pb2.PrepareCall,
+        head: Head,
         who: context_pb2.RequestContext,
         begin_s: float,
         end_s: float,
@@ -171,7 +170,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             gives_way = self._preparer.in_debt(tenant) and request.ByteSize() >= INLINE_CHARACTERS
             if not gives_way and not is_large(request):
                 return await self._prepare_small(request, who)
-            request = _in_parts(request)
+            request = large(request.SerializeToString())
         await self._pace.wait(tenant, len(request.wire))
         length = convert.length_limit(request.head, who)
         return await self._preparer.prepare_large(request, tenant=tenant, length=length)
@@ -348,13 +347,3 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 f"this key may not use {name!r}; it may use {', '.join(allowed)}",
                 field="model",
             )
-
-
-def _in_parts(request: tokenizer_pb2.PrepareRequest) -> LargeRequest:
-    try:
-        return large(request.SerializeToString())
-    except DecodeError as error:
-        # Fields that this service does not know come along, however they are written.
-        raise MillraceError(
-            Reason.MALFORMED_BODY, f"the request's bytes: {error}; generate the client from proto/"
-        ) from error

@@ -1,44 +1,35 @@
 """Requests and answers as bytes.
 
 What is large is neither parsed nor written by the process that everybody shares: of a large request only the
-small fields are read, the rest goes to a worker as it came, and token ids come back as they will be sent. Nor
-is it copied more often than it must be: parts of messages are views of them.
+small fields are read, the rest goes to a worker as it came, and token ids come back as they will be sent. The
+twins of messages in millrace.tokenizer.internal hold as bytes what is not to be looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import msgspec
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
-
-from services.streams.messages import Pieces, takes_pieces
 
 _SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"]
 SERVICE_NAME: str = _SERVICE.full_name
 
 # Requests up to this size are parsed as they come, in a tenth of a millisecond.
 MAX_PARSED_BYTES = 256 * 1024
-_REQUEST = tokenizer_pb2.PrepareRequest.DESCRIPTOR
-_INPUTS = {field.number: field.name for field in _REQUEST.oneofs_by_name["input"].fields}
-_FORMAT = _REQUEST.fields_by_name["response_format"].number
-# A request has fewer, and a message of a stream fewer calls; each costs Python a microsecond.
-_MAX_FIELDS = 64
-_MAX_CALLS = 4096
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_MAX_VARINT_BYTES = 10
-_CALLS = tokenizer_pb2.PrepareStreamRequest.DESCRIPTOR.fields_by_name["calls"].number
-_CALL_REQUEST = tokenizer_pb2.PrepareCall.DESCRIPTOR.fields_by_name["request"].number
-_ANSWERS = tokenizer_pb2.PrepareStreamResponse.DESCRIPTOR.fields_by_name["answers"].number
-_RESPONSE = tokenizer_pb2.PrepareAnswer.DESCRIPTOR.fields_by_name["response"].number
+# What a worker reads from the whole.
+_CONTENT = ("conversation", "text", "encoded", "response_format")
+# A message of a stream has fewer calls; each is work for Python before it can be refused.
+MAX_CALLS = 4096
 
+# What is said of other bytes.
+NO_REQUEST = "the bytes of the request are no message that Prepare takes; generate the client from proto/"
 
-# Serialized messages whose slices are no copies.
-Wire = memoryview | Pieces
+Head = tokenizer_pb2.PrepareCall | unparsed_pb2.UnparsedCall
 
 
 class LargeRequest(msgspec.Struct, frozen=True):
@@ -46,7 +37,7 @@ class LargeRequest(msgspec.Struct, frozen=True):
 
     # Its small fields: all but input and response format.
     head: tokenizer_pb2.PrepareRequest
-    wire: Wire
+    wire: bytes
     # Field and bytes of the input ("" when there is none), bytes of the response format.
     input: str
     num_input_bytes: int
@@ -54,9 +45,9 @@ class LargeRequest(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One call of a stream, like PrepareCall."""
+    """One call of a stream: PrepareCall or its twin, and what it asks for."""
 
-    head: tokenizer_pb2.PrepareCall
+    head: Head
     request: tokenizer_pb2.PrepareRequest | LargeRequest
 
     @property
@@ -65,100 +56,65 @@ class Call(msgspec.Struct, frozen=True):
         return self.head.id
 
 
+class UnreadableCall(msgspec.Struct, frozen=True):
+    """One whose request is no message that Prepare takes."""
+
+    id: int
+
+
 class LargeAnswer(msgspec.Struct, frozen=True):
     """A PrepareResponse that is serialized already: its parts in their order."""
 
     parts: tuple[bytes | memoryview, ...]
 
 
-def read_prepare(wire: bytes | Wire) -> tokenizer_pb2.PrepareRequest | LargeRequest:
+def read_prepare(wire: bytes) -> tokenizer_pb2.PrepareRequest | LargeRequest:
     """The request, parsed unless it is large. Raises DecodeError."""
     if len(wire) > MAX_PARSED_BYTES:
         return large(wire)
-    return tokenizer_pb2.PrepareRequest.FromString(bytes(wire))
+    return tokenizer_pb2.PrepareRequest.FromString(wire)
 
 
-@takes_pieces
-def read_calls(wire: bytes | Pieces) -> list[Call]:
+def read_calls(wire: bytes) -> list[Call | UnreadableCall]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:
-        calls = tokenizer_pb2.PrepareStreamRequest.FromString(bytes(wire)).calls
-        return [Call(call, call.request) for call in calls]
-    view = memoryview(wire) if isinstance(wire, bytes) else wire
-    return [
-        _call(view[content:end])
-        for number, _, content, end in _fields(view, _MAX_CALLS)
-        # Others are of no version that is known here.
-        if number == _CALLS
-    ]
-
-
-def _call(wire: Wire) -> Call:
-    head: list[bytes] = []
-    request: Wire | None = None
-    for number, begin, content, end in _fields(wire):
-        if number != _CALL_REQUEST:
-            head.append(bytes(wire[begin:end]))
-        elif request is None:
-            request = wire[content:end]
+        try:
+            calls = tokenizer_pb2.PrepareStreamRequest.FromString(wire).calls
+        except DecodeError:
+            # It may be one request of many: the others are answered.
+            pass
         else:
-            raise DecodeError("a call has two requests")
-    return Call(tokenizer_pb2.PrepareCall.FromString(b"".join(head)), read_prepare(request or b""))
+            _check_num_calls(len(calls))
+            return [Call(call, call.request) for call in calls]
+    twins = unparsed_pb2.UnparsedCalls.FromString(wire).calls
+    _check_num_calls(len(twins))
+    return [_call(twin) for twin in twins]
 
 
-def large(whole: bytes | Wire) -> LargeRequest:
-    """A serialized PrepareRequest in parts. Raises DecodeError where it is none, or has a field twice."""
-    wire = memoryview(whole) if isinstance(whole, bytes) else whole
-    head: list[bytes] = []
-    sizes: dict[int, int] = {}
-    for number, begin, content, end in _fields(wire):
-        if number in sizes:
-            raise DecodeError(f"field {number} occurs twice")
-        sizes[number] = end - content
-        if number not in _INPUTS and number != _FORMAT:
-            head.append(bytes(wire[begin:end]))
-    (name, num_bytes), *others = [
-        (name, sizes[number]) for number, name in _INPUTS.items() if number in sizes
-    ] or [("", 0)]
-    if others:
-        raise DecodeError("there is more than one input")
-    parsed = tokenizer_pb2.PrepareRequest.FromString(b"".join(head))
-    return LargeRequest(parsed, wire, name, num_bytes, sizes.get(_FORMAT, 0))
+def _check_num_calls(num_calls: int) -> None:
+    if num_calls > MAX_CALLS:
+        raise DecodeError(f"there are more than {MAX_CALLS} calls")
 
 
-def _fields(wire: Wire, max_fields: int = _MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
-    """Number, beginning, beginning of the content, and end of each field; contents are not looked at."""
-    position = 0
-    # One turn more, to see that nothing follows.
-    for _ in range(max_fields + 1):
-        if position == len(wire):
-            return
-        begin = position
-        key, position = _varint(wire, position)
-        content, kind = position, key & 7
-        if kind == _VARINT:
-            _, position = _varint(wire, position)
-        elif kind == _LENGTH:
-            length, content = _varint(wire, position)
-            position = content + length
-        elif kind in (_FIXED64, _FIXED32):
-            position += 8 if kind == _FIXED64 else 4
-        else:
-            raise DecodeError(f"there is no wire type {kind}")
-        if position > len(wire):
-            raise DecodeError("a field is cut off")
-        yield key >> 3, begin, content, position
-    raise DecodeError(f"there are more than {max_fields} fields")
+def _call(twin: unparsed_pb2.UnparsedCall) -> Call | UnreadableCall:
+    wire = twin.request
+    twin.ClearField("request")
+    try:
+        return Call(twin, read_prepare(wire))
+    except DecodeError:
+        return UnreadableCall(twin.id)
 
 
-def _varint(wire: Wire, position: int) -> tuple[int, int]:
-    """The number, and where it ends."""
-    value = 0
-    for index, byte in enumerate(bytes(wire[position : position + _MAX_VARINT_BYTES])):
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value, position + index + 1
-    raise DecodeError("a number is cut off")
+def large(wire: bytes) -> LargeRequest:
+    """A serialized PrepareRequest in parts. Raises DecodeError where it is none."""
+    twin = unparsed_pb2.UnparsedRequest.FromString(wire)
+    name = twin.WhichOneof("input")
+    num_input_bytes = len(getattr(twin, name)) if name else 0
+    num_format_bytes = len(twin.response_format)
+    for each in _CONTENT:
+        twin.ClearField(each)  # type: ignore[arg-type]
+    head = tokenizer_pb2.PrepareRequest.FromString(twin.SerializeToString())
+    return LargeRequest(head, wire, name or "", num_input_bytes, num_format_bytes)
 
 
 def packed_ids(token_ids: list[int]) -> bytes:
@@ -166,22 +122,19 @@ def packed_ids(token_ids: list[int]) -> bytes:
     return tokenizer_pb2.EncodedPrompt(ids=token_ids).SerializeToString()
 
 
-def stream_answer(number: int, answer: LargeAnswer) -> bytes:
-    """A PrepareStreamResponse with one answer, to the call of this number."""
-    head = tokenizer_pb2.PrepareAnswer(id=number).SerializeToString()
-    head += _begin(_RESPONSE, sum(map(len, answer.parts)))
-    size = len(head) + sum(map(len, answer.parts))
-    return b"".join((_begin(_ANSWERS, size), head, *answer.parts))
+def small_answer(number: int, **outcome: Any) -> bytes:
+    """A PrepareAnswer to the call of this number, from its fields."""
+    return tokenizer_pb2.PrepareAnswer(id=number, **outcome).SerializeToString()
 
 
-def _begin(field: int, size: int) -> bytes:
-    """What stands before a field's content of so many bytes."""
-    written = bytearray([field << 3 | _LENGTH])
-    while size > 0x7F:
-        written.append(size & 0x7F | 0x80)
-        size >>= 7
-    written.append(size)
-    return bytes(written)
+def large_answer(number: int, answer: LargeAnswer) -> bytes:
+    """The same with a response that is serialized."""
+    return unparsed_pb2.UnparsedAnswer(id=number, response=b"".join(answer.parts)).SerializeToString()
+
+
+def stream_response(answers: list[bytes]) -> bytes:
+    """A PrepareStreamResponse of serialized answers."""
+    return unparsed_pb2.UnparsedAnswers(answers=answers).SerializeToString()
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:

@@ -23,9 +23,10 @@ import grpc
 import httptools
 import uvloop
 
-from services.errors import MillraceError
+from services.errors import Reason
+from services.outbox import Outbox
 from services.server import GrpcServer, wait_for_signal
-from services.streams.client import ClientStream, open_stream
+from services.stream_client import run_stream
 
 _METHOD = "/chain.Echo/Pass"
 # About what a request is on its way to the tokenizer service.
@@ -40,27 +41,26 @@ _ANSWER = (
 class Echo:
     """A stream to a service, one question at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
         self._answer: asyncio.Future[bytes] | None = None
-        self._stream: ClientStream | None = None
-
-    async def open(self, target: str) -> Echo:
-        self._stream = await open_stream(target, _METHOD, on_message=self._take, on_end=self._end)
-        return self
+        self._outbox: Outbox[bytes] = Outbox(len, max_together=1)
+        self._task = asyncio.ensure_future(
+            run_stream(target, _METHOD, self._outbox, b"".join, self._take, unavailable=Reason.INTERNAL)
+        )
+        self._task.add_done_callback(self._end)
 
     async def ask(self, message: bytes) -> bytes:
         """What the service echoes."""
-        assert self._stream is not None, "open comes first"
         self._answer = asyncio.get_running_loop().create_future()
-        self._stream.send(message)
+        self._outbox.put(message)
         return await self._answer
 
     def _take(self, message: bytes) -> None:
         assert self._answer is not None, "a question comes first"
         self._answer.set_result(message)
 
-    def _end(self, error: MillraceError | None) -> None:
-        raise SystemExit(f"a service has ended its stream: {error}")
+    def _end(self, task: asyncio.Task[None]) -> None:
+        raise SystemExit(f"a service has ended its stream: {task.exception()}")
 
 
 class _Front(asyncio.Protocol):
@@ -90,7 +90,7 @@ class _Front(asyncio.Protocol):
 
 
 async def _serve_front(port: int, services: list[int]) -> None:
-    calls = [await Echo().open(f"127.0.0.1:{number}") for number in services]
+    calls = [Echo(f"127.0.0.1:{number}") for number in services]
     server = await asyncio.get_running_loop().create_server(lambda: _Front(calls), "127.0.0.1", port)
     await server.serve_forever()
 
@@ -118,7 +118,7 @@ async def _serve_service(port: int, *, has_core: bool) -> None:
         handlers = {"Pass": grpc.stream_stream_rpc_method_handler(handler)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("chain.Echo", handlers),))
 
-    server = GrpcServer(f"127.0.0.1:{port}", streams=True)
+    server = GrpcServer(f"127.0.0.1:{port}")
     server.add(register, echo, "chain.Echo")
     await server.start()
     await wait_for_signal()

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from engine.service import convert
@@ -19,7 +18,6 @@ from engine.types import FinishReason
 from services import context as signed_context
 from services.errors import MillraceError, Reason
 from services.interceptors import ServicerContext as Context
-from services.streams.server import ServerCall
 
 FULL_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
@@ -51,20 +49,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         assert handler is not None
         stream = GatewayStream(hello.gateway, self._engine.config.max_stream_backlog, handler.cancel)
         dispatcher = self._engine.dispatcher
+        stream.welcome(info)
         dispatcher.open(stream)
         # The generator may be abandoned in the middle of a write; this runs in any case.
         closing: Any = functools.partial(_close, dispatcher, stream)
         context.add_done_callback(closing)
-        welcome = engine_pb2.AttachResponse(welcome=engine_pb2.Welcome(info=info))
-        call: Any = context
-        if isinstance(call, ServerCall):
-            call.send(welcome)
-            stream.pass_on(call)
-            call.listen(functools.partial(self._take_message, stream))
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
-            if not isinstance(call, ServerCall):
-                yield welcome
             async for message in stream.messages():
                 yield message
         finally:
@@ -86,21 +77,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             async for message in requests:
                 self._take_message(stream, message)
-            stream.end()
-        except grpc.aio.AioRpcError:
+        except Exception as error:
+            # The stream ends with it, and whoever wraps the handler tells the gateway.
+            stream.end(error)
+        else:
             stream.end()
 
     def _take_message(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
         if not stream.is_open:
             return
-        try:
-            if message.HasField("several"):
-                for each in message.several.requests:
-                    self._take(stream, each)
-            else:
-                self._take(stream, message)
-        except MillraceError as error:
-            stream.end(error)
+        if message.HasField("several"):
+            for each in message.several.requests:
+                self._take(stream, each)
+        else:
+            self._take(stream, message)
 
     def _take(self, stream: GatewayStream, message: engine_pb2.AttachRequest) -> None:
         kind = message.WhichOneof("message")

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -25,8 +24,8 @@ from gateway.engines.types import (
 )
 from services.channels import trace_metadata
 from services.errors import MillraceError, Reason
-from services.streams.client import ClientStream, open_stream
-from services.streams.messages import taken_together
+from services.outbox import Outbox, OutboxFull
+from services.stream_client import run_stream
 
 _log = logging.getLogger(__name__)
 
@@ -126,9 +125,8 @@ class Attachment:
         self._legs: dict[int, Leg] = {}
         # Taken back before anything of them came, and what the engine says to that.
         self._taken_back: dict[int, asyncio.Future[bool]] = {}
-        self._outbox: deque[engine_pb2.AttachRequest] = deque()
-        self._flush_is_due = False
-        self._stream: ClientStream | None = None
+        self._outbox = _outbox()
+        self._is_stuck = False
         self._task: asyncio.Task[None] | None = None
         self._retiring = False
 
@@ -136,11 +134,6 @@ class Attachment:
     def num_open(self) -> int:
         """Own submissions that have not ended."""
         return len(self._legs)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether something goes in the next turn of the event loop only, or when the engine takes it."""
-        return bool(self._outbox)
 
     def start(self) -> None:
         """Begins to connect, in the background, until `stop`."""
@@ -166,7 +159,7 @@ class Attachment:
         leg = Leg(self, next(self._handles), submission, inbox)
         self._legs[leg.handle] = leg
         self.unstarted_tokens += leg.prompt_tokens
-        self._send(convert.submit(leg.handle, submission), alone=len(self._legs) == 1)
+        self._send(convert.submit(leg.handle, submission))
         return leg
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
@@ -174,19 +167,19 @@ class Attachment:
         leg = self._legs.get(handle)
         if leg is not None:
             self._close(leg)
-            self._send(convert.cancel(handle, reason), alone=False)
+            self._send(convert.cancel(handle, reason))
             if not leg.started:
                 leg.worked = asyncio.get_running_loop().create_future()
                 self._taken_back[handle] = leg.worked
 
-    def _send(self, message: engine_pb2.AttachRequest, *, alone: bool) -> None:
-        self._outbox.append(message)
-        if alone:
-            # Nobody to go with.
-            self._flush()
-        elif not self._flush_is_due:
-            self._flush_is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+    def _send(self, message: engine_pb2.AttachRequest) -> None:
+        try:
+            self._outbox.put(message)
+        except OutboxFull:
+            if not self._is_stuck and self._task is not None:
+                # Open requests are lost with the connection, and continue elsewhere.
+                self._is_stuck = True
+                self._task.cancel()
 
     def _close(self, leg: Leg) -> None:
         if self._legs.pop(leg.handle, None) is not None and not leg.started:
@@ -202,6 +195,11 @@ class Attachment:
                 self.last_failure = "the engine closed the stream"
             except MillraceError as error:
                 self._note_failure(error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._is_stuck or task is None or task.uncancel():
+                    raise
+                self.last_failure = "the engine does not take what is sent to it"
             except Exception:
                 # Whatever it is, the engine must come back.
                 _log.exception("the stream of engine %s broke", self.target)
@@ -220,33 +218,18 @@ class Attachment:
         self.last_failure = error.message
 
     async def _attach_once(self) -> None:
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def end(error: MillraceError | None) -> None:
-            if ended.done():
-                # The attachment was stopped.
-                return
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-
-        stream = await open_stream(
+        self._is_stuck = False
+        self._outbox = _outbox()
+        self._outbox.put(convert.hello(self._gateway, self._fingerprint))
+        await run_stream(
             self.target,
             _METHOD,
-            on_message=self._take,
-            on_end=end,
-            on_room=self._flush,
+            self._outbox,
+            _joined,
+            self._take,
             metadata=trace_metadata(),
             unavailable=Reason.ENGINE_UNAVAILABLE,
         )
-        try:
-            stream.send(convert.hello(self._gateway, self._fingerprint).SerializeToString())
-            self._stream = stream
-            await ended
-        finally:
-            self._stream = None
-            stream.cancel()
         if self.info is None:
             raise MillraceError(
                 Reason.ENGINE_UNAVAILABLE, f"engine {self.target} ended the stream before its welcome"
@@ -268,17 +251,7 @@ class Attachment:
         self.info = info
         self.load = EngineLoad()
         self.last_failure = ""
-        self._outbox.clear()
         self._set_state(EngineState.READY)
-
-    def _flush(self) -> None:
-        self._flush_is_due = False
-        outbox, stream = self._outbox, self._stream
-        while outbox and self.info is not None and stream is not None and not stream.is_congested:
-            # What came in one turn of the event loop goes together.
-            messages = taken_together(outbox)
-            message = messages[0] if len(messages) == 1 else convert.several(messages)
-            stream.send(message.SerializeToString())
 
     def _take(self, data: bytes) -> None:
         message = engine_pb2.AttachResponse.FromString(data)
@@ -360,3 +333,12 @@ class Attachment:
         if state is not self.state:
             self.state = state
             self._on_change(self)
+
+
+def _outbox() -> Outbox[engine_pb2.AttachRequest]:
+    return Outbox(engine_pb2.AttachRequest.ByteSize)
+
+
+def _joined(messages: list[engine_pb2.AttachRequest]) -> bytes:
+    message = messages[0] if len(messages) == 1 else convert.several(messages)
+    return message.SerializeToString()

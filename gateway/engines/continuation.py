@@ -97,11 +97,6 @@ class ContinuousStream:
         """Engines lost so far."""
         return len(self._losses)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether a submission has yet to be written."""
-        return any(leg.attachment.has_unsent for leg in self._legs)
-
     def start(self) -> None:
         """Submits to the engine that routing picks; raises ENGINE_UNAVAILABLE when there is none."""
         self._submit(self._submission, 0)

@@ -354,11 +354,9 @@ class Pipeline:
 
 async def _let_go(stream: ContinuousStream) -> None:
     """Lets the submission leave: what is left to do is done while the engine works."""
-    # Beside others it is written in the next turn of the event loop; and uvloop sends at the end of a turn.
-    turns = 2 if stream.has_unsent else 1
     try:
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        # Submissions are written in the next turn of the event loop.
+        await asyncio.sleep(0)
     except BaseException:
         stream.cancel(CancelReason.CLIENT)
         raise

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from services.channels import MAX_MESSAGE_BYTES
 from services.errors import MillraceError, Reason
+from services.outbox import Outbox, OutboxFull
 from services.status import from_detail
-from services.streams.client import ClientStream, open_stream
-from services.streams.messages import taken_together
+from services.stream_client import run_stream
 
 _log = logging.getLogger(__name__)
 
@@ -70,19 +69,14 @@ class PrepareStream:
         self._target = target
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: deque[tokenizer_pb2.PrepareCall] = deque()
-        self._stream: ClientStream | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._flush_is_due = False
+        self._outbox: Outbox[tokenizer_pb2.PrepareCall] = Outbox(tokenizer_pb2.PrepareCall.ByteSize)
+        self._task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Ends the stream."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
-        if self._stream is not None:
-            self._stream.cancel()
-        self._ended(None)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def call(
         self, request: tokenizer_pb2.PrepareRequest, traceparent: str, tracestate: str, timeout_s: float
@@ -90,27 +84,19 @@ class PrepareStream:
         """One answer; raises what the service refused, TOKENIZER_UNAVAILABLE or DEADLINE_EXCEEDED."""
         loop = asyncio.get_running_loop()
         number = next(self._ids)
+        call = tokenizer_pb2.PrepareCall(
+            id=number, request=request, traceparent=traceparent, tracestate=tracestate, timeout_s=timeout_s
+        )
+        try:
+            self._outbox.put(call)
+        except OutboxFull as error:
+            raise MillraceError(
+                Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
+            ) from error
         answer: asyncio.Future[Any] = loop.create_future()
         self._open[number] = answer
-        self._outbox.append(
-            tokenizer_pb2.PrepareCall(
-                id=number,
-                request=request,
-                traceparent=traceparent,
-                tracestate=tracestate,
-                timeout_s=timeout_s,
-            )
-        )
-        if self._stream is None:
-            if self._opening is None:
-                self._opening = loop.create_task(self._begin(), name="prepare stream")
-        elif len(self._open) == 1:
-            # Nobody to go with.
-            self._flush()
-        elif not self._flush_is_due:
-            # What comes in this turn of the event loop goes together.
-            self._flush_is_due = True
-            loop.call_soon(self._flush)
+        if self._task is None:
+            self._task = loop.create_task(self._run(), name="prepare stream")
         limit = loop.call_later(timeout_s + _GRACE_S, _give_up, answer)
         try:
             result: tokenizer_pb2.PrepareResponse = await answer
@@ -119,42 +105,37 @@ class PrepareStream:
             limit.cancel()
             self._open.pop(number, None)
 
-    async def _begin(self) -> None:
+    async def _run(self) -> None:
+        failure = MillraceError(Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0)
         try:
-            self._stream = await open_stream(
+            await run_stream(
                 self._target,
                 _METHOD,
-                on_message=self._take,
-                on_end=self._ended,
-                on_room=self._flush,
+                self._outbox,
+                self._joined,
+                self._take,
                 unavailable=Reason.TOKENIZER_UNAVAILABLE,
             )
         except MillraceError as error:
-            self._ended(error)
+            failure = error
         except Exception:
             # Whatever it is, the next call must find a new stream.
-            _log.exception("the stream of the tokenizer service cannot be opened")
-            self._ended(None)
-        else:
-            self._flush()
+            _log.exception("the stream of the tokenizer service broke")
         finally:
-            self._opening = None
+            self._ended(failure)
 
-    def _flush(self) -> None:
-        self._flush_is_due = False
-        stream = self._stream
-        while self._outbox and stream is not None and not stream.is_congested:
-            calls = [call for call in taken_together(self._outbox) if call.id in self._open]
-            if not calls:
-                # Nobody waits for them any more.
-                continue
-            message = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
-            if len(message) <= MAX_MESSAGE_BYTES:
-                stream.send(message)
-                continue
-            # The service would end the stream, and with it everybody else's calls.
-            for call in calls:
-                _set_failure(self._open[call.id], _too_large(call.request))
+    def _joined(self, calls: list[tokenizer_pb2.PrepareCall]) -> bytes | None:
+        calls = [call for call in calls if call.id in self._open]
+        if not calls:
+            # Nobody waits for them any more.
+            return None
+        message = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+        if len(message) <= MAX_MESSAGE_BYTES:
+            return message
+        # The service would end the stream, and with it everybody else's calls.
+        for call in calls:
+            _set_failure(self._open[call.id], _too_large(call.request))
+        return None
 
     def _take(self, data: bytes) -> None:
         for each in tokenizer_pb2.PrepareStreamResponse.FromString(data).answers:
@@ -167,11 +148,8 @@ class PrepareStream:
             else:
                 answer.set_result(each.response)
 
-    def _ended(self, error: MillraceError | None) -> None:
-        failure = error or MillraceError(
-            Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0
-        )
-        self._stream = None
+    def _ended(self, failure: MillraceError) -> None:
+        self._task = None
         lost, self._open = self._open, {}
         unsent = {call.id for call in self._outbox}
         self._outbox.clear()

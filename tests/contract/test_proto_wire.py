@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from millrace.tokenizer.internal.v1 import unparsed_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
 
 from tests.architecture.sources import ROOT
 from tests.contract import golden_messages
@@ -68,3 +72,32 @@ def test_envoys_own_package_and_our_stubs_live_side_by_side() -> None:
         "assert limits.RateLimitRequest.DESCRIPTOR.full_name == 'envoy.service.ratelimit.v3.RateLimitRequest'"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("twin", "public"),
+    [
+        (unparsed_pb2.UnparsedRequest, tokenizer_pb2.PrepareRequest),
+        (unparsed_pb2.UnparsedCalls, tokenizer_pb2.PrepareStreamRequest),
+        (unparsed_pb2.UnparsedCall, tokenizer_pb2.PrepareCall),
+        (unparsed_pb2.UnparsedAnswers, tokenizer_pb2.PrepareStreamResponse),
+        (unparsed_pb2.UnparsedAnswer, tokenizer_pb2.PrepareAnswer),
+    ],
+)
+def test_twins_are_on_the_wire_what_the_public_messages_are(
+    twin: type[Message], public: type[Message]
+) -> None:
+    numbers = {field.number: field for field in public.DESCRIPTOR.fields}
+    for field in twin.DESCRIPTOR.fields:
+        original = numbers[field.number]
+        assert (field.name, field.is_repeated) == (original.name, original.is_repeated)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            # Written with their length in front, as messages, text and bytes are.
+            assert original.type in (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING)
+        else:
+            assert field.type == original.type
+            if field.message_type is not None and field.message_type.file is not twin.DESCRIPTOR.file:
+                assert field.message_type is original.message_type
+    # What a request may hold and its twin does not know would be lost to those who look at the twin.
+    if twin is not unparsed_pb2.UnparsedAnswer:
+        assert {field.number for field in twin.DESCRIPTOR.fields} == set(numbers)

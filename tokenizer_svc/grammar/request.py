@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -90,12 +89,10 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
     wire: memoryview = memoryview(b"")
 
-    def encoded(self, wire: Sequence[memoryview]) -> EncodedPrompt:
+    def encoded(self, wire: bytes) -> EncodedPrompt:
         """With this wire, as it crosses to a worker."""
         rest = msgspec.msgpack.encode(self).removesuffix(_NO_BYTES)
-        return EncodedPrompt(
-            payload=(rest + _BYTES.pack(_BYTES_MARK, sum(map(len, wire))), *wire), field=self.field
-        )
+        return EncodedPrompt(payload=(rest + _BYTES.pack(_BYTES_MARK, len(wire)), wire), field=self.field)
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):

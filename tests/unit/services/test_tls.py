@@ -20,8 +20,8 @@ from services.channels import connect
 from services.config import SecurityConfig
 from services.errors import ConfigError, MillraceError
 from services.server import GrpcServer
-from services.streams.client import open_stream
-from tests.unit.services.streams.rig import SERVICE, Streams, register
+from tests.unit.services.test_stream_client import SERVICE as STREAMS
+from tests.unit.services.test_stream_client import Streams, Talk, register
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
@@ -53,15 +53,9 @@ def plain_again() -> Iterator[None]:
     tls.use(SecurityConfig())
 
 
-@pytest.fixture(params=[False, True], ids=["grpc", "streams"])
-def streams(request: pytest.FixtureRequest) -> bool:
-    """With streams, the handshake is the front's."""
-    return bool(request.param)
-
-
 @asynccontextmanager
-async def _server(*, streams: bool = False) -> AsyncIterator[str]:
-    server = GrpcServer("127.0.0.1:0", streams=streams)
+async def _server() -> AsyncIterator[str]:
+    server = GrpcServer("127.0.0.1:0")
     await server.start()
     await server.set_serving(True)
     try:
@@ -84,15 +78,13 @@ async def _refused(channel: grpc.aio.Channel) -> bool:
     return False
 
 
-async def test_two_services_of_one_deployment_understand_each_other(
-    certificates: Path, streams: bool
-) -> None:
+async def test_two_services_of_one_deployment_understand_each_other(certificates: Path) -> None:
     tls.use(_security(certificates))
-    async with _server(streams=streams) as address:
+    async with _server() as address:
         assert await _ask(connect(address)) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_nobody_else_is_heard(certificates: Path, streams: bool, tmp_path: Path) -> None:
+async def test_nobody_else_is_heard(certificates: Path, tmp_path: Path) -> None:
     """Neither plain text, nor TLS without a certificate, nor one of another authority."""
     secure = tls.use(_security(certificates))
     assert secure is not None
@@ -106,60 +98,53 @@ async def test_nobody_else_is_heard(certificates: Path, streams: bool, tmp_path:
     )
     stranger = grpc.ssl_channel_credentials(secure.authority, theirs.key, theirs.certificate)
     anonymous = grpc.ssl_channel_credentials(secure.authority)
-    async with _server(streams=streams) as address:
+    async with _server() as address:
         assert await _refused(grpc.aio.insecure_channel(address))
         for credentials in (anonymous, client, stranger):
             assert await _refused(grpc.aio.secure_channel(address, credentials, options=options))
 
 
-async def test_a_server_that_is_none_of_ours_is_not_believed(
-    certificates: Path, streams: bool, tmp_path: Path
-) -> None:
+async def test_a_server_that_is_none_of_ours_is_not_believed(certificates: Path, tmp_path: Path) -> None:
     other = _make(tmp_path)
     tls.use(_security(other))
-    async with _server(streams=streams) as address:
+    async with _server() as address:
         tls.use(_security(certificates))
         assert await _refused(connect(address))
 
 
-async def test_a_certificate_of_the_authority_with_another_name_is_not_believed(
-    certificates: Path, streams: bool
-) -> None:
+async def test_a_certificate_of_the_authority_with_another_name_is_not_believed(certificates: Path) -> None:
     """What the edge shows to clients is not enough to pose as a service, whoever signed it."""
     tls.use(_security(certificates, "tls", "ca"))
-    async with _server(streams=streams) as address:
+    async with _server() as address:
         assert await _refused(connect(address))
 
 
 async def _stream(address: str) -> MillraceError | None:
     """How a stream ends; None once it works."""
-    ended: asyncio.Future[MillraceError | None] = asyncio.get_running_loop().create_future()
-    stream = await open_stream(
-        address, f"/{SERVICE}/Echo", on_message=lambda _: ended.set_result(None), on_end=ended.set_result
-    )
-    stream.send(b"x")
-    result = await asyncio.wait_for(ended, 20)
-    stream.cancel()
-    return result
+    talk = Talk(address, "Echo")
+    talk.outbox.put(b"x")
+    try:
+        assert await talk.take() == b"x"
+    except MillraceError as error:
+        return error
+    finally:
+        talk.task.cancel()
+        await asyncio.gather(talk.task, return_exceptions=True)
+    return None
 
 
-async def test_streams_need_the_same_certificates(certificates: Path, tmp_path: Path, streams: bool) -> None:
+async def test_streams_need_the_same_certificates(certificates: Path, tmp_path: Path) -> None:
     ours, theirs = _security(certificates), _security(_make(tmp_path))
     tls.use(ours)
-    server = GrpcServer("127.0.0.1:0", streams=streams)
-    server.add(register, Streams(), SERVICE)
+    server = GrpcServer("127.0.0.1:0")
+    server.add(register, Streams(), STREAMS)
     await server.start()
     address = f"127.0.0.1:{server.port}"
     assert await _stream(address) is None
     # Of another authority, of the edge's, and without TLS.
     for security in (theirs, _security(certificates, "tls", "ca"), SecurityConfig()):
         tls.use(security)
-        failure: MillraceError | None
-        try:
-            failure = await _stream(address)
-        except MillraceError as error:
-            failure = error
-        assert failure is not None
+        assert await _stream(address) is not None
     tls.use(ours)
     assert await _stream(address) is None
     await server.stop(0)
@@ -192,16 +177,14 @@ def test_keys_are_readable_by_their_owner_only(certificates: Path) -> None:
         assert key.stat().st_mode & 0o077 == 0, key
 
 
-async def test_the_health_check_of_containers_asks_with_the_certificates(
-    certificates: Path, streams: bool
-) -> None:
+async def test_the_health_check_of_containers_asks_with_the_certificates(certificates: Path) -> None:
     security = _security(certificates)
     tls.use(security)
     variables = {
         f"MILLRACE_SECURITY__{name.upper()}": getattr(security, name)
         for name in ("tls_certificate", "tls_key", "tls_authority")
     }
-    async with _server(streams=streams) as address:
+    async with _server() as address:
         for environment, expected in ((variables, 0), ({}, 1)):
             check = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.healthcheck", address),

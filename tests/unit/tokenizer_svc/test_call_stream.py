@@ -8,17 +8,22 @@ from collections.abc import AsyncIterator
 import pytest
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from services.errors import MillraceError, Reason
+from services.status import from_detail
 from tokenizer_svc import stream
-from tokenizer_svc.stream import CallStream, StreamResponse
-from tokenizer_svc.wire import Call, LargeAnswer
+from tokenizer_svc.stream import CallStream
+from tokenizer_svc.wire import Call, LargeAnswer, UnreadableCall
 
 _NUM_CALLS = 60
 
 
-def ids_of(message: StreamResponse) -> list[int]:
-    if isinstance(message, bytes):
-        message = tokenizer_pb2.PrepareStreamResponse.FromString(message)
-    return [each.id for each in message.answers]
+def ids_of(message: bytes) -> list[int]:
+    return list(token_ids(message))
+
+
+def token_ids(message: bytes) -> dict[int, list[int]]:
+    answers = tokenizer_pb2.PrepareStreamResponse.FromString(message).answers
+    return {each.id: list(each.response.token_ids) for each in answers}
 
 
 async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +35,7 @@ async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.Mon
         begun += 1
         return tokenizer_pb2.PrepareResponse()
 
-    async def calls() -> AsyncIterator[list[Call]]:
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
         for number in range(_NUM_CALLS):
             yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
 
@@ -45,24 +50,24 @@ async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.Mon
     assert sorted(ids) == list(range(_NUM_CALLS))
 
 
-async def test_large_answers_are_messages_of_their_own() -> None:
+async def test_answers_of_any_size_are_those_of_their_calls() -> None:
     async def answer(call: Call) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
-        response = tokenizer_pb2.PrepareResponse(token_ids=[call.id] * 300)
+        size = 300_000 if call.id % 2 else 300
+        response = tokenizer_pb2.PrepareResponse(token_ids=[call.id] * size)
         return LargeAnswer((response.SerializeToString(),)) if call.id % 2 else response
 
-    async def calls() -> AsyncIterator[list[Call]]:
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
         yield [
             Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest()) for number in range(5)
         ]
 
     found: dict[int, list[int]] = {}
-    async for sent in CallStream(answer).serve(calls()):
-        message = sent
-        if isinstance(sent, bytes):
-            message = tokenizer_pb2.PrepareStreamResponse.FromString(sent)
-            assert len(message.answers) == 1
-        found |= {each.id: list(each.response.token_ids) for each in message.answers}
-    assert found == {number: [number] * 300 for number in range(5)}
+    async for message in CallStream(answer).serve(calls()):
+        answers = token_ids(message)
+        # What would hold others up goes alone.
+        assert len(answers) == 1 or len(message) <= 256 * 1024
+        found |= answers
+    assert found == {number: [number] * (300_000 if number % 2 else 300) for number in range(5)}
 
 
 async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_its_bound(
@@ -79,7 +84,7 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
     def at_once(call: Call) -> dict[str, list[int]] | None:
         return None if call.id == 0 else {"token_ids": [call.id]}
 
-    async def calls() -> AsyncIterator[list[Call]]:
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
         nonlocal read
         for number in range(_NUM_CALLS):
             read += 1
@@ -87,8 +92,7 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
 
     answers = CallStream(answer, at_once).serve(calls())
     first = await anext(answers)
-    assert isinstance(first, tokenizer_pb2.PrepareStreamResponse)
-    found = {each.id: list(each.response.token_ids) for each in first.answers}
+    found = token_ids(first)
     assert found
     assert 0 not in found
     for _ in range(100):
@@ -96,8 +100,7 @@ async def test_what_is_answered_at_once_waits_for_nobody_and_keeps_no_more_than_
     assert read <= len(found) + 2 + 8
     slow.set()
     async for message in answers:
-        assert isinstance(message, tokenizer_pb2.PrepareStreamResponse)
-        found |= {each.id: list(each.response.token_ids) for each in message.answers}
+        found |= token_ids(message)
     assert found == {number: [number] for number in range(_NUM_CALLS)}
 
 
@@ -114,7 +117,7 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
         answered += 1
         return {"token_ids": [call.id]}
 
-    async def calls() -> AsyncIterator[list[Call]]:
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
         for number in range(_NUM_CALLS):
             yield [Call(tokenizer_pb2.PrepareCall(id=number), tokenizer_pb2.PrepareRequest())]
 
@@ -129,3 +132,34 @@ async def test_a_stream_that_has_much_leaves_turns_to_others(monkeypatch: pytest
     await beside
     # One message at a time, between two turns of somebody else.
     assert len(set(seen)) >= _NUM_CALLS - 2
+
+
+async def test_a_call_that_cannot_be_read_is_refused_and_the_others_are_answered() -> None:
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest()), UnreadableCall(2)]
+        yield [Call(tokenizer_pb2.PrepareCall(id=3), tokenizer_pb2.PrepareRequest())]
+
+    answers = {
+        each.id: each
+        async for message in CallStream(answer).serve(calls())
+        for each in tokenizer_pb2.PrepareStreamResponse.FromString(message).answers
+    }
+    assert [list(answers[number].response.token_ids) for number in (1, 3)] == [[1], [3]]
+    assert from_detail(answers[2].error).reason is Reason.MALFORMED_BODY
+
+
+async def test_what_ends_the_reading_ends_the_stream_when_calls_are_answered() -> None:
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+        yield [Call(tokenizer_pb2.PrepareCall(id=1), tokenizer_pb2.PrepareRequest())]
+        raise MillraceError(Reason.MALFORMED_BODY, "no message")
+
+    answers = CallStream(answer).serve(calls())
+    assert ids_of(await anext(answers)) == [1]
+    with pytest.raises(MillraceError, match="no message"):
+        await anext(answers)

@@ -107,13 +107,13 @@ async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
     await pool.start()
     try:
         wire = tokenizer_pb2.PrepareRequest(text="word " * 400_000).SerializeToString()
-        reply = await pool.run(PromptRequest(field="prompt").encoded([memoryview(wire)]), tenant="a")
+        reply = await pool.run(PromptRequest(field="prompt").encoded(wire), tenant="a")
         assert reply.refused is not None
         assert (reply.refused.overrun, reply.refused.field) == ("memory", "prompt")
         assert "limit of 67108864 bytes" in reply.refused.message
         fits = int(reply.refused.message.partition("One text of up to about ")[2].split()[0])
         wire = tokenizer_pb2.PrepareRequest(text="word " * (fits // 10)).SerializeToString()
-        reply = await pool.run(PromptRequest(field="prompt").encoded([memoryview(wire)]), tenant="b")
+        reply = await pool.run(PromptRequest(field="prompt").encoded(wire), tenant="b")
         assert reply.prompted is not None
     finally:
         await pool.close()

@@ -11,21 +11,26 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from millrace.common.v1 import chat_pb2, context_pb2
+from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from services.streams.messages import Pieces
 from tokenizer_svc.grammar.nursery import Replies
 from tokenizer_svc.grammar.request import PromptRequest
 from tokenizer_svc.large import is_large
 from tokenizer_svc.wire import (
+    MAX_CALLS,
     MAX_PARSED_BYTES,
+    Call,
     LargeAnswer,
     LargeRequest,
+    UnreadableCall,
     large,
+    large_answer,
     packed_ids,
     read_calls,
     read_prepare,
-    stream_answer,
+    small_answer,
+    stream_response,
 )
 
 REQUEST = tokenizer_pb2.PrepareRequest
@@ -69,18 +74,26 @@ def test_only_large_requests_come_in_parts() -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        REQUEST(text="a").SerializeToString() * 2,
-        REQUEST(text="a").SerializeToString() + REQUEST(conversation=chat("b")).SerializeToString(),
         REQUEST(text="a" * 500).SerializeToString()[:-1],
         b"\x22\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
         b"\x07",
-        # Many fields that no request has.
-        b"".join(bytes([(16 + each % 8) << 3 & 0x7F | 0x80, 1 + each // 8, 0]) for each in range(100)),
+        # A name that is no text.
+        b"\x12\x01\xff",
     ],
 )
 def test_what_is_no_request_is_malformed(wire: bytes) -> None:
     with pytest.raises(DecodeError):
         large(wire)
+
+
+def test_of_what_occurs_twice_the_last_counts_as_everywhere_in_protobuf() -> None:
+    found = large(
+        REQUEST(text="a" * 5).SerializeToString() + REQUEST(conversation=chat("b")).SerializeToString()
+    )
+    assert (found.input, found.num_input_bytes) == ("conversation", chat("b").ByteSize())
+    assert REQUEST.FromString(found.wire).WhichOneof("input") == "conversation"
+    found = large(REQUEST(text="a" * 5).SerializeToString() + REQUEST(text="bc").SerializeToString())
+    assert (found.input, found.num_input_bytes) == ("text", 2)
 
 
 @given(wire=st.binary(max_size=200))
@@ -104,53 +117,79 @@ def test_ids_are_packed_as_all_answers_have_them() -> None:
     assert (list(both.token_ids), both.assistant_prefix) == ([1, 300, 70_000], "a")
 
 
-def test_calls_of_a_stream_are_the_same_however_large_their_message_is() -> None:
-    def call(number: int, text: str) -> tokenizer_pb2.PrepareCall:
-        return tokenizer_pb2.PrepareCall(
-            id=number, request=REQUEST(model="m", text=text), traceparent="a", tracestate="b", timeout_s=1.5
-        )
+def call_of(number: int, text: str) -> tokenizer_pb2.PrepareCall:
+    return tokenizer_pb2.PrepareCall(
+        id=number, request=REQUEST(model="m", text=text), traceparent="a", tracestate="b", timeout_s=1.5
+    )
 
-    calls = [call(1, "x" * 100), call(2, "y" * MAX_PARSED_BYTES), tokenizer_pb2.PrepareCall(id=3)]
-    small = read_calls(tokenizer_pb2.PrepareStreamRequest(calls=calls[::2]).SerializeToString())
+
+def calls_in(wire: bytes) -> list[Call]:
+    found = read_calls(wire)
+    assert all(isinstance(each, Call) for each in found)
+    return [each for each in found if isinstance(each, Call)]
+
+
+def test_calls_of_a_stream_are_the_same_however_large_their_message_is() -> None:
+    calls = [call_of(1, "x" * 100), call_of(2, "y" * MAX_PARSED_BYTES), tokenizer_pb2.PrepareCall(id=3)]
+    small = calls_in(tokenizer_pb2.PrepareStreamRequest(calls=calls[::2]).SerializeToString())
     assert [(each.id, each.request) for each in small] == [(each.id, each.request) for each in calls[::2]]
-    found = read_calls(tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString())
+    whole = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+    found = calls_in(whole)
     assert [each.id for each in found] == [1, 2, 3]
     assert (found[0].request, found[2].request) == (calls[0].request, REQUEST())
     for each in found[:2]:
         assert (each.head.traceparent, each.head.tracestate, each.head.timeout_s) == ("a", "b", 1.5)
     assert isinstance(found[1].request, LargeRequest)
     assert found[1].request.wire == calls[1].request.SerializeToString()
-    assert not found[1].head.HasField("request")
-    sent = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
-    for size in (1000, 4096, 100_000):
-        pieces = Pieces([memoryview(sent[at : at + size]) for at in range(0, len(sent), size)])
-        in_pieces = read_calls(pieces)
-        assert [(each.head, each.id) for each in in_pieces] == [(each.head, each.id) for each in found]
-        assert (in_pieces[0].request, in_pieces[2].request) == (found[0].request, found[2].request)
-        large_one = in_pieces[1].request
-        assert isinstance(large_one, LargeRequest)
-        assert (large_one.head, bytes(large_one.wire)) == (found[1].request.head, found[1].request.wire)
-    whole = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
+    # Spans that are told of later keep the head alone.
+    assert found[1].head.ByteSize() < 100
     for broken in (whole[:-1], whole[: len(whole) // 2], whole + b"\x0a\x05"):
         with pytest.raises(DecodeError):
             read_calls(broken)
+
+
+@pytest.mark.parametrize("size", [100, MAX_PARSED_BYTES])
+def test_a_request_that_is_none_leaves_the_other_calls_readable(size: int) -> None:
+    good = call_of(1, "x" * size)
+    # Wire type 7 does not exist.
+    bad = unparsed_pb2.UnparsedCall(id=2, request=b"\x07")
+    answered, refused = read_calls(
+        tokenizer_pb2.PrepareStreamRequest(calls=[good]).SerializeToString()
+        + unparsed_pb2.UnparsedCalls(calls=[bad]).SerializeToString()
+    )
+    assert isinstance(answered, Call)
+    assert answered.id == 1
+    assert refused == UnreadableCall(2)
+
+
+@pytest.mark.parametrize("padding", [0, MAX_PARSED_BYTES])
+def test_calls_of_a_message_are_bounded(padding: int) -> None:
+    rest = tokenizer_pb2.PrepareStreamRequest(calls=[call_of(1, "x" * padding)]).SerializeToString()
+    empty = b"\x0a\x00"
+    assert len(read_calls(rest + empty * (MAX_CALLS - 1))) == MAX_CALLS
+    with pytest.raises(DecodeError):
+        read_calls(rest + empty * MAX_CALLS)
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000])
 def test_large_answers_are_written_as_they_would_be_serialized(size: int) -> None:
     ids = tokenizer_pb2.PrepareResponse(token_ids=range(size)).SerializeToString()
     rest = tokenizer_pb2.PrepareResponse(assistant_prefix="a").SerializeToString()
-    message = tokenizer_pb2.PrepareStreamResponse.FromString(
-        stream_answer(300, LargeAnswer((memoryview(ids), rest)))
-    )
+    answers = [
+        large_answer(300, LargeAnswer((memoryview(ids), rest))),
+        small_answer(2, response={"token_ids": [1]}),
+    ]
+    message = tokenizer_pb2.PrepareStreamResponse.FromString(stream_response(answers))
     response = tokenizer_pb2.PrepareResponse(token_ids=range(size), assistant_prefix="a")
-    expected = tokenizer_pb2.PrepareAnswer(id=300, response=response)
-    assert list(message.answers) == [expected]
+    assert list(message.answers) == [
+        tokenizer_pb2.PrepareAnswer(id=300, response=response),
+        tokenizer_pb2.PrepareAnswer(id=2, response={"token_ids": [1]}),
+    ]
 
 
 def test_a_workers_prompt_is_the_same_in_parts() -> None:
     request = PromptRequest(field="prompt", tenant="a")
-    encoded = request.encoded([memoryview(b"x" * 300), memoryview(b"y")])
+    encoded = request.encoded(b"x" * 300 + b"y")
     found = msgspec.msgpack.decode(b"".join(encoded.payload), type=PromptRequest)
     assert (found.field, found.tenant, bytes(found.wire)) == ("prompt", "a", b"x" * 300 + b"y")
 

@@ -1,1 +1,0 @@
-"""Long-lived gRPC streams between the services without gRPC's threads; see DESIGN.md."""
