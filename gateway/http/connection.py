@@ -77,6 +77,8 @@ class Connection(HttpToolsProtocol):
     _in_head = False
     # Since a head, a piece of a body or a request was complete.
     _num_pending_bytes = 0
+    # Nothing more is read.
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -85,6 +87,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if self._refused:
+            return
         self._num_pending_bytes += len(data)
         super().data_received(data)
         if self._num_pending_bytes > _HEAD_LIMIT_BYTES:
@@ -133,6 +137,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: MillraceError) -> None:
         """Answers what cannot be read on with, behind the answers that are due before it."""
+        self._refused = True
         cycle = self.cycle
         whole = cycle is not None and not cycle.more_body
         if cycle is not None and whole and not cycle.response_complete:

@@ -484,6 +484,22 @@ async def test_garbage_behind_a_request_waits_for_its_answer(path: str) -> None:
         writer.close()
 
 
+async def test_headers_without_end_behind_a_request_are_not_kept() -> None:
+    async with served() as (echo, server):
+        reader, writer = await connect(server)
+        writer.write(request("/held") + b"GET /a HTTP/1.1\r\n")
+        for number in range(300):
+            writer.write(b"x-%d: %b\r\n" % (number, b"y" * 10_000))
+            await writer.drain()
+            await asyncio.sleep(0)
+        connection = connections(server)[0]
+        echo.proceed.set()
+        assert (await answer(reader))[0] == 200
+        assert await reader.read() == b""
+        assert len(connection.headers) < 100
+        writer.close()
+
+
 async def test_body_that_breaks_off_is_refused_and_its_request_is_not_run() -> None:
     async with served() as (echo, server):
         reader, writer = await connect(server)
