@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
 
 import msgspec
 
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
 from gateway.auth.callers import HttpCallers
 from gateway.http import openapi
-from gateway.http.connection import Handler
 from gateway.http.errors import not_found, unexpected
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import Exchange, Handler
 from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
@@ -41,8 +39,6 @@ _NOT_SERVED: Mapping[str, str] = {
     "/v1/edits": "use /v1/chat/completions",
 }
 
-Answering: TypeAlias = "Coroutine[Any, Any, None] | None"
-
 
 class Endpoint:
     """A handler behind the check of who calls and how often; whatever it raises is answered."""
@@ -52,7 +48,7 @@ class Endpoint:
         self._counter = counter
         self._handler = handler
 
-    def __call__(self, exchange: Exchange) -> Answering:
+    async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
         try:
             exchange.identify(self._callers)
@@ -61,15 +57,17 @@ class Endpoint:
                 assert exchange.caller_error is not None, "identify sets one of the two"
                 raise exchange.caller_error
             if self._callers.is_counted(caller):
-                return self._follow(exchange, self._count_first(exchange, caller))
-            answering = self._handler(exchange)
+                await self._count(exchange, caller)
+            await self._handler(exchange)
+        except asyncio.CancelledError:
+            # The client left while its request was being accepted: nobody reads an answer.
+            if not exchange.client_gone:
+                raise
         except Exception as error:
-            _tell(exchange, error)
+            await _tell(exchange, error)
             _forget_places(error)
-            return None
-        return None if answering is None else self._follow(exchange, answering)
 
-    async def _count_first(self, exchange: Exchange, caller: Caller) -> None:
+    async def _count(self, exchange: Exchange, caller: Caller) -> None:
         identity = caller.identity
         try:
             headers = await self._counter.count(identity.tenant, identity.key_id, caller.trace)
@@ -77,32 +75,18 @@ class Endpoint:
             _add(exchange, exceeded_headers(error))
             raise
         _add(exchange, headers)
-        answering = self._handler(exchange)
-        if answering is not None:
-            await answering
-
-    async def _follow(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        try:
-            await answering
-        except asyncio.CancelledError:
-            # The client left while its request was being accepted: nobody reads an answer.
-            if not exchange.client_gone:
-                raise
-        except Exception as error:
-            _tell(exchange, error)
-            _forget_places(error)
 
 
 def _add(exchange: Exchange, headers: Mapping[str, str]) -> None:
     exchange.extra_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
-def _tell(exchange: Exchange, error: Exception) -> None:
+async def _tell(exchange: Exchange, error: Exception) -> None:
     if not isinstance(error, MillraceError):
         _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
         error = unexpected()
     if not exchange.begun:
-        exchange.respond_error(error)
+        await exchange.respond_error(error)
 
 
 def _forget_places(error: BaseException | None) -> None:
@@ -116,13 +100,13 @@ def _forget_places(error: BaseException | None) -> None:
         error = earlier
 
 
-def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
+async def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
     """Answers a question of Envoy's. A request of a client's that gets to its path is none."""
     if QUESTION_HEADER.encode() not in exchange.headers:
-        exchange.respond_error(not_found(exchange.path, {}))
+        await exchange.respond_error(not_found(exchange.path, {}))
         return
     answer = authorizer.check(exchange.headers)
-    exchange.respond(answer.status, answer.body, answer.headers)
+    await exchange.respond(answer.status, answer.body, answer.headers)
 
 
 class Application:
@@ -142,10 +126,10 @@ class Application:
         self._below = below
         self._nothing = wrap(self._refuse)
 
-    def __call__(self, exchange: Exchange) -> Answering:
+    async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
         handler = self._routes.get((exchange.method, exchange.path)) or self._other(exchange)
-        return handler(exchange)
+        await handler(exchange)
 
     def _other(self, exchange: Exchange) -> Handler:
         path, method = exchange.path, "GET" if exchange.method == "HEAD" else exchange.method
@@ -154,16 +138,16 @@ class Application:
                 return handler
         return self._routes.get((method, path), self._nothing)
 
-    def _refuse(self, exchange: Exchange) -> None:
+    async def _refuse(self, exchange: Exchange) -> None:
         path = exchange.path
         methods = [method for method, served in self._routes if served == path]
         methods += [method for beginning, (method, _) in self._below.items() if path.startswith(beginning)]
         allowed = ", ".join(methods)
         if not allowed:
-            exchange.respond_error(not_found(path, _NOT_SERVED))
+            await exchange.respond_error(not_found(path, _NOT_SERVED))
             return
         exchange.extra_headers.append((b"allow", allowed.encode()))
-        exchange.respond_error(
+        await exchange.respond_error(
             MillraceError(Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}")
         )
 
@@ -186,21 +170,21 @@ def build_app(
     generate = GenerateEndpoints(pipeline)
     inspect = InspectEndpoints(pipeline)
 
-    def health(exchange: Exchange) -> None:
+    async def health(exchange: Exchange) -> None:
         missing = not_ready()
         state = {"status": "unavailable", "missing": missing} if missing else {"status": "ok"}
-        exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
+        await exchange.respond(503 if missing else 200, msgspec.json.encode({**state, **details()}))
 
-    def expose(exchange: Exchange) -> None:
+    async def expose(exchange: Exchange) -> None:
         # A page shows whatever ended before it was asked for.
         deferred.flush()
         body, content_type = metrics.expose(exchange.header(b"accept"))
-        exchange.respond(200, body, [(b"content-type", content_type.encode())])
+        await exchange.respond(200, body, [(b"content-type", content_type.encode())])
 
     schema = openapi.document()
 
-    def describe(exchange: Exchange) -> None:
-        exchange.respond(200, schema)
+    async def describe(exchange: Exchange) -> None:
+        await exchange.respond(200, schema)
 
     def known(handler: Handler) -> Endpoint:
         return Endpoint(callers, counter, handler)

@@ -1,123 +1,97 @@
-"""One connection of the HTTP face: HTTP/1.1 parsed by httptools, requests served one after the other.
+"""One connection of the HTTP face: uvicorn's, with bounds on what nobody upstream has judged yet.
 
-The generating endpoints answer a thousand requests a second beside everything else that a core does for them;
-what a general server does per request (a task that waits for the disconnection, messages for every piece)
-would cost as much as the request itself.
+uvicorn parses (httptools), frames answers, keeps connections and asks the application. It has no limit on a
+request's head, takes trailers for headers, reads on behind a row of requests that wait, refuses in plain
+text, and writes an answer's head and body apart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias, cast
-from urllib.parse import unquote_to_bytes
+from typing import Any, cast
 
-import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.auth.callers import HttpCallers
-from gateway.http.exchange import Exchange
+from gateway.openai_error import error_body
 from services.errors import MillraceError, Reason
 
-_log = logging.getLogger(__name__)
-
-# Answers an exchange at once, or returns what does.
-Handler: TypeAlias = Callable[[Exchange], "Coroutine[Any, Any, None] | None"]
-
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # What is written in one turn of the event loop goes out together, unless it is more than this.
 _FLUSH_BYTES = 65536
 # More than the edge lets through, with what it adds; exceeded by one read of the socket at most.
 _HEAD_LIMIT_BYTES = 128 * 1024
-# Larger bodies, and those of unknown length, are only taken from callers who have been identified.
-_ANYBODYS_BYTES = 64 * 1024
-# How long the rest of a body that is too large is read and dropped. Closing at once would make the kernel
-# reset the connection, and the answer would be lost with it.
-_LINGER_S = 5.0
 
 
-class Connection(asyncio.Protocol):
-    """Parses requests and calls the handler for each when its body is complete, in order, one at a time."""
+class JoiningTransport:
+    """Writes once a turn of the event loop.
 
-    def __init__(
-        self,
-        handler: Handler,
-        body_limit: int,
-        connections: set[Connection],
-        callers: HttpCallers | None = None,
-    ) -> None:
-        self._handler = handler
-        self._callers = callers
-        self._body_limit = body_limit
-        self._connections = connections
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._transport: asyncio.Transport | None = None
-        # Being read.
-        self._incoming: Exchange | None = None
-        self._url = b""
-        self._in_head = False
-        self._num_head_bytes = 0
-        # The body being read belongs to a request that is answered already.
-        self._dropping = False
-        self._lingering = False
-        # Being answered, and read already meanwhile.
-        self._active: Exchange | None = None
-        self._waiting: deque[Exchange] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-        # Written in this turn of the event loop. Each call of the system costs this side, and Envoy, which it
-        # wakes, more than most answers do.
+    Each call of the system costs this side, and Envoy, which it wakes, more than most answers do.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
-        # Set while the client takes less than is written.
-        self._congested: asyncio.Future[None] | None = None
-        self._closing = False
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is being answered."""
-        return self._active is None and not self._tasks
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
-    # What the event loop calls.
+    def write(self, data: bytes) -> None:
+        """See asyncio.WriteTransport."""
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(data)
+        self._num_unsent_bytes += len(data)
+        if self._num_unsent_bytes > _FLUSH_BYTES:
+            self.flush()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def flush(self) -> None:
+        """Writes what waits for the end of the turn."""
+        unsent, self._unsent, self._num_unsent_bytes = self._unsent, [], 0
+        if unsent and not self._transport.is_closing():
+            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
+
+    def close(self) -> None:
+        """See asyncio.BaseTransport."""
+        self.flush()
+        self._transport.close()
+
+
+class _Flow(FlowControl):
+    """Reads nothing more while requests that have come already wait for their turn."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: deque[Any]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection with bounded heads and rows of requests, and refusals in OpenAI's form."""
+
+    _in_head = False
+    # Since a head, a piece of a body or a request was complete.
+    _num_pending_bytes = 0
+    # Nothing more is read.
+    _refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
-        # uvloop's transports are not subclasses of asyncio's.
-        self._transport = cast(asyncio.Transport, transport)
-        self._connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
-        self._transport = None
-        self._connections.discard(self)
-        self.resume_writing()
-        self._waiting.clear()
-        active, self._active = self._active, None
-        if active is not None and not active.ended:
-            active.note_gone()
-        # It holds this object's methods; both would stay until the garbage collector comes by.
-        del self._parser
+        super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
+        self.flow = _Flow(self.transport, self.pipeline)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        if self._closing:
+        if self._refused:
             return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # No other protocol is spoken here; the request itself is answered, what follows is not HTTP.
-            self._closing = True
-            self.close()
-        except httptools.HttpParserError as error:
-            self._refuse(MillraceError(Reason.MALFORMED_BODY, f"the request is not valid HTTP/1.1: {error}"))
-        else:
-            if self._in_head:
-                self._bound_head(len(data))
-
-    def _bound_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > _HEAD_LIMIT_BYTES:
+        self._num_pending_bytes += len(data)
+        super().data_received(data)
+        if self._num_pending_bytes > _HEAD_LIMIT_BYTES:
             self._refuse(
                 MillraceError(
                     Reason.REQUEST_TOO_LARGE,
@@ -126,208 +100,56 @@ class Connection(asyncio.Protocol):
                 )
             )
 
-    def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
-        self._congested = self._loop.create_future()
-
-    def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
-        congested, self._congested = self._congested, None
-        if congested is not None and not congested.done():
-            congested.set_result(None)
-
-    # What the parser calls.
-
     def on_message_begin(self) -> None:
         """A request's first byte."""
-        self._incoming = Exchange(self, self._body_limit)
-        self._url = b""
         self._in_head = True
-        self._num_head_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        """A piece of the target."""
-        self._url += url
+        super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header. Trailers, which nobody upstream has judged, are dropped."""
-        if not self._in_head:
-            return
-        assert self._incoming is not None, "the parser begins a message first"
-        self._incoming.headers[name.lower()] = value
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The header is over; a client that waits to be told so is told to send its body."""
-        exchange = self._incoming
-        assert exchange is not None, "the parser begins a message first"
+        """The head is over."""
         self._in_head = False
-        parser = self._parser
-        exchange.method = parser.get_method().decode("ascii")
-        exchange.path = _path(self._url)
-        exchange.is_http_1_0 = parser.get_http_version() == "1.0"
-        exchange.closes = not parser.should_keep_alive()
-        headers = exchange.headers
-        declared = headers.get(b"content-length", b"")
-        waits = headers.get(b"expect", b"").lower() == b"100-continue"
-        if declared.isdigit() and int(declared) > self._body_limit:
-            exchange.num_body_bytes = int(declared)
-            self._complete_early(exchange, body_follows=not waits)
-        elif self._callers is not None and not _is_small(declared, headers) and self._is_nobody(exchange):
-            self._complete_early(exchange, body_follows=not waits)
-        elif waits:
-            self.write(_CONTINUE)
-
-    def _is_nobody(self, exchange: Exchange) -> bool:
-        assert self._callers is not None, "the caller has looked"
-        exchange.identify(self._callers)
-        return exchange.caller is None
+        self._num_pending_bytes = 0
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body. One that is too large is answered before all of it has come."""
-        exchange = self._incoming
-        if exchange is None:
-            return
-        exchange.add_body(body)
-        if exchange.too_large:
-            self._complete_early(exchange, body_follows=True)
+        """A piece of the body."""
+        self._num_pending_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        self._dropping = False
-        if self._lingering:
-            self._end()
-        elif self._incoming is not None:
-            self._complete(self._incoming)
+        self._num_pending_bytes = 0
+        super().on_message_complete()
 
-    def _complete_early(self, exchange: Exchange, *, body_follows: bool) -> None:
-        """Too large: the rest of the body is dropped, and the connection ends with the answer."""
-        exchange.closes = True
-        self._dropping = body_follows
-        self._complete(exchange)
+    def on_response_complete(self) -> None:
+        """The answer is over. It goes at once: what the handler does next is nothing to wait for."""
+        cast(JoiningTransport, self.transport).flush()
+        super().on_response_complete()
 
-    def _complete(self, exchange: Exchange) -> None:
-        self._incoming = None
-        if self._closing:
-            # Behind a request that ended the connection: nobody would read the answer.
-            return
-        if self._active is None:
-            self._answer(exchange)
-            return
-        self._waiting.append(exchange)
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def _answer(self, exchange: Exchange) -> None:
-        self._active = exchange
-        answering = self._handler(exchange)
-        if answering is not None:
-            task = self._loop.create_task(self._run(exchange, answering))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        try:
-            await answering
-        finally:
-            if not exchange.ended and self._transport is not None:
-                # The answer broke off: only the connection's end can say so.
-                self._end()
-
-    # What exchanges and the server call.
-
-    def write(self, data: bytes) -> None:
-        """See Wire."""
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        self._unsent.append(data)
-        self._num_unsent_bytes += len(data)
-        if self._num_unsent_bytes > _FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        unsent, self._unsent, self._num_unsent_bytes = self._unsent, [], 0
-        if unsent and self._transport is not None:
-            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
-
-    async def drained(self) -> None:
-        """See Wire."""
-        if self._congested is not None:
-            await self._congested
-
-    def response_ended(self, exchange: Exchange) -> None:
-        """See Wire. Goes on to the next request, or ends the connection."""
-        # At once: what the handler does after its answer is nothing that the client should wait for.
-        self._flush()
-        if exchange is not self._active or self._transport is None:
-            return
-        self._active = None
-        if exchange.closes and self._dropping:
-            self._linger()
-        elif exchange.closes:
-            self._end()
-        elif self._waiting:
-            # Not from here: a row of requests that are answered at once would nest.
-            self._loop.call_soon(self._next)
-
-    def _linger(self) -> None:
-        assert self._transport is not None, "the caller has looked"
-        self._lingering = True
-        self._loop.call_later(_LINGER_S, self._end)
-        if self._transport.can_write_eof():
-            # The client learns that there is nothing more to come. TLS cannot say so.
-            self._transport.write_eof()
-
-    def _next(self) -> None:
-        if self._active is None and self._waiting and self._transport is not None:
-            self._answer(self._waiting.popleft())
-            if not self._waiting:
-                self._transport.resume_reading()
-
-    def close(self) -> None:
-        """Ends the connection after the response that is under way."""
-        if self._active is not None:
-            self._active.closes = True
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._closing = True
-        self._flush()
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Ends the connection and the handlers now."""
-        for task in self._tasks:
-            task.cancel()
-        if self._transport is not None:
-            self._transport.abort()
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP."""
+        self._refuse(MillraceError(Reason.MALFORMED_BODY, "the request is not valid HTTP/1.1"))
 
     def _refuse(self, error: MillraceError) -> None:
-        """Answers what cannot be read on with; nothing that follows is read."""
-        self._closing = True
-        if self._lingering:
-            self._end()
+        """Answers what cannot be read on with, behind the answers that are due before it."""
+        self._refused = True
+        cycle = self.cycle
+        whole = cycle is not None and not cycle.more_body
+        if cycle is not None and whole and not cycle.response_complete:
+            # Answers come in order, and after the last one nothing can be read.
+            cycle.keep_alive = False
             return
-        if self._active is not None:
-            # Answers come in order, and after this one nothing can be read.
-            self._active.closes = True
-            return
-        exchange = Exchange(self, self._body_limit)
-        exchange.closes = True
-        self._active = exchange
-        exchange.respond_error(error)
-
-
-def _is_small(declared: bytes, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a body may be kept before it is known whose it is."""
-    if b"transfer-encoding" in headers:
-        return False
-    return not declared or (declared.isdigit() and int(declared) <= _ANYBODYS_BYTES)
-
-
-def _path(url: bytes) -> str:
-    path = url.partition(b"?")[0]
-    if b"%" in path:
-        path = unquote_to_bytes(path)
-    return path.decode("utf-8", "replace")
+        if not self.pipeline and (cycle is None or whole or not cycle.response_started):
+            body = error_body(error)
+            status = error.mapping.http_status
+            self.transport.write(
+                b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b" % (status, len(body), body)
+            )
+        # Whoever reads the body that broke off learns that the client is gone.
+        self.transport.close()

@@ -1,11 +1,13 @@
-"""One HTTP request and its response: who calls, headers both ways, and the client's disconnection."""
+"""One HTTP request and its response over ASGI: who calls, headers both ways, and the client's leaving."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
@@ -14,51 +16,40 @@ from gateway.openai_error import error_body
 from gateway.pipeline.caller import Caller
 from services.errors import MillraceError, Reason
 
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+
 _JSON = (b"content-type", b"application/json")
-_STATUS_LINES = {
-    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
-}
-# Of a request that was cancelled, though its client is there. Not an official status.
-_STATUS_LINES[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
-_EVENTS = _STATUS_LINES[200] + (
-    b"content-type: text/event-stream; charset=utf-8\r\n"
-    b"cache-control: no-cache\r\n"
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
     # Proxies that buffer would hold tokens back.
-    b"x-accel-buffering: no\r\n"
+    (b"x-accel-buffering", b"no"),
 )
-_WHO = b"%b: %%b\r\n%b: %%b\r\n" % (TENANT_HEADER.encode(), KEY_HEADER.encode())
-_LAST_CHUNK = b"0\r\n\r\n"
-
-
-class Wire(Protocol):
-    """The connection, as an exchange uses it."""
-
-    def write(self, data: bytes) -> None:
-        """Sends bytes; nothing happens once the client is gone."""
-        ...
-
-    async def drained(self) -> None:
-        """Waits while the client takes less than is written."""
-        ...
-
-    def response_ended(self, exchange: Exchange) -> None:
-        """The exchange's response is complete."""
-        ...
+_TENANT = TENANT_HEADER.encode()
+_KEY = KEY_HEADER.encode()
+# How long the rest of a body that is not taken is read and dropped. Closing at once would make the kernel
+# reset the connection, and the answer would be lost with it.
+_LINGER_S = 5.0
 
 
 class Exchange:
-    """What the connection has parsed of a request, and its response, which is begun at most once."""
+    """A request as ASGI gives it, and its response, which is begun at most once."""
 
     __slots__ = (
+        "_body_follows",
+        "_closes",
+        "_held",
         "_on_gone",
         "_pieces",
-        "_wire",
+        "_receive",
+        "_send",
+        "_watch",
         "begun",
         "body_limit",
         "caller",
         "caller_error",
         "client_gone",
-        "closes",
         "ended",
         "extra_headers",
         "headers",
@@ -69,17 +60,15 @@ class Exchange:
         "received_s",
     )
 
-    def __init__(self, wire: Wire, body_limit: int) -> None:
+    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, body_limit: int) -> None:
         self.received_s = time.monotonic()
-        self.method = ""
-        self.path = ""
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
         # Names in lower case; of a name that came twice the last value.
-        self.headers: dict[bytes, bytes] = {}
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body_limit = body_limit
         self.num_body_bytes = 0
-        self.is_http_1_0 = False
-        # The connection ends with this response.
-        self.closes = False
+        self.is_http_1_0 = scope["http_version"] == "1.0"
         # Added to whatever response comes.
         self.extra_headers: Headers = []
         self.caller: Caller | None = None
@@ -89,9 +78,15 @@ class Exchange:
         self.ended = False
         # The client has closed the connection.
         self.client_gone = False
-        self._wire = wire
+        self._receive = receive
+        self._send = send
         self._pieces: list[bytes] = []
+        # The connection ends with this response; more of the body may come until then.
+        self._closes = self._body_follows = False
+        # Events for a client that takes no chunks.
+        self._held: list[bytes] = []
         self._on_gone: Callable[[], None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     def identify(self, callers: HttpCallers) -> None:
         """Finds out who calls, once; sets `caller` or `caller_error`."""
@@ -117,13 +112,29 @@ class Exchange:
         """Whether more came, or was declared, than the limit of the body."""
         return self.num_body_bytes > self.body_limit
 
-    def add_body(self, piece: bytes) -> None:
-        """Takes the next piece of the body; what is beyond the limit is dropped."""
-        self.num_body_bytes += len(piece)
+    async def read_body(self) -> None:
+        """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end."""
+        more = True
+        while more and not self.too_large:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.client_gone = True
+                return
+            piece: bytes = message["body"]
+            self.num_body_bytes += len(piece)
+            self._pieces.append(piece)
+            more = message["more_body"]
         if self.too_large:
             self._pieces.clear()
-        else:
-            self._pieces.append(piece)
+            self._closes = True
+            self._body_follows = more
+
+    def refuse_body(self, num_declared_bytes: int) -> None:
+        """The body is not taken: what comes of it is dropped, and the connection ends with the response."""
+        self.num_body_bytes = num_declared_bytes
+        self._closes = True
+        # A client that waits to be told to go on never sends it.
+        self._body_follows = self.headers.get(b"expect", b"").lower() != b"100-continue"
 
     def body(self) -> bytes:
         """The request's body; raises REQUEST_TOO_LARGE, and UNSUPPORTED_FIELD for one that is compressed."""
@@ -143,79 +154,94 @@ class Exchange:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def watch_client(self, on_gone: Callable[[], None]) -> None:
-        """Calls `on_gone` when the client disconnects, at once if it has, until `unwatch`."""
+        """Calls `on_gone` when the client disconnects before its answer is over, until `unwatch`."""
         self._on_gone = on_gone
-        if self.client_gone:
-            on_gone()
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._await_end())
+
+    async def _await_end(self) -> None:
+        # It comes when the answer is over, too: this task always ends by itself.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.ended:
+            self.client_gone = True
+            if self._on_gone is not None:
+                self._on_gone()
 
     def unwatch(self) -> None:
         """Stops watching."""
         self._on_gone = None
 
-    def note_gone(self) -> None:
-        """The connection is lost."""
-        self.client_gone = True
-        if self._on_gone is not None:
-            self._on_gone()
-
-    def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,)) -> None:
+    async def respond(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,)
+    ) -> None:
         """A whole response, JSON unless the headers say otherwise."""
-        self.begun = True
-        head = [_STATUS_LINES[status]]
-        head += [b"%b: %b\r\n" % pair for pair in headers]
-        head.append(b"content-length: %d\r\n" % len(body))
-        head.append(self._common_head())
-        if self.method != "HEAD":
-            head.append(body)
-        self._wire.write(b"".join(head))
-        self._end()
+        await self._begin(status, [*headers, (b"content-length", b"%d" % len(body))])
+        if self._body_follows:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._drop_body()
+            body = b""
+        await self._end(body)
 
-    def respond_error(self, error: MillraceError) -> None:
+    async def _drop_body(self) -> None:
+        message: dict[str, Any] = {"more_body": True}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while message.get("more_body"):
+                    message = await self._receive()
+
+    async def respond_error(self, error: MillraceError) -> None:
         """The error's response; the client may be gone already."""
         status = error.mapping.http_status
         headers = [_JSON, *retry_headers(error)]
         if status == HTTPStatus.UNAUTHORIZED:
             headers.append((b"www-authenticate", b"Bearer"))
-        self.respond(status, error_body(error), headers)
+        await self.respond(status, error_body(error), headers)
 
-    def begin_events(self) -> None:
-        """Head of an event stream."""
+    async def begin_events(self) -> None:
+        """Head of an event stream. HTTP/1.0 knows no chunks: its events are held, and sent as one body."""
+        if not self.is_http_1_0:
+            await self._begin(HTTPStatus.OK, [*_EVENTS])
         self.begun = True
-        if self.is_http_1_0:
-            # Without chunks, only the connection's end can tell the body's.
-            self.closes = True
-            self._wire.write(_EVENTS + self._common_head())
-        else:
-            self._wire.write(_EVENTS + b"transfer-encoding: chunked\r\n" + self._common_head())
 
     async def write(self, body: bytes) -> None:
         """A piece of an event stream; returns when the client has room for more."""
-        if body:
-            self._wire.write(body if self.is_http_1_0 else b"%x\r\n%b\r\n" % (len(body), body))
-            await self._wire.drained()
+        if self.is_http_1_0:
+            self._held.append(body)
+        elif body:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def end_events(self, body: bytes) -> None:
+    async def end_events(self, body: bytes) -> None:
         """The last piece of an event stream."""
         if self.is_http_1_0:
-            self._wire.write(body)
+            await self.respond(HTTPStatus.OK, b"".join([*self._held, body]), _EVENTS)
         else:
-            self._wire.write(b"%x\r\n%b\r\n%b" % (len(body), body, _LAST_CHUNK))
-        self._end()
+            await self._end(body)
 
-    def _end(self) -> None:
+    async def _begin(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        headers += self._common_headers()
+        await self._send({"type": "http.response.start", "status": int(status), "headers": headers})
+
+    async def _end(self, body: bytes) -> None:
         self.ended = True
-        self._wire.response_ended(self)
+        await self._send({"type": "http.response.body", "body": body})
 
-    def _common_head(self) -> bytes:
+    def _common_headers(self) -> Headers:
         elapsed_ms = round((time.monotonic() - self.received_s) * 1000)
-        head = b"x-request-id: %b\r\nopenai-processing-ms: %d\r\n" % (
-            self.request_id.encode("latin-1"),
-            elapsed_ms,
-        )
+        headers = [
+            (b"x-request-id", self.request_id.encode("latin-1")),
+            (b"openai-processing-ms", b"%d" % elapsed_ms),
+            *self.extra_headers,
+        ]
         if self.caller is not None:
             # For the edge's log and traces; it drops them.
             identity = self.caller.identity
-            head += _WHO % (header_value(identity.tenant), header_value(identity.key_id))
-        if self.extra_headers:
-            head += b"".join([b"%b: %b\r\n" % pair for pair in self.extra_headers])
-        return head + (b"connection: close\r\n\r\n" if self.closes else b"\r\n")
+            headers += ((_TENANT, header_value(identity.tenant)), (_KEY, header_value(identity.key_id)))
+        if self._closes:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+# Answers an exchange.
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]

@@ -69,7 +69,7 @@ class GenerateEndpoints:
                 logprobs=logprobs,
                 timing=bool(body.include_timing),
             )
-            exchange.respond(200, _encode(answer))
+            await exchange.respond(200, _encode(answer))
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
@@ -93,7 +93,7 @@ class GenerateEndpoints:
                 await self._stream(exchange, generations, events, body)
                 return
             answer = self._completion_body(generations, await _collect(generations), echoes, body)
-            exchange.respond(200, _encode(answer))
+            await exchange.respond(200, _encode(answer))
 
     def _warn(self, exchange: Exchange, body: CommonBody) -> None:
         for warning in [*check_unserved(body), *yielding(body)]:
@@ -109,7 +109,7 @@ class GenerateEndpoints:
         # The status can still say what is wrong until the first delta is there.
         source = _merged(generations)
         index, deltas = await anext(source)
-        exchange.begin_events()
+        await exchange.begin_events()
         first = b"".join([each.begin() for each in events])
         try:
             await exchange.write(first + b"".join(map(events[index].event, deltas)))
@@ -118,16 +118,16 @@ class GenerateEndpoints:
                 generations[index].first_chunk_written()
                 await exchange.write(b"".join(map(events[index].event, deltas)))
         except MillraceError as error:
-            exchange.end_events(error_event(error))
+            await exchange.end_events(error_event(error))
             raise
         except Exception:
-            exchange.end_events(error_event(unexpected()))
+            await exchange.end_events(error_event(unexpected()))
             raise
         end = b"".join([each.rest() for each in events])
         if body.include_usage:
             usages = [generation.usage() for generation in generations]
             end += events[0].usage_event(usage_body(usages, timing=bool(body.include_timing)))
-        exchange.end_events(end + DONE)
+        await exchange.end_events(end + DONE)
 
     def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
         if not request.echo:
@@ -213,7 +213,7 @@ class _Accepted:
         self._exchange.unwatch()
         try:
             if self._exchange.ended:
-                # uvloop sends what is written at the end of its turn: the client does not wait for the books.
+                # The answer is on its way: whatever else is ready goes before the books.
                 await asyncio.sleep(0)
         finally:
             for generation in reversed(self._generations):

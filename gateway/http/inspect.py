@@ -54,16 +54,17 @@ class InspectEndpoints:
     def __init__(self, pipeline: Callable[[], Pipeline]) -> None:
         self._pipeline = pipeline
 
-    def models(self, exchange: Exchange) -> None:
+    async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         names = self._pipeline().served_names(_caller(exchange))
-        exchange.respond(200, _encode({"object": "list", "data": [self._model(name) for name in names]}))
+        models = [self._model(name) for name in names]
+        await exchange.respond(200, _encode({"object": "list", "data": models}))
 
-    def model(self, exchange: Exchange) -> None:
+    async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
         name = exchange.path.removeprefix(MODELS_PREFIX)
         self._pipeline().check_model(_caller(exchange), name)
-        exchange.respond(200, _encode(self._model(name)))
+        await exchange.respond(200, _encode(self._model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {
@@ -114,9 +115,9 @@ class InspectEndpoints:
         }
         if body.return_token_strs:
             answer["token_strs"] = [self._pipeline().vocabulary.token_text(id_) for id_ in ids]
-        exchange.respond(200, _encode(answer))
+        await exchange.respond(200, _encode(answer))
 
-    def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
         body = decode(_DETOKENIZE, exchange.body())
         self._check_model(exchange, body.model)
@@ -126,7 +127,7 @@ class InspectEndpoints:
                 raise invalid(
                     f"tokens[{index}]", f"token id {token_id} is outside the vocabulary of {size} tokens"
                 )
-        exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
+        await exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
 
     def _check_model(self, exchange: Exchange, name: str | None) -> None:
         pipeline, caller = self._pipeline(), _caller(exchange)

@@ -1,42 +1,72 @@
-"""The listening side of the HTTP face."""
+"""The listening side of the HTTP face: uvicorn in the gateway's own event loop, which serves gRPC as well."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
+
+import uvicorn
 
 from gateway.auth.callers import HttpCallers
-from gateway.http.connection import Connection, Handler
+from gateway.http.asgi import AsgiApplication
+from gateway.http.connection import Connection
+from gateway.http.exchange import Handler
 from services import tls
 from services.errors import ConfigError
 
 _BACKLOG = 4096
-# What may still be said when the server stops.
-_FAREWELL_S = 1.0
-_POLL_S = 0.02
+# What may still be said when the server stops, and how long handlers may take to hear that they are cut off.
+_FAREWELL_S = 1
+# Idle connections are kept for longer than any peer keeps them: Envoy closes its own after an hour, and one
+# closed under it would race with its next request. Peers that are dead without having said so are found by
+# TCP itself.
+_IDLE_S = 7 * 24 * 3600
 
 
 class HttpServer:
-    """One listening HTTP/1.1 server; `handler` answers every request.
-
-    Idle connections are kept for as long as the peer wants: Envoy keeps its own, and closing one under it
-    would race with its next request. Peers that are dead without having said so are found by TCP itself.
-    """
+    """One listening HTTP/1.1 server; `handler` answers every request."""
 
     def __init__(
         self, handler: Handler, listen: str, *, max_body_bytes: int, callers: HttpCallers | None = None
     ) -> None:
         """With `callers`, nobody without credentials may send a large body."""
-        self._handler = handler
-        self._callers = callers
+        self._application = AsgiApplication(handler, max_body_bytes, callers)
         self._listen = listen
-        self._max_body_bytes = max_body_bytes
-        self._connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._server: uvicorn.Server | None = None
+        self._socket: socket.socket | None = None
         self.port = 0
 
     async def start(self) -> None:
         """Binds and listens; raises ConfigError when the address cannot be bound."""
+        self._socket = bound = self._bind()
+        self.port = bound.getsockname()[1]
+        secure = tls.current()
+        config = uvicorn.Config(
+            self._application,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            # The edge writes the access log, trusts no forwarded addresses, and adds date and server.
+            access_log=False,
+            proxy_headers=False,
+            date_header=False,
+            server_header=False,
+            log_config=None,
+            # What uvicorn warns of is what clients send.
+            log_level="error",
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_S,
+            ssl_context_factory=None if secure is None else lambda *_: secure.server_context(),
+        )
+        config.load()
+        # Not `serve`: it takes the process's signals, and polls for what only they would change.
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=[bound])
+
+    def _bind(self) -> socket.socket:
         host, _, port = self._listen.rpartition(":")
         host = host.strip("[]")
         try:
@@ -51,24 +81,20 @@ class HttpServer:
             ) from error
         # Accepted sockets inherit it.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.port = bound.getsockname()[1]
-        secure = tls.current()
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self._handler, self._max_body_bytes, self._connections, self._callers),
-            sock=bound,
-            backlog=_BACKLOG,
-            ssl=secure.server_context() if secure else None,
-        )
+        return bound
 
     async def stop(self) -> None:
         """Stops listening and closes what is idle; what is not has a second to end."""
-        if self._server is None:
+        server, self._server = self._server, None
+        if server is None or self._socket is None:
             return
-        self._server.close()
-        for connection in list(self._connections):
-            connection.close()
-        end_s = asyncio.get_running_loop().time() + _FAREWELL_S
-        while self._connections and asyncio.get_running_loop().time() < end_s:
-            await asyncio.sleep(_POLL_S)
-        for connection in list(self._connections):
-            connection.abort()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                await server.shutdown(sockets=[self._socket])
+        # Handlers end as they do when their clients leave; those that do not look are cancelled.
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        if tasks := list(server.server_state.tasks):
+            _, running = await asyncio.wait(tasks, timeout=_FAREWELL_S)
+            for task in running:
+                task.cancel()

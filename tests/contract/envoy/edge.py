@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,28 +82,28 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
         while (item := await self.items.get()) is not None:
             yield inference_pb2.ChatResponse(model=item)
 
-    def http(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+    async def http(self, exchange: Exchange) -> None:
         """The HTTP face."""
         if exchange.path == "/events":
-            return self._events(exchange)
+            await self._events(exchange)
+            return
         if exchange.path == "/health":
             context = exchange.headers.get(CONTEXT_HEADER.encode(), b"no context")
-            exchange.respond(200, context, [(b"content-type", b"text/plain")])
-            return None
+            await exchange.respond(200, context, [(b"content-type", b"text/plain")])
+            return
         # Tells what arrived, and from whom.
         headers = {name.decode(): value.decode() for name, value in exchange.headers.items()}
         if exchange.caller is not None:
             headers[CONTEXT_HEADER] = to_header(self.sign(exchange.caller))
         body = {"headers": headers, "num_bytes": len(exchange.body())}
-        exchange.respond(200, json.dumps(body).encode())
-        return None
+        await exchange.respond(200, json.dumps(body).encode())
 
     async def _events(self, exchange: Exchange) -> None:
         """Server-sent events, as they are put into the queue."""
-        exchange.begin_events()
+        await exchange.begin_events()
         while (item := await self.items.get()) is not None:
             await exchange.write(f"data: {item}\n\n".encode())
-        exchange.end_events(b"data: [DONE]\n\n")
+        await exchange.end_events(b"data: [DONE]\n\n")
 
 
 class Edge:
@@ -125,15 +125,15 @@ class Edge:
         # A second gateway's, where a test asks for one.
         self.other_http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
 
-    def _answer(self, exchange: Exchange) -> Coroutine[Any, Any, None] | None:
+    async def _answer(self, exchange: Exchange) -> None:
         assert self._authorizer is not None
         assert self._face is not None
         if exchange.path == "/health":
-            return self.faces.http(exchange)
-        if not exchange.path.startswith(AUTHORIZE_PREFIX):
-            return self._face(exchange)
-        authorize(self._authorizer, exchange)
-        return None
+            await self.faces.http(exchange)
+        elif exchange.path.startswith(AUTHORIZE_PREFIX):
+            await authorize(self._authorizer, exchange)
+        else:
+            await self._face(exchange)
 
     async def start(self, otlp_endpoint: str = "", *, with_other: bool = False) -> None:
         """Starts the gateway's servers and then Envoy; returns when a request gets through."""
