@@ -13,10 +13,9 @@ from tests.e2e.stack import Stack
 
 # Child to parent, by span name; None is the root.
 EDGES = {
-    names.GATEWAY_AUTHORIZE: names.ENVOY_INGRESS,
     names.GATEWAY_REQUEST: names.ENVOY_INGRESS,
     names.GATEWAY_PREPARE: names.GATEWAY_REQUEST,
-    names.TOKENIZER_PREPARE: names.GATEWAY_PREPARE,
+    names.TOKENIZER_PREPARE: names.GATEWAY_REQUEST,
     names.TOKENIZER_RENDER: names.TOKENIZER_PREPARE,
     names.TOKENIZER_ENCODE: names.TOKENIZER_PREPARE,
     names.ENGINE_QUEUE: names.ENGINE_REQUEST,
