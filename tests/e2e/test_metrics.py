@@ -92,14 +92,17 @@ def _drive_guided(stack: Stack) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     with stack.openai() as client:
         for refused in (False, True):
-            # No finite automaton accepts a reference to what was matched before.
+            # No finite automaton accepts a reference to what was matched before: strictly, that is refused.
             kind = {"type": "string", "pattern": r"(a+)b\1"} if refused else schema
             try:
                 client.chat.completions.create(
                     model=stack.model,
                     messages=[{"role": "user", "content": "Yes or no?"}],
                     max_tokens=40,
-                    response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": kind}},
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {"name": "a", "schema": kind, "strict": refused},
+                    },
                 )
             except openai.BadRequestError:
                 assert refused
