@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 import msgspec
@@ -46,6 +46,14 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     def is_secure(self) -> bool:
         """Whether it is reached over TLS."""
         return self.url.startswith("https://")
+
+
+class Batching(TypedDict, total=False):
+    """Arguments of the SDK's batch processor."""
+
+    max_queue_size: int
+    schedule_delay_millis: float
+    max_export_batch_size: int
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,20 +131,19 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """Whether `sample_ratio` decides, as no variable does."""
         return not environ.get("OTEL_TRACES_SAMPLER", "").strip()
 
-    def batching(self, environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-        """Arguments of the batch processor that no OTEL_BSP_* variable gives."""
+    def batching(self, environ: Mapping[str, str] = os.environ) -> Batching:
+        """What no OTEL_BSP_* variable says."""
         queued = environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
         if queued and not queued.isdecimal():
             raise ConfigError(f"OTEL_BSP_MAX_QUEUE_SIZE: {queued!r} is no number of spans")
-        found = {
-            "OTEL_BSP_MAX_QUEUE_SIZE": ("max_queue_size", self.max_queued_spans),
-            "OTEL_BSP_SCHEDULE_DELAY": ("schedule_delay_millis", self.export_delay_ms),
-            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": (
-                "max_export_batch_size",
-                min(_BATCH, int(queued or self.max_queued_spans)),
-            ),
-        }
-        return dict(given for variable, given in found.items() if not environ.get(variable))
+        found = Batching()
+        if not queued:
+            found["max_queue_size"] = self.max_queued_spans
+        if not environ.get("OTEL_BSP_SCHEDULE_DELAY"):
+            found["schedule_delay_millis"] = self.export_delay_ms
+        if not environ.get("OTEL_BSP_MAX_EXPORT_BATCH_SIZE"):
+            found["max_export_batch_size"] = min(_BATCH, int(queued or self.max_queued_spans))
+        return found
 
 
 def _protocol(environ: Mapping[str, str]) -> Protocol:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-from functools import partial
 from importlib import metadata
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -57,7 +56,7 @@ def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider |
     )
     for export in exports:
         try:
-            processor = partial(BatchSpanProcessor, **config.batching())(_exporter(export))
+            processor = BatchSpanProcessor(_exporter(export), **config.batching())
         except ValueError as error:
             raise ConfigError(f"export of spans to {export.url}: {error}") from error
         provider.add_span_processor(processor)

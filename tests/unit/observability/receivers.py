@@ -78,12 +78,22 @@ def over_http() -> Iterator[Received]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            message = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
+            message = trace_service_pb2.ExportTraceServiceRequest.FromString(self._body())
             received.take(message, dict(self.headers), self.path)
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
+
+        def _body(self) -> bytes:
+            if "content-length" in self.headers:
+                return self.rfile.read(int(self.headers["content-length"]))
+            # Envoy sends chunks, each with its size before it and a line's end behind it.
+            chunks = []
+            while size := int(self.rfile.readline(), 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
 
         def log_message(self, format: str, *arguments: Any) -> None:
             """Nothing on the terminal."""

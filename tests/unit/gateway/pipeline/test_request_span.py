@@ -71,7 +71,7 @@ async def test_captured_content_has_the_conventions_form(
         {"role": "user", "parts": [{"type": "text", "content": "hi"}]},
     ]
     assert json.loads(attributes[genai.OUTPUT_MESSAGES]) == [
-        {"role": "assistant", "parts": [{"type": "text", "content": "hello"}], "finish_reason": "stop"}
+        {"role": "assistant", "parts": [{"type": "text", "content": "hello"}], "finish_reason": "length"}
     ]
 
 
