@@ -154,7 +154,7 @@ class Gateway:
         vocabulary = await self._tokenizer.wait_for_vocabulary(self._settings.model.served_name)
         routing = self._config.routing
         fleet = Fleet(
-            gateway=f"{socket.gethostname()}:{os.getpid()}",
+            gateway=f"{socket.gethostname()}-{os.getpid()}",
             fingerprint=vocabulary.fingerprint,
             model=self._settings.model.path,
             served_model=self._settings.model.served_name,

@@ -1,20 +1,59 @@
-"""`[observability]`: what every service does with its traces, metrics and logs, and the local span store."""
+"""`[observability]`: what every service does with its traces, metrics and logs, and the local span store.
+
+A variable that OpenTelemetry's specification defines wins over our file. Here they are read for others than
+the SDK, since Envoy and the supervisor have to agree with it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
+from urllib.parse import urlsplit
 
 import msgspec
+from opentelemetry.util.re import parse_env_headers
 
 from services.config import load_section
+from services.errors import ConfigError
 
 # Semantic conventions for generative AI: the ones frozen at 1.36, the current ones, or both at once.
 Semconv = Literal["v1.36", "latest", "both"]
 
 _OPT_IN_VARIABLE = "OTEL_SEMCONV_STABILITY_OPT_IN"
 _OPT_IN_LATEST = "gen_ai_latest_experimental"
+
+Protocol = Literal["grpc", "http/protobuf"]
+_PROTOCOLS: Mapping[str, Protocol] = {"": "grpc", "grpc": "grpc", "http/protobuf": "http/protobuf"}
+# Where OTLP over HTTP takes spans, below an address that names no path.
+_HTTP_PATH = "/v1/traces"
+_BATCH = 2048
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """One receiver of spans."""
+
+    # With its scheme, and over HTTP with its path.
+    url: str
+    protocol: Protocol = "grpc"
+    # Whether OTEL_* variables name it: then the exporter of the SDK reads them itself.
+    is_standard: bool = False
+    # What Envoy has to be told of those variables.
+    headers: Mapping[str, str] = {}
+    certificate: str = ""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it is reached over TLS."""
+        return self.url.startswith("https://")
+
+
+class Batching(TypedDict, total=False):
+    """Arguments of the SDK's batch processor."""
+
+    max_queue_size: int
+    schedule_delay_millis: float
+    max_export_batch_size: int
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,15 +68,15 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_spans: Annotated[int, msgspec.Meta(ge=1_000)] = 500_000
     max_store_bytes: Annotated[int, msgspec.Meta(ge=1_000_000)] = 512 * 1024 * 1024
 
-    # host:port of an OTLP/gRPC receiver (collector, Jaeger or the local store); empty drops all spans.
+    # host:port or URL of an OTLP receiver (collector, Jaeger), unless OTEL_EXPORTER_OTLP_ENDPOINT names one.
     otlp_endpoint: str = ""
-    # What makes and sends spans: our recorder, or OpenTelemetry's SDK, slower, which knows OTEL_* variables.
-    exporter: Literal["own", "sdk"] = "own"
-    # Share of traces recorded where the caller has not decided already.
+    # host:port of a local store that gets every span as well, over gRPC; `millrace serve` sets it.
+    store_endpoint: str = ""
+    # Share of traces recorded where the caller has not decided already, unless OTEL_TRACES_SAMPLER says it.
     sample_ratio: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
-    # Longest time a finished span waits before it is sent.
+    # Longest time a finished span waits before it is sent, unless OTEL_BSP_SCHEDULE_DELAY says it.
     export_delay_ms: Annotated[int, msgspec.Meta(ge=10, le=60_000)] = 1_000
-    # Spans held while the receiver is slow; more are dropped, the service is never held up.
+    # Spans held while the receiver is slow, unless OTEL_BSP_MAX_QUEUE_SIZE says it; more are dropped.
     max_queued_spans: Annotated[int, msgspec.Meta(ge=100)] = 20_000
     # Prompts and completions on spans. Off: traces are read by more people than conversations should be.
     capture_content: bool = False
@@ -54,6 +93,103 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             return self.semconv
         choices = {choice.strip() for choice in environ.get(_OPT_IN_VARIABLE, "").split(",")}
         return "latest" if _OPT_IN_LATEST in choices else "v1.36"
+
+    def exports(self, environ: Mapping[str, str] = os.environ) -> tuple[Export, ...]:
+        """Who gets the spans, the operator's receiver first; nobody when the SDK is disabled."""
+        is_disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip()
+        if exporter not in {"", "otlp", "none"}:
+            raise ConfigError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not known here; use otlp or none")
+        if is_disabled or exporter == "none":
+            return ()
+        found = []
+        named = _standard_export(environ) or _own_export(self.otlp_endpoint, _protocol(environ))
+        if named is not None:
+            found.append(named)
+        # The store speaks gRPC alone.
+        store = _own_export(self.store_endpoint, "grpc")
+        if store is not None:
+            found.append(store)
+        return tuple(found)
+
+    def sampled_share(self, environ: Mapping[str, str] = os.environ) -> float:
+        """Share of the traces that begin here which are recorded."""
+        sampler = environ.get("OTEL_TRACES_SAMPLER", "").strip().lower()
+        if not sampler:
+            return self.sample_ratio
+        if sampler.endswith("always_off"):
+            return 0.0
+        if not sampler.endswith("traceidratio"):
+            return 1.0
+        text = environ.get("OTEL_TRACES_SAMPLER_ARG", "") or "1"
+        try:
+            return min(1.0, max(0.0, float(text)))
+        except ValueError as error:
+            raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG: {text!r} is no share between 0 and 1") from error
+
+    def has_own_sampler(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether `sample_ratio` decides, as no variable does."""
+        return not environ.get("OTEL_TRACES_SAMPLER", "").strip()
+
+    def batching(self, environ: Mapping[str, str] = os.environ) -> Batching:
+        """What no OTEL_BSP_* variable says."""
+        queued = environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
+        if queued and not queued.isdecimal():
+            raise ConfigError(f"OTEL_BSP_MAX_QUEUE_SIZE: {queued!r} is no number of spans")
+        found = Batching()
+        if not queued:
+            found["max_queue_size"] = self.max_queued_spans
+        if not environ.get("OTEL_BSP_SCHEDULE_DELAY"):
+            found["schedule_delay_millis"] = self.export_delay_ms
+        if not environ.get("OTEL_BSP_MAX_EXPORT_BATCH_SIZE"):
+            found["max_export_batch_size"] = min(_BATCH, int(queued or self.max_queued_spans))
+        return found
+
+
+def _protocol(environ: Mapping[str, str]) -> Protocol:
+    text = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
+    protocol = _PROTOCOLS.get(text.strip())
+    if protocol is None:
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL: {text!r} is not known; use grpc or http/protobuf")
+    return protocol
+
+
+def _standard_export(environ: Mapping[str, str]) -> Export | None:
+    """The receiver that OTEL_EXPORTER_OTLP_* variables name."""
+    own, general = (
+        environ.get(f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT", "").strip() for signal in ("TRACES_", "")
+    )
+    endpoint = own or general
+    if not endpoint:
+        return None
+
+    def value(name: str) -> str:
+        return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or environ.get(
+            f"OTEL_EXPORTER_OTLP_{name}", ""
+        )
+
+    protocol = _protocol(environ)
+    if "://" not in endpoint:
+        # As the exporter has it.
+        endpoint = f"http{'' if value('INSECURE').lower() == 'true' else 's'}://{endpoint}"
+    if protocol == "http/protobuf" and not own:
+        endpoint = endpoint.rstrip("/") + _HTTP_PATH
+    return Export(
+        url=endpoint,
+        protocol=protocol,
+        is_standard=True,
+        headers=parse_env_headers(value("HEADERS"), liberal=True),
+        certificate=value("CERTIFICATE"),
+    )
+
+
+def _own_export(endpoint: str, protocol: Protocol) -> Export | None:
+    if not endpoint:
+        return None
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    if protocol == "http/protobuf" and not urlsplit(url).path.strip("/"):
+        url = url.rstrip("/") + _HTTP_PATH
+    return Export(url=url, protocol=protocol)
 
 
 def load(tables: Mapping[str, Any]) -> ObservabilityConfig:

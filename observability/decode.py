@@ -1,4 +1,7 @@
-"""OTLP bytes as spans. Only whoever reads traces pays for this, not the services that make them."""
+"""OTLP bytes as spans, and the steps that services write as events (`Telemetry.step`) as spans again.
+
+Only whoever reads traces pays for this, not the services that make them.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,40 @@ def decode(
                 service = pair.value.string_value
         for scope_spans in resource_spans.scope_spans:
             for span in scope_spans.spans:
-                if (
-                    (not trace_id or span.trace_id == trace_id)
-                    and (not wanted or span.name in wanted)
-                    and span.start_time_unix_nano >= since_ns
-                ):
-                    yield _stored(service, span)
+                if not trace_id or span.trace_id == trace_id:
+                    yield from (
+                        found
+                        for found in _spans(service, span, wanted)
+                        if (not wanted or found.name in wanted) and found.start_ns >= since_ns
+                    )
+
+
+def _spans(service: str, span: trace_pb2.Span, wanted: Collection[str]) -> Iterator[StoredSpan]:
+    """A span, and its steps below it."""
+    steps = [
+        (index, event)
+        for index, event in enumerate(span.events)
+        if event.name in names.SPANS and (not wanted or event.name in wanted)
+    ]
+    if wanted and span.name not in wanted and not steps:
+        return
+    stored = _stored(service, span)
+    yield stored
+    identity = {str(key): stored.attributes[key] for key in names.IDENTITY if key in stored.attributes}
+    for index, event in steps:
+        attributes = _attributes(event.attributes)
+        duration_ms = attributes.pop(names.DURATION_MS, 0.0)
+        yield StoredSpan(
+            trace_id=stored.trace_id,
+            # No other span's, as those are 16 hex digits.
+            span_id=f"{stored.span_id}-{index}",
+            parent_id=stored.span_id,
+            service=service,
+            name=event.name,
+            start_ns=event.time_unix_nano,
+            end_ns=event.time_unix_nano + round(duration_ms * 1e6),
+            attributes={**identity, **attributes},
+        )
 
 
 def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:

@@ -74,10 +74,14 @@ ENGINE = "engine"
 SERVICES = (ENVOY, GATEWAY, TOKENIZER, ENGINE)
 
 # --- Spans -------------------------------------------------------------------------------------------------
+# A step of a request that took less is an event of its span, and no delay is blamed that was shorter.
+LONG_MS = 5.0
 # Envoy names its own server span; this is the operation its configuration sets.
 ENVOY_INGRESS = SpanName("ingress", ENVOY, "The request at the edge, first byte in to last byte out.")
 GATEWAY_AUTHORIZE = SpanName(
-    "gateway.authorize", GATEWAY, "External authorization: credentials to tenant and tier."
+    "gateway.authorize",
+    GATEWAY,
+    "Credentials to tenant and tier, where they were refused or it took long.",
 )
 GATEWAY_RATE_LIMIT = SpanName("gateway.rate_limit", GATEWAY, "Requests per minute, asked by the edge.")
 GATEWAY_REQUEST = SpanName(
@@ -114,6 +118,7 @@ CLIENT_REQUEST_ID = Attribute("millrace.client_request_id", "", "The client's ow
 TENANT = Attribute("millrace.tenant", "", "Who asked.")
 TIER = Attribute("millrace.tier", "", "SLA tier the request is served under.")
 IDENTITY = (REQUEST_ID, CLIENT_REQUEST_ID, TENANT, TIER)
+DURATION_MS = Attribute("millrace.duration_ms", "ms", "On events that stand for a step: how long it took.")
 KEY_ID = Attribute("millrace.key_id", "", "Public identifier of the API key; never the key.")
 FACE = Attribute("millrace.face", "", "grpc or http.")
 STREAMING = Attribute("millrace.streaming", "", "Whether the answer is streamed.")
@@ -310,6 +315,37 @@ COST = Metric(
     "{currency}",
     "Cost by the configured prices, in the ledger's currency.",
     ("tier", "tenant"),
+)
+# The same times by the names, labels and buckets of the GenAI conventions, for dashboards of others.
+_GEN_AI_LABELS = (
+    "gen_ai_operation_name",
+    "gen_ai_provider_name",
+    "gen_ai_request_model",
+    "gen_ai_response_model",
+)
+GEN_AI_DURATION = Metric(
+    "gen_ai_server_request_duration_seconds",
+    "histogram",
+    "s",
+    "First byte in to last byte out; a request that failed has its error_type.",
+    (*_GEN_AI_LABELS, "error_type"),
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+GEN_AI_TTFT = Metric(
+    "gen_ai_server_time_to_first_token_seconds",
+    "histogram",
+    "s",
+    "Time to the first token of requests that succeeded.",
+    _GEN_AI_LABELS,
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+GEN_AI_TPOT = Metric(
+    "gen_ai_server_time_per_output_token_seconds",
+    "histogram",
+    "s",
+    "Mean time per output token after the first, of requests that succeeded.",
+    _GEN_AI_LABELS,
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 ACTIVE_STREAMS = Metric(
     "millrace_active_requests", "gauge", "{request}", "Requests in the gateway now.", ("tier",)

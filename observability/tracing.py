@@ -1,39 +1,39 @@
-"""Spans: where they go, who their parents are, and that each one carries its request's identity.
+"""Spans: who their parents are, and that each one carries its request's identity.
 
-`setup` is called once a process, in its main. Without an OTLP endpoint no span is recorded, but the trace
-context still passes through, so that services behind this one may record.
+`setup` is called once a process, in its main. Without a receiver no span is recorded, but the trace context
+still passes through, so that services behind this one may record.
+
+A span costs several times what an event does. So what a request goes through in a service is told by one
+span: its steps are events of it with their durations, and spans of their own only where somebody will look
+for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`).
 """
 
 from __future__ import annotations
 
-import re
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-import grpc
 import msgspec
 from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
-from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from observability import names, sdk
-from observability.clock import offset_ns, unix_ns
+from observability import names
+from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
 from observability.names import SpanName
-from observability.recorder import OtlpExport, SpanRecorder
-from observability.spans import RecordedSpan, RemoteSpan
+from observability.provider import make_provider
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
-_EXPORT_TIMEOUT_S = 3.0
+_SHUTDOWN_LIMIT_S = 3.0
 _W3C = TraceContextTextMapPropagator()
-_PLAIN_TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 Attributes = Mapping[str, AttributeValue]
 # A span of this process, or the caller's (`remote_span`), whose identity goes on; or a context that has both,
@@ -71,6 +71,14 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
     return identity if isinstance(identity, RequestIdentity) else None
 
 
+class RemoteSpan(NonRecordingSpan):
+    """The caller's span, in another process, with the identity that the spans below it get."""
+
+    def __init__(self, context: SpanContext, identity: RequestIdentity | None = None) -> None:
+        super().__init__(context)
+        self.identity: Attributes = {} if identity is None else identity.attributes()
+
+
 def remote_span(
     traceparent: str, tracestate: str = "", identity: RequestIdentity | None = None
 ) -> RemoteSpan:
@@ -78,61 +86,31 @@ def remote_span(
 
     An empty or invalid header makes them begin a trace of their own.
     """
-    attributes = None if identity is None else identity.attributes()
-    plain = None if tracestate else _PLAIN_TRACEPARENT.fullmatch(traceparent)
-    if plain is None:
-        extracted = _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
-        found = trace.get_current_span(extracted).get_span_context()
-        return RemoteSpan(found.trace_id, found.span_id, found.trace_flags, found.trace_state, attributes)
-    # By far the most common form; the propagator takes several times as long for it.
-    trace_id, span_id, flags = plain.groups()
-    return RemoteSpan(int(trace_id, 16), int(span_id, 16), int(flags, 16), None, attributes)
+    found = _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
+    return RemoteSpan(trace.get_current_span(found).get_span_context(), identity)
 
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
     """Context whose current span is the remote one; without a span when the header is empty or invalid."""
-    remote = remote_span(traceparent, tracestate)
-    return trace.set_span_in_context(remote, Context()) if remote.trace_id and remote.span_id else Context()
+    return _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
 
 
 def traceparent_of(span: Span) -> tuple[str, str]:
     """(traceparent, tracestate) that makes `span` the parent in the next hop; empty if it is invalid."""
-    if type(span) is RecordedSpan:
-        trace_id, span_id, flags, state = span.lineage.trace_id, span.span_id, 1, span.lineage.trace_state
-    else:
-        trace_id, span_id, _, flags, state, is_valid = span.get_span_context()
-        if not is_valid:
-            return "", ""
-    return f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}", state.to_header() if state else ""
-
-
-class SpanSource(Protocol):
-    """Where spans come from: our recorder, or a provider of OpenTelemetry's SDK."""
-
-    def get_tracer(self, instrumenting_module_name: str, /) -> trace.Tracer:
-        """Makes spans."""
-        ...
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Exports what has ended."""
-        ...
-
-    def shutdown(self) -> None:
-        """Exports what has ended, and ends."""
-        ...
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
+    return carrier.get("traceparent", ""), carrier.get("tracestate", "")
 
 
 class Telemetry:
     """Makes the spans of one service. Safe to use from several threads and from asyncio."""
 
-    def __init__(self, service: str, config: ObservabilityConfig, provider: SpanSource | None) -> None:
+    def __init__(self, service: str, config: ObservabilityConfig, provider: TracerProvider | None) -> None:
         self.service = service
         self.config = config
         # Generation of the GenAI attribute names.
         self.semconv = config.semconv_generation()
         self._provider = provider
-        # Ours takes shorter ways than OpenTelemetry's interfaces have.
-        self._recorder = provider if isinstance(provider, SpanRecorder) else None
         self.tracer: trace.Tracer = (
             trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")
         )
@@ -150,34 +128,21 @@ class Telemetry:
         """Starts a span that the caller ends with `end`. `start_s` is in monotonic seconds, default now.
 
         It is not made current: in async generators a current span would leak into the consumer. Children
-        get it by `parent=span`.
+        get it by `parent=span`. Below a span that is not recorded nothing is: that span itself is the answer.
         """
-        start_ns = None if start_s is None else unix_ns(start_s)
-        if type(parent) is RecordedSpan:
-            return parent.recorder.start_inside(parent, name, kind, attributes, links, start_ns)
-        return self._start(name, parent, kind, attributes, links, start_ns)
-
-    def _start(
-        self,
-        name: SpanName,
-        parent: Parent,
-        kind: SpanKind,
-        attributes: Attributes | None,
-        links: Sequence[Link],
-        start_ns: int | None,
-    ) -> Span:
-        if parent is None and self._recorder is not None:
-            current = trace.get_current_span()
-            if type(current) is RecordedSpan:
-                return self._recorder.start_below(current, name, kind, attributes, links, start_ns)
-        if parent is None or isinstance(parent, Context):
-            return self.tracer.start_span(name, parent, kind, attributes, links, start_ns)
-        if self._recorder is not None:
-            return self._recorder.start_below(parent, name, kind, attributes, links, start_ns)
-        if self._provider is None:
+        if type(parent) is NonRecordingSpan or (self._provider is None and isinstance(parent, Span)):
             return parent
-        # The SDK looks for identity and parent in a context.
-        context = trace.set_span_in_context(parent, Context())
+        if isinstance(parent, Span):
+            context: Context | None = trace.set_span_in_context(parent, Context())
+            identity = _identity_of(parent)
+        else:
+            context = parent
+            found = current_identity(context)
+            above = trace.get_current_span(context)
+            identity = _identity_of(above) if found is None else found.attributes()
+        if identity:
+            attributes = {**identity, **(attributes or {})}
+        start_ns = None if start_s is None else unix_ns(start_s)
         return self.tracer.start_span(name, context, kind, attributes, links, start_ns)
 
     def end(
@@ -204,27 +169,49 @@ class Telemetry:
         start_s: float,
         end_s: float,
         parent: Parent = None,
-        kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
         links: Sequence[Link] = (),
         error: str = "",
     ) -> Span:
         """A span over a time that has passed, in monotonic seconds. Returned, ended, for use as a parent."""
-        offset = offset_ns()
-        start_ns = offset + round(start_s * 1e9)
-        if type(parent) is RecordedSpan:
-            below = parent.recorder.start_inside(parent, name, kind, attributes, links, start_ns)
-            if error:
-                below.set_status(Status(StatusCode.ERROR, error))
-            below.end(max(start_ns, offset + round(end_s * 1e9)))
-            return below
-        span = self._start(name, parent, kind, attributes, links, start_ns)
-        if span.is_recording() and span is not parent:
-            if error:
-                span.set_status(Status(StatusCode.ERROR, error))
+        span = self.start(name, parent=parent, attributes=attributes, links=links, start_s=start_s)
+        if span is not parent:
             # Clocks of two processes may disagree by less than a tick; a span never ends before it starts.
-            span.end(max(start_ns, offset + round(end_s * 1e9)))
+            self.end(span, end_s=max(start_s, end_s), error=error)
         return span
+
+    def step(
+        self,
+        name: SpanName,
+        *,
+        of: Span,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] = (),
+        error: str = "",
+        is_notable: bool = False,
+    ) -> None:
+        """Something that `of` went through, in monotonic seconds: an event of it with the time that it took.
+
+        It is a span below `of` where it is notable, failed, has links, or took LONG_MS: what is shorter
+        explains no delay, while samplers and searches look at spans alone.
+
+        The caller's span (`remote_span`) takes no events: below it short steps leave nothing.
+        """
+        if is_notable or links or error or (end_s - start_s) * 1000 >= names.LONG_MS:
+            self.record(
+                name,
+                parent=of,
+                start_s=start_s,
+                end_s=end_s,
+                attributes=attributes,
+                links=links,
+                error=error,
+            )
+        elif of.is_recording():
+            duration_ms = max(0.0, end_s - start_s) * 1000
+            of.add_event(name, {**(attributes or {}), names.DURATION_MS: duration_ms}, unix_ns(start_s))
 
     def span(
         self,
@@ -246,14 +233,27 @@ class Telemetry:
         """Context in which `span` is the parent; the request's identity is kept."""
         return trace.set_span_in_context(span, parent)
 
-    def flush(self, timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
-        """Sends what is queued; False when the receiver did not take it in time."""
-        return self._provider is None or self._provider.force_flush(round(timeout_s * 1000))
+    def flush(self) -> bool:
+        """Sends what is queued; whether nothing is left."""
+        return self._provider is None or self._provider.force_flush()
 
     def shutdown(self) -> None:
         """Sends what is queued and stops; takes a few seconds at most when the receiver is away."""
         if self._provider is not None:
-            self._provider.shutdown()
+            # The SDK would go on for half a minute.
+            ending = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+            ending.start()
+            ending.join(_SHUTDOWN_LIMIT_S)
+
+
+def _identity_of(span: Span) -> Attributes:
+    """What the spans below `span` say of the request."""
+    if isinstance(span, RemoteSpan):
+        return span.identity
+    if isinstance(span, ReadableSpan) and span.attributes is not None:
+        above = span.attributes
+        return {str(key): above[key] for key in names.IDENTITY if key in above}
+    return {}
 
 
 class CurrentSpan:
@@ -281,40 +281,14 @@ class CurrentSpan:
 
 
 def setup(service: str, config: ObservabilityConfig) -> Telemetry:
-    """Installs W3C propagation and, if there is an endpoint, export. Once a process, before any span.
+    """Spans of this process as the environment and `config` say. Once a process, before any span.
 
-    An endpoint that begins with https:// is reached over TLS, by the authorities that gRPC trusts. Raises
-    ConfigError when an exporter is asked for that is not installed.
+    Raises ConfigError.
     """
-    propagate.set_global_textmap(CompositePropagator([_W3C, W3CBaggagePropagator()]))
-    if not config.otlp_endpoint:
-        return Telemetry(service, config, None)
-    if config.exporter == "sdk":
-        source = sdk.provider(service, config, identity_attributes)
-        trace.set_tracer_provider(source)
-        return Telemetry(service, config, source)
-    recorder = SpanRecorder(
-        OtlpExport(
-            config.otlp_endpoint.rpartition("://")[2],
-            {"service.name": service, "service.namespace": "millrace"},
-            credentials=(
-                grpc.ssl_channel_credentials() if config.otlp_endpoint.startswith("https://") else None
-            ),
-        ),
-        identity_attributes,
-        sample_ratio=config.sample_ratio,
-        delay_s=config.export_delay_ms / 1000,
-        max_queued=config.max_queued_spans,
-        timeout_s=_EXPORT_TIMEOUT_S,
-    )
-    trace.set_tracer_provider(recorder)
-    return Telemetry(service, config, recorder)
-
-
-def identity_attributes(context: Context | None = None) -> Attributes:
-    """The request's identity, which travels in the context, for every span that starts in it."""
-    identity = otel_context.get_value(_IDENTITY_KEY, context)
-    return identity.attributes() if isinstance(identity, RequestIdentity) else {}
+    provider = make_provider(service, config)
+    if provider is not None:
+        trace.set_tracer_provider(provider)
+    return Telemetry(service, config, provider)
 
 
 def span_context_of(traceparent: str) -> SpanContext:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from observability import names
 from observability.metrics import Metrics
 from observability.names import SpanName
-from observability.tracing import Telemetry
+from observability.tracing import Attributes, Telemetry
 from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
@@ -132,14 +133,14 @@ class Preparer:
         )
         return prepared, begin_s
 
-    def tell_short(self, prepared: Prepared, begin_s: float, parent: Span) -> None:
-        """Spans below `parent`, and metrics, of what `prepare_short` did."""
-        context = parent.get_span_context()
+    def tell_short(self, prepared: Prepared, begin_s: float, span: Span) -> None:
+        """Steps of `span`, and metrics, of what `prepare_short` did."""
+        context = span.get_span_context()
         for name, stage, seconds in (
             (names.TOKENIZER_RENDER, "render", prepared.render_s),
             (names.TOKENIZER_ENCODE, "encode", prepared.encode_s),
         ):
-            self._telemetry.record(name, start_s=begin_s, end_s=begin_s + seconds, parent=parent)
+            self._telemetry.step(name, of=span, start_s=begin_s, end_s=begin_s + seconds)
             self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, seconds, span=context, stage=stage)
             begin_s += seconds
         self._metrics.observe(names.PROMPT_LENGTH, prepared.num_tokens, span=context)
@@ -319,7 +320,7 @@ class Preparer:
         if request is None:
             return None, False
         started_s = time.perf_counter()
-        with self._stage(names.TOKENIZER_COMPILE, "compile") as span:
+        with self._stage(names.TOKENIZER_COMPILE, "compile") as stage:
             try:
                 compiled, cached = await self._compiler.compile(request, tenant=tenant)
             except MillraceError as error:
@@ -331,8 +332,7 @@ class Preparer:
             if not cached:
                 elapsed_s = time.perf_counter() - started_s
                 self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=request.kind)
-            span.set_attribute(names.GRAMMAR_CACHE, result)
-            span.set_attribute(names.GRAMMAR_DIGEST, compiled.artifact.digest)
+            stage.attributes = {names.GRAMMAR_CACHE: result, names.GRAMMAR_DIGEST: compiled.artifact.digest}
             self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
         return compiled, cached
 
@@ -341,22 +341,29 @@ class Preparer:
 
 
 class _Stage:
-    """A span with the stage's time in the metrics. It is not made current: nothing is below it."""
+    """A step of the current span with the stage's time in the metrics."""
 
-    __slots__ = ("_metrics", "_name", "_span", "_stage", "_start_s", "_telemetry")
+    __slots__ = ("_metrics", "_name", "_stage", "_start_s", "_telemetry", "attributes")
 
     def __init__(self, telemetry: Telemetry, metrics: Metrics, name: SpanName, stage: str) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
         self._name = name
         self._stage = stage
+        self.attributes: Attributes = {}
 
-    def __enter__(self) -> Span:
-        self._start_s = time.perf_counter()
-        self._span = self._telemetry.start(self._name)
-        return self._span
+    def __enter__(self) -> _Stage:
+        self._start_s = time.monotonic()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        elapsed_s = time.perf_counter() - self._start_s
-        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, elapsed_s, stage=self._stage)
-        self._telemetry.end(self._span, error=kind.__name__ if kind is not None else "")
+        end_s = time.monotonic()
+        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, end_s - self._start_s, stage=self._stage)
+        self._telemetry.step(
+            self._name,
+            of=trace.get_current_span(),
+            start_s=self._start_s,
+            end_s=end_s,
+            attributes=self.attributes,
+            error=kind.__name__ if kind is not None else "",
+        )

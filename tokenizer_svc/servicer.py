@@ -129,8 +129,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> None:
         identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
         parent = remote_span(head.traceparent, head.tracestate, identity)
-        span = self._telemetry.record(names.TOKENIZER_PREPARE, start_s=begin_s, end_s=end_s, parent=parent)
+        span = self._telemetry.start(names.TOKENIZER_PREPARE, start_s=begin_s, parent=parent)
         self._preparer.tell_short(prepared, render_s, span)
+        self._telemetry.end(span, end_s=end_s)
 
     async def _answer(
         self,

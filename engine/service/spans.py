@@ -14,7 +14,7 @@ _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
 
 
 class RequestTrace:
-    """Collects a request's moments. engine.request > queue, prefill chunks, first_decode, decode.
+    """Collects a request's moments: engine.request and its steps queue, prefill chunks, first_decode, decode.
 
     `recent` is the engine's, shared by all its requests.
     """
@@ -72,24 +72,22 @@ class RequestTrace:
         )
 
     def _record_first_token(self, first: FirstTokenTimings) -> None:
-        record, parent = self._telemetry.record, self._span
-        if not parent.is_recording():
+        step, span = self._telemetry.step, self._span
+        if not span.is_recording():
             return
         self._place = self._recent.prefilled(
-            parent.get_span_context(), first.first_scheduled_s, first.prefill_end_s
+            span.get_span_context(), first.first_scheduled_s, first.prefill_end_s
         )
-        record(names.ENGINE_QUEUE, start_s=first.arrival_s, end_s=first.first_scheduled_s, parent=parent)
+        step(names.ENGINE_QUEUE, of=span, start_s=first.arrival_s, end_s=first.first_scheduled_s)
         for start_s, end_s, num_tokens in first.prefill_chunks:
-            record(
+            step(
                 names.ENGINE_PREFILL,
+                of=span,
                 start_s=start_s,
                 end_s=end_s,
-                parent=parent,
                 attributes={names.CHUNK_TOKENS: num_tokens},
             )
-        record(
-            names.ENGINE_FIRST_DECODE, start_s=first.prefill_end_s, end_s=first.first_token_s, parent=parent
-        )
+        step(names.ENGINE_FIRST_DECODE, of=span, start_s=first.prefill_end_s, end_s=first.first_token_s)
 
     def _record_decode(self, choice_index: int, statistics: ChoiceStatistics, now: float) -> None:
         if not self._span.is_recording():
@@ -110,13 +108,14 @@ class RequestTrace:
             if key is not None:
                 attributes[key] = seconds * 1000
         self._record_losses(choice_index, statistics)
-        self._telemetry.record(
+        self._telemetry.step(
             names.ENGINE_DECODE,
+            of=self._span,
             start_s=now - statistics.decode_s,
             end_s=now,
-            parent=self._span,
             attributes=attributes,
             links=self._links(statistics, now),
+            is_notable=statistics.num_preemptions > 0,
         )
 
     def _record_losses(self, choice_index: int, statistics: ChoiceStatistics) -> None:

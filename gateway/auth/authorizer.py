@@ -22,7 +22,7 @@ from gateway.identity import MAX_CLIENT_REQUEST_ID
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from observability import names
-from observability.metrics import Metrics
+from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.tracing import Telemetry, remote_span
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.deferred import Deferred
@@ -118,26 +118,17 @@ class Authorizer:
         principal: Principal | None,
         refusal: str,
     ) -> None:
-        attributes: dict[str, AttributeValue] = {names.REQUEST_ID: _text(headers, b"x-request-id")}
-        # A request that is refused here has no other span that could say it.
-        if client_request_id := _text(headers, b"x-client-request-id"):
-            attributes[names.CLIENT_REQUEST_ID] = client_request_id[:MAX_CLIENT_REQUEST_ID]
         if principal is None:
-            attributes[names.OUTCOME] = refusal
             self._metrics.add(names.REJECTIONS, reason=refusal, tier="")
-        else:
-            attributes[names.TENANT] = principal.tenant
-            attributes[names.KEY_ID] = principal.key_id
-            attributes[names.TIER] = principal.tier
-        span = self._telemetry.record(
+        self._metrics.observe(names.AUTHORIZE_SECONDS, ended_s - started_s, span=NO_EXEMPLAR)
+        self._telemetry.step(
             names.GATEWAY_AUTHORIZE,
+            of=remote_span(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
             start_s=started_s,
             end_s=ended_s,
-            parent=remote_span(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
-            attributes=attributes,
+            attributes=_told(headers, principal, refusal),
             error=refusal,
         )
-        self._metrics.observe(names.AUTHORIZE_SECONDS, ended_s - started_s, span=span.get_span_context())
 
     def _principal(self, headers: Mapping[bytes, bytes]) -> Principal:
         claims = headers.get(CLAIMS_HEADER.encode(), b"")
@@ -175,6 +166,24 @@ class Authorizer:
         """Whether a limit of requests per minute applies."""
         limits = (self._directory.tenant_limits(tenant), self._directory.key_limits(key_id))
         return any(limit.requests_per_minute is not None for limit in limits)
+
+
+def _told(
+    headers: Mapping[bytes, bytes], principal: Principal | None, refusal: str
+) -> dict[str, AttributeValue]:
+    found: dict[str, AttributeValue] = {names.REQUEST_ID: _text(headers, b"x-request-id")}
+    # A request that is refused here has no other span that could say it.
+    if client_request_id := _text(headers, b"x-client-request-id"):
+        found[names.CLIENT_REQUEST_ID] = client_request_id[:MAX_CLIENT_REQUEST_ID]
+    if principal is None:
+        found[names.OUTCOME] = refusal
+    else:
+        found |= {
+            names.TENANT: principal.tenant,
+            names.KEY_ID: principal.key_id,
+            names.TIER: principal.tier,
+        }
+    return found
 
 
 def header_value(text: str) -> bytes:

@@ -9,7 +9,7 @@ import yaml
 
 from gateway.envoy import clusters, tls
 from gateway.envoy.clusters import address, typed
-from gateway.envoy.listeners import metrics_listener, public_listener
+from gateway.envoy.listeners import metrics_listener, public_listener, traced
 from gateway.settings import Settings, load_settings
 from observability.config import ObservabilityConfig
 from services.config import load_section
@@ -43,15 +43,15 @@ def render(tables: Mapping[str, Any], profile: Profile = "local") -> str:
     envoy_table = {**PROFILES[profile], **tables.get("envoy", {})}
     settings = load_settings({**tables, "envoy": envoy_table})
     observability = load_section(tables, "observability", ObservabilityConfig)
-    return yaml.safe_dump(build(settings, observability.otlp_endpoint), sort_keys=False, width=120)
+    return yaml.safe_dump(build(settings, observability), sort_keys=False, width=120)
 
 
-def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
-    """Envoy's bootstrap; without an OTLP endpoint Envoy makes no spans."""
+def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, Any]:
+    """Envoy's bootstrap. Its spans go where the services' go first; if that is nowhere, it makes none."""
     config, gateway, jwt = settings.envoy, settings.gateway, settings.keys.jwt
-    listeners = [
-        public_listener(config, jwt, max_body_bytes=gateway.max_body_bytes, traced=bool(otlp_endpoint))
-    ]
+    export = next(iter(observability.exports()), None)
+    tracing = None if export is None else traced(config, export, observability.sampled_share())
+    listeners = [public_listener(config, jwt, max_body_bytes=gateway.max_body_bytes, tracing=tracing)]
     if config.tls_certificate or config.tls_key:
         listeners[0]["filter_chains"][0]["transport_socket"] = tls.transport_socket(config)
     upstreams = [
@@ -63,8 +63,8 @@ def build(settings: Settings, otlp_endpoint: str) -> dict[str, Any]:
     if settings.security.tls_certificate:
         for cluster in upstreams:
             cluster["transport_socket"] = tls.upstream_socket(cluster, settings.security)
-    if otlp_endpoint:
-        upstreams.append(clusters.traces(otlp_endpoint, config))
+    if export is not None:
+        upstreams.append(clusters.traces(export, config))
     if jwt.jwks_url:
         upstreams.append(clusters.jwks(jwt.jwks_url, config))
     if config.metrics_listen:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import EnvoyConfig
 from gateway.settings import split_address
+from observability.config import Export
 from services.addresses import join
 
 GATEWAY_GRPC = "gateway_grpc"
@@ -21,6 +22,7 @@ TRACES = "traces"
 JWKS = "jwks"
 ADMIN = "admin"
 
+_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _CHECK_INTERVAL = "1s"
 
@@ -57,33 +59,41 @@ def gateway_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any
     return _gateway(GATEWAY_HTTP, endpoints, config, {"http_health_check": {"path": "/health"}}, http2=False)
 
 
-def traces(endpoint: str, config: EnvoyConfig) -> dict[str, Any]:
-    """OTLP collector; spans are dropped while it is away."""
-    return _cluster(TRACES, [_host_port(endpoint, 4317)], config, http2=True)
+def traces(export: Export, config: EnvoyConfig) -> dict[str, Any]:
+    """Receiver of spans; they are dropped while it is away."""
+    over_http = export.protocol == "http/protobuf"
+    port = (443 if export.is_secure else 80) if over_http else 4317
+    cluster = _cluster(TRACES, [_host_port(export.url, port)], config, http2=not over_http)
+    if export.is_secure:
+        cluster["transport_socket"] = _verified(export.url, export.certificate or _AUTHORITIES)
+    return cluster
 
 
 def jwks(url: str, config: EnvoyConfig) -> dict[str, Any]:
     """Server of an issuer's keys."""
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
+    secure = urlsplit(url).scheme == "https"
     cluster = _cluster(JWKS, [_host_port(url, 443 if secure else 80)], config, http2=False)
     if secure:
-        cluster["transport_socket"] = {
-            "name": "envoy.transport_sockets.tls",
-            "typed_config": typed(
-                "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
-                sni=parts.hostname,
-                common_tls_context={
-                    "validation_context": {
-                        "trusted_ca": {"filename": "/etc/ssl/certs/ca-certificates.crt"},
-                        "match_typed_subject_alt_names": [
-                            {"san_type": "DNS", "matcher": {"exact": parts.hostname}}
-                        ],
-                    }
-                },
-            ),
-        }
+        cluster["transport_socket"] = _verified(url, _AUTHORITIES)
     return cluster
+
+
+def _verified(url: str, authorities: str) -> dict[str, Any]:
+    """TLS to a server that has to prove its name."""
+    host = urlsplit(url).hostname
+    return {
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": typed(
+            "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            sni=host,
+            common_tls_context={
+                "validation_context": {
+                    "trusted_ca": {"filename": authorities},
+                    "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": host}}],
+                }
+            },
+        ),
+    }
 
 
 def admin(config: EnvoyConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gateway.envoy.filters import (
 )
 from gateway.envoy.replies import local_reply_config
 from observability import names
+from observability.config import Export
 
 _HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _MAX_CONTENT_LENGTH = 2**63 - 1
@@ -63,7 +64,7 @@ _ACCESS_LOG_FIELDS = {
 
 
 def public_listener(
-    config: EnvoyConfig, jwt: JwtConfig, *, max_body_bytes: int, traced: bool
+    config: EnvoyConfig, jwt: JwtConfig, *, max_body_bytes: int, tracing: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Listener for clients. A stream lasts as long as tokens come; nothing is buffered."""
     manager: dict[str, Any] = {
@@ -97,8 +98,8 @@ def public_listener(
     }
     if config.access_log:
         manager["access_log"] = [_access_log(config.access_log)]
-    if traced:
-        manager["tracing"] = _tracing(config)
+    if tracing is not None:
+        manager["tracing"] = tracing
     return {
         "name": "public",
         "address": address(config.listen, "envoy.listen"),
@@ -257,7 +258,8 @@ def _access_log(path: str) -> dict[str, Any]:
     }
 
 
-def _tracing(config: EnvoyConfig) -> dict[str, Any]:
+def traced(config: EnvoyConfig, export: Export, sampled_share: float) -> dict[str, Any]:
+    """Spans of requests. Envoy decides which traces are recorded, unless the client has: services follow."""
     headers = {names.REQUEST_ID: "x-request-id", names.CLIENT_REQUEST_ID: _CLIENT_REQUEST_ID}
     metadata = {names.TENANT: TENANT_METADATA, names.KEY_ID: KEY_METADATA}
     tags = [{"tag": str(tag), "request_header": {"name": header}} for tag, header in headers.items()]
@@ -276,10 +278,20 @@ def _tracing(config: EnvoyConfig) -> dict[str, Any]:
             "name": "envoy.tracers.opentelemetry",
             "typed_config": typed(
                 "envoy.config.trace.v3.OpenTelemetryConfig",
-                grpc_service={"envoy_grpc": {"cluster_name": clusters.TRACES}, "timeout": "3s"},
                 service_name=names.ENVOY,
+                **_sender(export),
             ),
         },
-        "random_sampling": {"value": config.trace_sampling_percent},
+        "random_sampling": {"value": config.trace_sampling_percent * sampled_share},
         "custom_tags": tags,
     }
+
+
+def _sender(export: Export) -> dict[str, Any]:
+    headers = [{"key": key, "value": value} for key, value in export.headers.items()]
+    if export.protocol == "grpc":
+        service = {"envoy_grpc": {"cluster_name": clusters.TRACES}, "timeout": "3s"}
+        return {"grpc_service": {**service, "initial_metadata": headers}}
+    uri = {"uri": export.url, "cluster": clusters.TRACES, "timeout": "3s"}
+    added = [{"header": header} for header in headers]
+    return {"http_service": {"http_uri": uri, "request_headers_to_add": added}}

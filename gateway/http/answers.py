@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.engines.types import FinishReason, TokenLogprob
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.delta import CHAT_ID, AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer.types import Enforcement, Verdict
@@ -182,7 +182,7 @@ def chat_body(
     timing: bool,
 ) -> dict[str, Any]:
     """A whole chat completion."""
-    body = head(info, "chatcmpl-", "chat.completion")
+    body = head(info, CHAT_ID, "chat.completion")
     body["choices"] = [
         {
             "index": index,

@@ -15,7 +15,7 @@ from gateway.http.answers import (
     head,
     tool_call_deltas,
 )
-from gateway.pipeline.delta import AnswerInfo, ChoiceDelta
+from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, AnswerInfo, ChoiceDelta
 from gateway.text.vocabulary import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
@@ -58,7 +58,7 @@ class ChatEvents(EventWriter):
     def __init__(
         self, info: AnswerInfo, vocabulary: Vocabulary, *, include_usage: bool, logprobs: bool
     ) -> None:
-        super().__init__(info, "chatcmpl-", "chat.completion.chunk", include_usage=include_usage)
+        super().__init__(info, CHAT_ID, "chat.completion.chunk", include_usage=include_usage)
         self._vocabulary = vocabulary
         self._logprobs = logprobs
         self._begun: set[int] = set()
@@ -125,7 +125,7 @@ class CompletionEvents(EventWriter):
         first_index: int = 0,
         echo: str | None = None,
     ) -> None:
-        super().__init__(info, "cmpl-", "text_completion", include_usage=include_usage)
+        super().__init__(info, COMPLETION_ID, "text_completion", include_usage=include_usage)
         self._first_index = first_index
         self._echo = echo
         self._logprobs = {

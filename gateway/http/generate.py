@@ -25,7 +25,7 @@ from gateway.http.events import DONE, ChatEvents, CompletionEvents
 from gateway.http.exchange import Exchange
 from gateway.http.fields import WARNING_HEADER, check_unserved
 from gateway.http.requests import CommonBody, yielding
-from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.delta import COMPLETION_ID, ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.request import GenerationRequest, TextPrompt
@@ -144,7 +144,7 @@ class GenerateEndpoints:
         body: completions.CompletionBody,
     ) -> dict[str, Any]:
         info = generations[0].info
-        result = head(info, "cmpl-", "text_completion")
+        result = head(info, COMPLETION_ID, "text_completion")
         result["choices"] = []
         for generation, choices, echo in zip(generations, answers, echoes, strict=True):
             # They come with one of the choices.

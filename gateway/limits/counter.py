@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+from opentelemetry import trace
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
 from gateway.limits.requests import RequestLimiter
 from observability import names
 from observability.metrics import Metrics
-from observability.tracing import Parent, Telemetry
+from observability.tracing import Telemetry
 from services.errors import MillraceError, Reason
 
 
@@ -17,21 +23,28 @@ class RequestCounter:
         self._telemetry = telemetry
         self._metrics = metrics
 
-    async def count(self, tenant: str, key_id: str, parent: Parent = None) -> dict[str, str]:
-        """See RequestLimiter.admit; `parent` is that of the span, by default the current one."""
-        with self._telemetry.span(
-            names.GATEWAY_RATE_LIMIT,
-            parent=parent,
-            attributes={names.TENANT: tenant, names.KEY_ID: key_id},
-        ) as span:
-            try:
-                return await self._limiter.admit(tenant, key_id)
-            except MillraceError as error:
-                span.set_attribute(names.OUTCOME, error.reason.value)
-                if error.retry_after_s is not None:
-                    span.set_attribute(names.RETRY_AFTER_S, error.retry_after_s)
-                self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
-                raise
+    async def count(self, tenant: str, key_id: str, caller: Span | None = None) -> dict[str, str]:
+        """See RequestLimiter.admit; its trace is below the caller's span, by default the current one."""
+        attributes: dict[str, AttributeValue] = {names.TENANT: tenant, names.KEY_ID: key_id}
+        started_s = time.monotonic()
+        refusal = ""
+        try:
+            return await self._limiter.admit(tenant, key_id)
+        except MillraceError as error:
+            refusal = attributes[names.OUTCOME] = error.reason.value
+            if error.retry_after_s is not None:
+                attributes[names.RETRY_AFTER_S] = error.retry_after_s
+            self._metrics.add(names.REJECTIONS, reason=error.reason.value, tier="")
+            raise
+        finally:
+            self._telemetry.step(
+                names.GATEWAY_RATE_LIMIT,
+                of=trace.get_current_span() if caller is None else caller,
+                start_s=started_s,
+                end_s=time.monotonic(),
+                attributes=attributes,
+                error=refusal,
+            )
 
 
 def exceeded_headers(error: MillraceError) -> dict[str, str]:

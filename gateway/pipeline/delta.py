@@ -10,6 +10,10 @@ from gateway.engines.types import FinishReason, TokenLogprob
 from gateway.text.delta import TextDelta
 from gateway.tokenizer.types import Enforcement, Verdict
 
+# What the id of an answer begins with at the OpenAI face; the request's id follows.
+CHAT_ID = "chatcmpl-"
+COMPLETION_ID = "cmpl-"
+
 
 class ChoiceDelta(TextDelta, kw_only=True):
     """What one output adds to one choice."""

@@ -16,6 +16,7 @@ from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import Reservation
+from gateway.pipeline.transcript import Transcript
 from services.errors import MillraceError, Reason
 
 # Outcome of a request whose client went away.
@@ -45,11 +46,14 @@ class Generation:
         discard_tokens: bool,
         settle: Callable[[Generation, Outcome, Usage], None],
         judge: OutputJudge | None = None,
+        transcript: Transcript | None = None,
     ) -> None:
         self.info = info
         self.meter = meter
         # Judges complete answers whose schema is not enforced wholly.
         self.judge = judge
+        # Keeps what is answered, where traces are to have it.
+        self.transcript = transcript
         self._stream = stream
         self._choices = choices
         self._open = dict(choices)
@@ -162,6 +166,8 @@ class Generation:
                 await self._meet_budget(deltas)
             if self.judge is not None:
                 await self.judge.see(deltas)
+            if self.transcript is not None:
+                self.transcript.add(deltas)
         return deltas
 
     def _delta(self, output: EngineOutput) -> ChoiceDelta | None:

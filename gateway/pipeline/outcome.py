@@ -15,7 +15,7 @@ from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
-from observability import names
+from observability import genai, names
 from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.names import length_bucket
 from observability.tracing import Telemetry
@@ -51,15 +51,23 @@ class OutcomeRecorder:
         caller: Caller,
         request: GenerationRequest,
         tier: str,
+        model: str,
         error: BaseException,
         end_s: float,
     ) -> None:
-        """A request that was not accepted, or whose client left before it was, at `end_s` (monotonic)."""
+        """A request that was not accepted, or whose client left before it was, at `end_s` (monotonic).
+
+        `model` is "" where no such model is known to be served: a client's own word is no label.
+        """
         reason = error.reason.value if isinstance(error, MillraceError) else Reason.INTERNAL.value
         if not isinstance(error, Exception):
             reason = CANCELLED
         self._metrics.add(names.REJECTIONS, reason=reason, tier=tier)
-        self._count(caller, request, tier, "cancelled" if reason == CANCELLED else "refused")
+        self._count(caller, request, model, tier, "cancelled" if reason == CANCELLED else "refused")
+        labels = _gen_ai_labels(request, model)
+        self._metrics.observe(
+            names.GEN_AI_DURATION, end_s - caller.received_s, span=NO_EXEMPLAR, **labels, error_type=reason
+        )
         if not span.is_recording():
             return
         attributes = span_attributes.asked(self._telemetry, caller.identity, request)
@@ -83,7 +91,7 @@ class OutcomeRecorder:
         duration_s = end.monotonic_s - caller.received_s
         tpot_s = generation.meter.tpot_s(generation.info.num_choices)
         group = _outcome_group(outcome)
-        self._count(caller, request, tier.name, group)
+        self._count(caller, request, request.model, tier.name, group)
         if request.response_format is not None and group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
             # cut by a limit is not. What the grammar leaves open has been judged.
@@ -92,16 +100,17 @@ class OutcomeRecorder:
             kind = span_attributes.GUIDED_KINDS[type(request.response_format)]
             self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
         self._observe(span, request, tier, generation, usage, duration_s, tpot_s)
+        self._observe_gen_ai(request, usage, duration_s, tpot_s, "" if group == "ok" else outcome.name)
         self._count_tokens(caller, request, tier.name, usage)
         self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
         self._end_span(span, caller, request, tier, generation, usage, outcome, tpot_s, end)
         self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s, end))
 
-    def _count(self, caller: Caller, request: GenerationRequest, tier: str, group: str) -> None:
+    def _count(self, caller: Caller, request: GenerationRequest, model: str, tier: str, group: str) -> None:
         self._metrics.add(
             names.REQUESTS,
             face=request.face,
-            model=request.model,
+            model=model,
             tier=tier,
             tenant=caller.identity.tenant,
             outcome=group,
@@ -149,6 +158,19 @@ class OutcomeRecorder:
         )
         for part, seconds in ttft_parts(usage.ttft).items():
             metrics.observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=tier.name)
+
+    def _observe_gen_ai(
+        self, request: GenerationRequest, usage: Usage, duration_s: float, tpot_s: float | None, error: str
+    ) -> None:
+        """The same times as other makers' servers report them."""
+        observe, labels = self._metrics.observe, _gen_ai_labels(request, request.model)
+        observe(names.GEN_AI_DURATION, duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
+        if error:
+            return
+        if usage.ttft is not None:
+            observe(names.GEN_AI_TTFT, usage.ttft.total_s, span=NO_EXEMPLAR, **labels)
+        if tpot_s is not None:
+            observe(names.GEN_AI_TPOT, tpot_s, span=NO_EXEMPLAR, **labels)
 
     def _count_tokens(self, caller: Caller, request: GenerationRequest, tier: str, usage: Usage) -> None:
         for kind, amount in (
@@ -213,6 +235,15 @@ class OutcomeRecorder:
         )
         failed = outcome.name if outcome.error is not None else ""
         self._telemetry.end(span, end_s=end.monotonic_s, attributes=attributes, error=failed)
+
+
+def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
+    return {
+        "gen_ai_operation_name": span_attributes.operation(request),
+        "gen_ai_provider_name": genai.PROVIDER,
+        "gen_ai_request_model": model,
+        "gen_ai_response_model": model,
+    }
 
 
 def _outcome_group(outcome: Outcome) -> str:

@@ -28,12 +28,14 @@ from gateway.pipeline.outcome import End, OutcomeRecorder
 from gateway.pipeline.ports import Limiter, Reservation
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.request import GenerationRequest, JsonSchemaFormat
+from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import check_token_ids, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.types import Prepared
 from observability import names
+from observability.clock import unix_ns
 from observability.metrics import Metrics
 from observability.names import SpanName
 from observability.tracing import Telemetry, traceparent_of
@@ -154,7 +156,15 @@ class Pipeline:
             if call is not None:
                 self._deferred.call(call.tell)
             self._deferred.call(
-                self._recorder.refused, span, caller, request, tier_name, error, time.monotonic()
+                self._recorder.refused,
+                span,
+                caller,
+                request,
+                tier_name,
+                # A name that was not looked up yet is a client's own word.
+                "" if call is None else request.model,
+                error,
+                time.monotonic(),
             )
             told = request.tell(error) if isinstance(error, MillraceError) else error
             if told is error:
@@ -166,7 +176,7 @@ class Pipeline:
 
     async def _accept(self, call: _Call) -> Generation:
         caller, request = call.caller, call.request
-        context = self.callers.sign(caller, call.tier, traceparent_of(call.span))
+        context = self.callers.sign(caller, call.tier, call.traceparent)
         prepared = await self._prepare(call, context)
         num_prompt_tokens = len(prepared.token_ids)
         limit = token_limit(self._model_limit(), call.tier.config.max_context_tokens)
@@ -208,8 +218,7 @@ class Pipeline:
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
-                # What the service does is below this step.
-                traceparent=traceparent_of(step.begun()),
+                traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
                 max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),
             )
@@ -249,7 +258,7 @@ class Pipeline:
                 affinity=call.request.prompt_cache_key,
             ),
             self._continuation,
-            renew=lambda: self.callers.sign(caller, tier.accepted, traceparent_of(call.span)),
+            renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent),
             tell=call.request.tell,
         )
         stream.start()
@@ -296,6 +305,7 @@ class Pipeline:
             discard_tokens=request.sampling.max_tokens == 0,
             settle=partial(self._settled, call),
             judge=self._judge(call, prepared, context),
+            transcript=Transcript() if self._telemetry.config.capture_content else None,
         )
         self._open.add(generation)
         self._count_active(call.tier, 1)
@@ -333,8 +343,10 @@ class Pipeline:
     def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
         first_s = generation.meter.first_output_s
         if first_s is not None:
-            self._telemetry.record(
-                names.GATEWAY_STREAM, start_s=first_s, end_s=end.monotonic_s, parent=call.span
+            call.span.add_event(
+                names.GATEWAY_STREAM,
+                {names.DURATION_MS: (end.monotonic_s - first_s) * 1000},
+                unix_ns(first_s),
             )
         self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome, usage, end)
 
@@ -365,7 +377,7 @@ async def _let_go(stream: ContinuousStream) -> None:
 class _Call:
     """What the steps of one request share, and what is told of them once it is accepted or refused."""
 
-    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier")
+    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier", "traceparent")
 
     def __init__(
         self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
@@ -374,6 +386,8 @@ class _Call:
         self.request = request
         self.tier = tier
         self.span = span
+        # What other services do for it is below its span.
+        self.traceparent = traceparent_of(span)
         self._telemetry = telemetry
         self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -382,20 +396,14 @@ class _Call:
         self._untold.append((work, arguments))
 
     def tell(self) -> None:
-        """Ends the spans of the steps, and counts what is counted of them."""
+        """Tells of the steps, and counts what is counted of them."""
         untold, self._untold = self._untold, []
         for work, arguments in untold:
             work(*arguments)
 
     def step(self, name: SpanName) -> _Step:
-        """Around a block that is a step of this request; it becomes a span when it is told."""
+        """Around a block that is a step of this request; its trace has it when it is told."""
         return _Step(self, name)
-
-    def start(self, name: SpanName, start_s: float) -> Span:
-        """A span below the request's; the request's own where it is not recorded."""
-        if not self.span.is_recording():
-            return self.span
-        return self._telemetry.start(name, parent=self.span, start_s=start_s)
 
     def end(self, step: _Step, failure: BaseException | None) -> None:
         """Tells of a step that is over."""
@@ -404,30 +412,28 @@ class _Call:
         error = "" if failure is None else type(failure).__name__
         if error and self._telemetry.config.capture_content:
             error = f"{error}: {failure}"
-        self._telemetry.end(step.begun(), end_s=step.end_s, attributes=step.attributes, error=error)
+        self._telemetry.step(
+            step.name,
+            of=self.span,
+            start_s=step.start_s,
+            end_s=step.end_s,
+            attributes=step.attributes,
+            error=error,
+        )
 
 
 class _Step:
-    """A step of a request. Its span is made when it is told, or when somebody has to know of it before: it is
-    not current, no step looks for a current span.
-    """
+    """A step of a request. It is not current: no step looks for a current span."""
 
-    __slots__ = ("_call", "_name", "_span", "attributes", "end_s", "start_s")
+    __slots__ = ("_call", "attributes", "end_s", "name", "start_s")
 
     def __init__(self, call: _Call, name: SpanName) -> None:
         self._call = call
-        self._name = name
-        self._span: Span | None = None
+        self.name = name
         self.attributes: dict[str, Any] = {}
         # In monotonic seconds; the end is 0 until it is over.
         self.start_s = time.monotonic()
         self.end_s = 0.0
-
-    def begun(self) -> Span:
-        """Its span, from its start on; to be ended with it."""
-        if self._span is None:
-            self._span = self._call.start(self._name, self.start_s)
-        return self._span
 
     def __enter__(self) -> _Step:
         return self

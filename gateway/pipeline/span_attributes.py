@@ -5,14 +5,14 @@ Names follow the GenAI conventions of the configured generation beside our own; 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from gateway.identity import Identity
-from gateway.pipeline.delta import TimeToFirstToken, Usage
+from gateway.pipeline import transcript
+from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, TimeToFirstToken, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.request import (
     ChoiceFormat,
@@ -41,11 +41,16 @@ GUIDED_KINDS: Mapping[type[msgspec.Struct], str] = {
 }
 
 
+def operation(request: GenerationRequest) -> str:
+    """What the GenAI conventions call it."""
+    return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
+
+
 def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Attributes:
     """Of every request: a refused one can be found by them, too."""
     sampling = request.sampling
     asked = genai.GenAiRequest(
-        operation="chat" if isinstance(request.prompt, Conversation) else "text_completion",
+        operation=operation(request),
         model=request.model,
         stream=request.streaming,
         max_tokens=sampling.max_tokens,
@@ -64,8 +69,8 @@ def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) 
     }
     if request.response_format is not None:
         found[names.GUIDED] = GUIDED_KINDS[type(request.response_format)]
-    if telemetry.config.capture_content:
-        found[genai.INPUT_MESSAGES] = json.dumps(msgspec.to_builtins(request.prompt), ensure_ascii=False)
+    if telemetry.config.capture_content and (messages := transcript.asked(request.prompt)):
+        found[genai.INPUT_MESSAGES] = messages
     return found
 
 
@@ -84,6 +89,7 @@ def answered(
     statistics = generation.meter.statistics
     response = genai.GenAiResponse(
         model=request.model,
+        response_id=_response_id(request, generation.info.request_id),
         finish_reasons=[outcome.name] if outcome.error is None else (),
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -120,7 +126,16 @@ def answered(
         found[names.TTFT_MS] = usage.ttft.total_s * 1000
         found |= {TTFT_PARTS[part]: seconds * 1000 for part, seconds in ttft_parts(usage.ttft).items()}
     found |= _delays(statistics.delayed_by_s)
+    if generation.transcript is not None:
+        found[genai.OUTPUT_MESSAGES] = generation.transcript.answered()
     return found
+
+
+def _response_id(request: GenerationRequest, request_id: str) -> str:
+    """The id that the client reads in the answer."""
+    if request.face != "http":
+        return request_id
+    return f"{CHAT_ID if isinstance(request.prompt, Conversation) else COMPLETION_ID}{request_id}"
 
 
 def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:

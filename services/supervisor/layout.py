@@ -216,7 +216,8 @@ class _Planner:
             return None
         listen = f"{_LOOPBACK}:{next(ports)}"
         self._set("observability.listen", listen)
-        self._set("observability.otlp_endpoint", listen)
+        # Beside the receiver that OTEL_* variables name, if they do.
+        self._set("observability.store_endpoint", listen)
         self._addresses["collector"] = {"otlp": listen}
         return self._spec("collector", "observability", {}, drain_limit_s=5.0)
 

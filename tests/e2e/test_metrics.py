@@ -92,7 +92,7 @@ def _drive_guided(stack: Stack) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     with stack.openai() as client:
         for refused in (False, True):
-            # No finite automaton accepts a reference to what was matched before.
+            # No finite automaton accepts a reference to what was matched before: strictly, that is refused.
             kind = {"type": "string", "pattern": r"(a+)b\1"} if refused else schema
             try:
                 client.chat.completions.create(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
 
 from observability import names
-from tests.e2e.stack import Stack
+from observability.decode import decode
+from observability.store import SpanReader, StoredSpan
+from tests.e2e.stack import Stack, eventually, running_stack
+from tests.unit.observability.receivers import RECEIVERS, Received
 
 # Child to parent, by span name; None is the root.
 EDGES = {
-    names.GATEWAY_AUTHORIZE: names.ENVOY_INGRESS,
     names.GATEWAY_REQUEST: names.ENVOY_INGRESS,
     names.GATEWAY_PREPARE: names.GATEWAY_REQUEST,
-    names.TOKENIZER_PREPARE: names.GATEWAY_PREPARE,
+    names.TOKENIZER_PREPARE: names.GATEWAY_REQUEST,
     names.TOKENIZER_RENDER: names.TOKENIZER_PREPARE,
     names.TOKENIZER_ENCODE: names.TOKENIZER_PREPARE,
     names.ENGINE_QUEUE: names.ENGINE_REQUEST,
@@ -69,3 +72,48 @@ def test_waterfall_in_the_terminal(stack: Stack, request_id: str) -> None:
     ).stdout
     for word in (request_id, "engine.prefill", "tokenizer.prepare", "time to the first token"):
         assert word in shown, shown
+
+
+@pytest.mark.parametrize("protocol", RECEIVERS)
+def test_a_receiver_named_by_the_environment_gets_every_process_and_so_does_the_local_store(
+    tmp_path: Path, protocol: str
+) -> None:
+    with RECEIVERS[protocol]() as received:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+        }
+        with (
+            running_stack(tmp_path, "--simulated", environment=environment) as stack,
+            stack.openai() as client,
+        ):
+            answer = client.chat.completions.with_raw_response.create(
+                model=stack.model, messages=[{"role": "user", "content": "Hello!"}], max_tokens=2
+            )
+            request_id = str(answer.headers["x-request-id"])
+            assert eventually(lambda: _services(received, request_id) >= set(names.SERVICES))
+            reader = SpanReader(Path(stack.state.trace_store))
+            assert eventually(
+                lambda: names.ENGINE_DECODE in {span.name for span in _found(reader, request_id)}
+            )
+            assert {span.service for span in _found(reader, request_id)} == {*names.SERVICES} - {names.ENVOY}
+        ours = [each for each in received.resources if each["service.name"] != names.ENVOY]
+        assert {each["deployment.environment.name"] for each in ours} == {"test"}
+        assert len({each["service.instance.id"] for each in ours}) == 3
+
+
+def _services(received: Received, request_id: str) -> set[str]:
+    """Whose spans of the request's one trace have come."""
+    spans = [
+        span
+        for message in received.messages
+        for span in decode(message.SerializeToString())
+        if span.request_id == request_id
+    ]
+    assert len({span.trace_id for span in spans}) <= 1
+    return {span.service for span in spans}
+
+
+def _found(reader: SpanReader, request_id: str) -> list[StoredSpan]:
+    return [span for trace in reader.traces_of_request(request_id) for span in reader.trace(trace)]

@@ -177,7 +177,9 @@ class Edge:
         if with_other:
             await self.other_http.start()
             tables["envoy"]["gateway_http"].append(f"127.0.0.1:{self.other_http.port}")
-        await self._start_envoy(build(load_settings(tables), otlp_endpoint))
+        await self._start_envoy(
+            build(load_settings(tables), ObservabilityConfig(otlp_endpoint=otlp_endpoint))
+        )
 
     async def _start_envoy(self, bootstrap: dict[str, Any]) -> None:
         config = self._folder / "envoy.yaml"

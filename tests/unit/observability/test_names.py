@@ -13,7 +13,7 @@ from observability.names import Metric
 
 def test_metric_names_follow_prometheus_conventions() -> None:
     for metric in names.METRICS.values():
-        assert re.fullmatch(r"millrace_[a-z0-9_]+", metric.name), metric.name
+        assert re.fullmatch(r"(millrace|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.meaning.endswith("."), metric.name
         if metric.kind == "histogram":
             assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name

@@ -16,10 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from observability import names, receiver, sdk, tracing
+from observability import names, receiver, tracing
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
-from observability.recorder import EXPORT_METHOD, OtlpExport, SpanRecorder
+from observability.provider import make_provider
 from observability.store import SpanReader, SpanStore
 from observability.tracing import RequestIdentity, Telemetry
 
@@ -48,8 +48,8 @@ async def _running(store: Path, **more: str) -> AsyncIterator[tuple[asyncio.subp
 
 def _telemetry(service: str, address: str) -> Telemetry:
     # As tracing.setup makes it, without the process-wide provider that only one test could set.
-    export = OtlpExport(address, {"service.name": service})
-    return Telemetry(service, ObservabilityConfig(), SpanRecorder(export, tracing.identity_attributes))
+    config = ObservabilityConfig(store_endpoint=address)
+    return Telemetry(service, config, make_provider(service, config))
 
 
 async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_path: Path) -> None:
@@ -67,12 +67,14 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
             attributes={names.NUM_STEPS: 3, names.DELAYED_BY: ["kv_pressure"], names.STREAMING: True},
             error="lost",
         )
+        short_s = time.monotonic()
+        gateway.step(names.GATEWAY_ROUTE, of=root, start_s=short_s, end_s=short_s + 0.002)
         gateway.end(root)
-        gateway.shutdown()
-        engine.shutdown()
+        await asyncio.to_thread(gateway.shutdown)
+        await asyncio.to_thread(engine.shutdown)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
-    child, parent = sorted(SpanReader(path).find("r-1"), key=lambda span: span.service)
+    child, parent, step = sorted(SpanReader(path).find("r-1"), key=lambda span: (span.service, span.name))
     assert (child.service, parent.service) == ("engine", "gateway")
     assert child.parent_id == parent.span_id
     assert child.error == "lost"
@@ -80,6 +82,10 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
     assert child.attributes[names.DELAYED_BY] == ["kv_pressure"]
     assert child.attributes[names.STREAMING] is True
     assert parent.attributes[names.TENANT] == "acme"
+    # A short step travels as an event and is read as a span.
+    assert (step.name, step.parent_id, step.request_id) == (names.GATEWAY_ROUTE, parent.span_id, "r-1")
+    assert step.duration_ms == pytest.approx(2.0)
+    assert names.DURATION_MS not in step.attributes
 
 
 async def test_it_is_healthy_when_ready_and_exposes_metrics(tmp_path: Path) -> None:
@@ -153,30 +159,8 @@ async def test_bytes_that_are_no_otlp_are_the_senders_mistake(tmp_path: Path) ->
         _running(tmp_path / "t.sqlite") as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
-        export = channel.unary_unary(EXPORT_METHOD)
+        export = channel.unary_unary(f"/{receiver.SERVICE_NAME}/Export")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await export(b"no protobuf")
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert await export(_request(2).SerializeToString()) == b""
-
-
-async def test_the_sdk_sends_the_same_spans_with_the_same_identity(tmp_path: Path) -> None:
-    """`exporter = "sdk"`: OpenTelemetry's own provider, processor and exporter instead of the recorder."""
-    path = tmp_path / "traces.sqlite"
-    async with _running(path) as (process, address):
-        config = ObservabilityConfig(otlp_endpoint=address, exporter="sdk")
-        provider = sdk.provider("gateway", config, tracing.identity_attributes)
-        telemetry = Telemetry("gateway", config, provider)
-        context = tracing.with_identity(RequestIdentity("r-1", tenant="acme"))
-        root = telemetry.start(names.GATEWAY_REQUEST, parent=context, attributes={names.STREAMING: True})
-        with telemetry.span(names.GATEWAY_ROUTE, parent=root):
-            pass
-        telemetry.end(root)
-        await asyncio.to_thread(telemetry.shutdown)
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    parent, child = sorted(SpanReader(path).find("r-1"), key=lambda span: span.name)
-    assert (parent.name, child.name) == (names.GATEWAY_REQUEST, names.GATEWAY_ROUTE)
-    assert (child.parent_id, child.service) == (parent.span_id, "gateway")
-    assert child.attributes == {names.REQUEST_ID: "r-1", names.TENANT: "acme"}
-    assert parent.attributes == {**child.attributes, names.STREAMING: True}

@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from observability import names, tracing
 from observability.clock import unix_ns
 from observability.config import ObservabilityConfig
-from observability.otlp import encode_span
-from observability.recorder import SpanRecorder
-from observability.spans import RecordedSpan
+from observability.provider import OwnRandomIds
 from observability.tracing import RequestIdentity, Telemetry
 
 
-class Exported:
-    """Keeps what a recorder exports."""
-
-    def __init__(self) -> None:
-        self._spans: list[RecordedSpan] = []
-        self.recorder = SpanRecorder(self._take, tracing.identity_attributes, keep=lambda span: span)
-
-    def _take(self, spans: Sequence[RecordedSpan], timeout_s: float) -> bool:
-        self._spans += spans
-        return True
-
-    @property
-    def spans(self) -> list[RecordedSpan]:
-        """Spans that have ended."""
-        assert self.recorder.force_flush()
-        return self._spans
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
 
 
 @pytest.fixture
-def exporter() -> Iterator[Exported]:
-    exported = Exported()
-    yield exported
-    exported.recorder.shutdown()
+def telemetry(exporter: InMemorySpanExporter) -> Telemetry:
+    provider = TracerProvider(id_generator=OwnRandomIds())
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Telemetry("gateway", ObservabilityConfig(), provider)
 
 
-@pytest.fixture
-def telemetry(exporter: Exported) -> Telemetry:
-    return Telemetry("gateway", ObservabilityConfig(), exporter.recorder)
+def _by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def _by_name(exporter: Exported) -> dict[str, RecordedSpan]:
-    return {span.name: span for span in exporter.spans}
+def _ids(span: ReadableSpan) -> tuple[int, int]:
+    context = span.get_span_context()
+    assert context is not None
+    return context.trace_id, context.span_id
 
 
-def test_every_span_carries_the_identity_however_it_is_made(telemetry: Telemetry, exporter: Exported) -> None:
+def _parent_id(span: ReadableSpan) -> int:
+    return span.parent.span_id if span.parent else 0
+
+
+def _attributes(span: ReadableSpan) -> Mapping[str, object]:
+    assert span.attributes is not None
+    return span.attributes
+
+
+def _times_ns(span: ReadableSpan) -> tuple[int, int]:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return span.start_time, span.end_time
+
+
+def test_every_span_carries_the_identity_however_it_is_made(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
     identity = RequestIdentity("r-1", client_request_id="mine", tenant="acme", tier="gold")
     context = tracing.with_identity(identity)
     root = telemetry.start(names.GATEWAY_REQUEST, parent=context)
@@ -62,14 +69,14 @@ def test_every_span_carries_the_identity_however_it_is_made(telemetry: Telemetry
             pass
     telemetry.record(names.GATEWAY_ADMIT, start_s=1.0, end_s=2.0, parent=under)
     telemetry.end(root)
-    spans = exporter.spans
+    spans = exporter.get_finished_spans()
     assert len(spans) == 4
     for span in spans:
-        assert span.lineage.identity == identity.attributes()
+        assert _attributes(span) == identity.attributes()
 
 
 def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
-    telemetry: Telemetry, exporter: Exported
+    telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     identity = RequestIdentity("r-1", client_request_id="mine", tenant="acme", tier="gold")
     remote = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-01", "", identity)
@@ -79,8 +86,8 @@ def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
         telemetry.end(telemetry.start(names.ENGINE_FIRST_DECODE))
     telemetry.end(request)
     spans = _by_name(exporter)
-    parents = {name: span.parent_id for name, span in spans.items()}
-    own = {name: span.span_id for name, span in spans.items()}
+    parents = {name: _parent_id(span) for name, span in spans.items()}
+    own = {name: _ids(span)[1] for name, span in spans.items()}
     assert parents == {
         names.ENGINE_REQUEST: 0xBBBBBBBBBBBBBBBB,
         names.ENGINE_QUEUE: own[names.ENGINE_REQUEST],
@@ -88,22 +95,67 @@ def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
         names.ENGINE_FIRST_DECODE: own[names.ENGINE_PREFILL],
     }
     for span in spans.values():
-        assert span.lineage.trace_id == int("a" * 32, 16)
-        assert span.lineage.identity == identity.attributes()
+        assert _ids(span)[0] == int("a" * 32, 16)
+        assert _attributes(span) == identity.attributes()
 
 
-def test_below_a_trace_that_is_not_recorded_nothing_is_and_its_context_goes_on(
-    telemetry: Telemetry, exporter: Exported
+def test_below_a_trace_that_is_not_recorded_nothing_is_and_the_next_service_is_told_so(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
-    header = f"00-{'a' * 32}-{'b' * 16}-00"
-    request = telemetry.start(names.ENGINE_REQUEST, parent=tracing.remote_span(header))
+    parent = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-00")
+    request = telemetry.start(names.ENGINE_REQUEST, parent=parent)
     telemetry.record(names.ENGINE_QUEUE, start_s=1.0, end_s=2.0, parent=request, error="lost")
+    telemetry.step(names.ENGINE_PREFILL, of=request, start_s=1.0, end_s=1.0)
+    telemetry.step(names.ENGINE_DECODE, of=request, start_s=1.0, end_s=9.0)
     with telemetry.span(names.ENGINE_PREFILL, parent=request) as below:
-        assert tracing.traceparent_of(below)[0] == header
+        assert _told(tracing.traceparent_of(below)[0]) == ("a" * 32, 0)
         telemetry.end(telemetry.start(names.ENGINE_FIRST_DECODE))
     telemetry.end(request)
-    assert exporter.spans == []
-    assert tracing.traceparent_of(request)[0] == header
+    assert exporter.get_finished_spans() == ()
+    assert _told(tracing.traceparent_of(request)[0]) == ("a" * 32, 0)
+
+
+def _told(traceparent: str) -> tuple[str, int]:
+    """Trace id, and whether it is recorded."""
+    _, trace_id, _, flags = traceparent.split("-")
+    return trace_id, int(flags, 16) & 1
+
+
+def test_short_steps_are_events_and_what_explains_something_is_a_span(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    identity = RequestIdentity("r-1", tenant="acme")
+    request = telemetry.start(names.GATEWAY_REQUEST, parent=tracing.remote_span("", "", identity))
+    start_s, long_s = time.monotonic(), names.LONG_MS / 1000
+    short = {"of": request, "start_s": start_s, "end_s": start_s + long_s / 2}
+    telemetry.step(names.GATEWAY_RESERVE, **short, attributes={names.POOL: "a"})  # type: ignore[arg-type]
+    telemetry.step(names.GATEWAY_ADMIT, **short, error="refused")  # type: ignore[arg-type]
+    telemetry.step(names.ENGINE_DECODE, **short, is_notable=True)  # type: ignore[arg-type]
+    telemetry.step(names.GATEWAY_ROUTE, of=request, start_s=start_s, end_s=start_s + 2 * long_s)
+    telemetry.end(request)
+    spans = _by_name(exporter)
+    assert spans.keys() == {
+        names.GATEWAY_REQUEST, names.GATEWAY_ADMIT, names.ENGINE_DECODE, names.GATEWAY_ROUTE
+    }  # fmt: skip
+    (event,) = spans[names.GATEWAY_REQUEST].events
+    assert event.name == names.GATEWAY_RESERVE
+    assert event.attributes == {names.POOL: "a", names.DURATION_MS: pytest.approx(names.LONG_MS / 2)}
+    assert event.timestamp == pytest.approx(unix_ns(start_s), abs=1e7)
+    for name in (names.GATEWAY_ADMIT, names.GATEWAY_ROUTE, names.ENGINE_DECODE):
+        assert _parent_id(spans[name]) == _ids(spans[names.GATEWAY_REQUEST])[1]
+        assert _attributes(spans[name])[names.REQUEST_ID] == "r-1"
+    assert spans[names.GATEWAY_ADMIT].status.description == "refused"
+
+
+def test_short_steps_below_the_callers_span_leave_nothing(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    parent = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-01")
+    telemetry.step(names.GATEWAY_AUTHORIZE, of=parent, start_s=1.0, end_s=1.0)
+    telemetry.step(names.GATEWAY_AUTHORIZE, of=parent, start_s=1.0, end_s=1.0, error="INVALID_CREDENTIALS")
+    (refused,) = exporter.get_finished_spans()
+    assert refused.status.description == "INVALID_CREDENTIALS"
+    assert _parent_id(refused) == 0xBBBBBBBBBBBBBBBB
 
 
 def test_a_callers_state_goes_on(telemetry: Telemetry) -> None:
@@ -114,20 +166,23 @@ def test_a_callers_state_goes_on(telemetry: Telemetry) -> None:
 
 
 def test_recorded_spans_have_the_given_times_and_never_end_before_they_start(
-    telemetry: Telemetry, exporter: Exported
+    telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     now_s = time.monotonic()
     telemetry.record(names.ENGINE_QUEUE, start_s=now_s - 2, end_s=now_s - 1)
     telemetry.record(names.ENGINE_PREFILL, start_s=now_s, end_s=now_s - 1)
     spans = _by_name(exporter)
     queue = spans[names.ENGINE_QUEUE]
-    assert queue.end_ns - queue.start_ns == pytest.approx(1e9, abs=1e6)
-    assert queue.end_ns == pytest.approx(unix_ns(now_s - 1), abs=1e7)
-    prefill = spans[names.ENGINE_PREFILL]
-    assert prefill.end_ns >= prefill.start_ns - 1e6
+    start_ns, end_ns = _times_ns(queue)
+    assert end_ns - start_ns == pytest.approx(1e9, abs=1e6)
+    assert end_ns == pytest.approx(unix_ns(now_s - 1), abs=1e7)
+    start_ns, end_ns = _times_ns(spans[names.ENGINE_PREFILL])
+    assert end_ns >= start_ns - 1e6
 
 
-def test_a_traceparent_makes_the_next_service_a_child(telemetry: Telemetry, exporter: Exported) -> None:
+def test_a_traceparent_makes_the_next_service_a_child(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
     parent = telemetry.start(names.GATEWAY_REQUEST)
     traceparent, _ = tracing.traceparent_of(parent)
     telemetry.record(
@@ -135,29 +190,30 @@ def test_a_traceparent_makes_the_next_service_a_child(telemetry: Telemetry, expo
     )
     telemetry.end(parent)
     child = _by_name(exporter)[names.ENGINE_REQUEST]
-    assert child.parent_id == parent.get_span_context().span_id
-    assert child.lineage.trace_id == parent.get_span_context().trace_id
+    assert _parent_id(child) == parent.get_span_context().span_id
+    assert _ids(child)[0] == parent.get_span_context().trace_id
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-zz-zz-00", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_bad_traceparent_starts_a_new_trace(telemetry: Telemetry, exporter: Exported, header: str) -> None:
+def test_a_bad_traceparent_starts_a_new_trace(
+    telemetry: Telemetry, exporter: InMemorySpanExporter, header: str
+) -> None:
     telemetry.record(
         names.ENGINE_REQUEST, start_s=0, end_s=1, parent=tracing.context_from_traceparent(header)
     )
-    assert _by_name(exporter)[names.ENGINE_REQUEST].parent_id == 0
+    assert _parent_id(_by_name(exporter)[names.ENGINE_REQUEST]) == 0
     assert not tracing.span_context_of(header).is_valid
 
 
 def test_an_exception_marks_the_span_but_its_message_stays_out(
-    telemetry: Telemetry, exporter: Exported
+    telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     with pytest.raises(ValueError), telemetry.span(names.GATEWAY_PREPARE):
         raise ValueError("the client's own words")
     span = _by_name(exporter)[names.GATEWAY_PREPARE]
-    assert span.status is not None
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description == "ValueError"
-    assert b"words" not in encode_span(span)
+    assert "words" not in span.to_json()
 
 
 def test_without_an_endpoint_nothing_is_recorded_and_the_callers_context_passes_through() -> None:
@@ -170,14 +226,15 @@ def test_without_an_endpoint_nothing_is_recorded_and_the_callers_context_passes_
     telemetry.shutdown()
 
 
-def test_seeding_the_global_generator_does_not_repeat_ids(telemetry: Telemetry, exporter: Exported) -> None:
-    import random
-
+def test_seeding_the_global_generator_does_not_repeat_ids(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
     for _ in range(2):
         random.seed(0)
         telemetry.record(names.ENGINE_REQUEST, start_s=0, end_s=1)
-    first, second = exporter.spans
-    assert first.lineage.trace_id != second.lineage.trace_id
+    first, second = map(_ids, exporter.get_finished_spans())
+    assert first[0] != second[0]
+    assert first[1] != second[1]
 
 
 def test_semconv_generation_follows_the_standard_variable_unless_configured() -> None:

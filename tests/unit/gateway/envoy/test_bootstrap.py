@@ -41,6 +41,38 @@ def test_envoy_accepts_it(profile: Any, option: str, tmp_path: Path) -> None:
     validate(render(OPTIONS[option], profile), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["http://collector:4318", "https://collector.example", "https://collector.example:4317"]
+)
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_spans_go_where_the_standards_variables_say(
+    endpoint: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=secret")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+    text = render({"envoy": {"trace_sampling_percent": 50.0}})
+    validate(text, tmp_path)
+    manager = yaml.safe_load(text)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    tracing = manager["typed_config"]["tracing"]
+    assert tracing["random_sampling"]["value"] == 12.5
+    assert ("grpc_service" in tracing["provider"]["typed_config"]) == (protocol == "grpc")
+    assert "secret" in text
+    assert ("UpstreamTlsContext" in text) == endpoint.startswith("https")
+
+
+@pytest.mark.parametrize("variable", ["OTEL_SDK_DISABLED=true", "OTEL_TRACES_EXPORTER=none"])
+def test_envoy_makes_no_spans_where_services_make_none(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "OpenTelemetryConfig" in render(OPTIONS["traced"])
+    name, value = variable.split("=")
+    monkeypatch.setenv(name, value)
+    assert "OpenTelemetryConfig" not in render(OPTIONS["traced"])
+
+
 def test_containers_listen_to_the_world_and_administrators_do_not() -> None:
     for profile in ("compose", "kubernetes"):
         config = yaml.safe_load(render({}, profile))

@@ -98,6 +98,7 @@ async def deployed(
     *engines: ScriptedEngine,
     tokenizer: ByteTokenizer | None = None,
     tables: dict[str, Any] | None = None,
+    telemetry: tracing.Telemetry | None = None,
 ) -> AsyncIterator[Deployment]:
     """A gateway that is ready, with these engines (one by default)."""
     served = list(engines) or [ScriptedEngine()]
@@ -114,7 +115,8 @@ async def deployed(
             stack.push_async_callback(server.stop, 0)
         metrics = Metrics()
         settings = load_settings(_tables(tokenizer_server, servers, tables or {}))
-        gateway = Gateway(settings, tracing.Telemetry("gateway", ObservabilityConfig(), None), metrics)
+        telemetry = telemetry or tracing.Telemetry("gateway", ObservabilityConfig(), None)
+        gateway = Gateway(settings, telemetry, metrics)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         await gateway.wait_ready()

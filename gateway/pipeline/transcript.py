@@ -1,0 +1,106 @@
+"""What was said, for operators who want it on traces (`observability.capture_content`).
+
+The form is that of the GenAI conventions: JSON lists of messages, each with a role and typed parts.
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gateway.engines.types import FinishReason
+from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.request import Conversation, Message, Prompt, Role, TextPrompt
+from gateway.text.delta import TextDelta, ToolCallDelta
+
+# The conventions' own words; what they have none for is told as it is.
+_FINISH_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.TOOL_CALLS: "tool_call",
+    FinishReason.ERROR: "error",
+}
+
+
+def asked(prompt: Prompt) -> str:
+    """The prompt as `gen_ai.input.messages`; "" for token ids, which have no text here."""
+    if isinstance(prompt, Conversation):
+        return _json([{"role": message.role.value, "parts": _parts(message)} for message in prompt.messages])
+    if isinstance(prompt, TextPrompt):
+        return _json([{"role": "user", "parts": [_text(prompt.text)]}])
+    return ""
+
+
+class Transcript:
+    """The answers of one request, gathered from its deltas."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, TextDelta] = {}
+        self._reasons: dict[int, FinishReason] = {}
+
+    def add(self, deltas: Iterable[ChoiceDelta]) -> None:
+        """Takes in what is about to be sent."""
+        for delta in deltas:
+            said = self._choices.setdefault(delta.index, TextDelta())
+            said.content += delta.content
+            said.reasoning += delta.reasoning
+            for piece in delta.tool_calls:
+                # The piece itself goes to the client.
+                said.add_call(ToolCallDelta(piece.index, piece.id, piece.name, piece.arguments))
+            if delta.finish_reason is not None:
+                self._reasons[delta.index] = delta.finish_reason
+
+    def answered(self) -> str:
+        """All choices as `gen_ai.output.messages`; one that was broken off ended with an error."""
+        return _json(
+            [
+                {
+                    "role": "assistant",
+                    "parts": _said(said.reasoning, said.content, said.tool_calls),
+                    "finish_reason": self._reason(index),
+                }
+                for index, said in sorted(self._choices.items())
+            ]
+        )
+
+    def _reason(self, index: int) -> str:
+        reason = self._reasons.get(index, FinishReason.ERROR)
+        return _FINISH_REASONS.get(reason, reason.name.lower())
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    if message.role is Role.TOOL:
+        return [{"type": "tool_call_response", "id": message.tool_call_id, "response": message.content}]
+    calls = [
+        ToolCallDelta(index, call.id, call.name, call.arguments_json)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return _said(message.reasoning, message.content, calls)
+
+
+def _said(reasoning: str, content: str, calls: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    if reasoning:
+        parts.append({"type": "reasoning", "content": reasoning})
+    if content:
+        parts.append(_text(content))
+    return parts + [
+        {"type": "tool_call", "id": call.id, "name": call.name, "arguments": _arguments(call)}
+        for call in calls
+    ]
+
+
+def _text(content: str) -> dict[str, Any]:
+    return {"type": "text", "content": content}
+
+
+def _arguments(call: ToolCallDelta) -> Any:
+    """As an object; as the text that the model wrote where that is no JSON."""
+    try:
+        return json.loads(call.arguments)
+    except ValueError:
+        return call.arguments
+
+
+def _json(messages: list[dict[str, Any]]) -> str:
+    return json.dumps(messages, ensure_ascii=False)

@@ -1,0 +1,88 @@
+"""OpenTelemetry's SDK as the environment and `[observability]` set it up: who makes and sends the spans."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from importlib import metadata
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+from observability.config import Export, ObservabilityConfig
+from services.errors import ConfigError
+
+
+class OwnRandomIds(IdGenerator):
+    """Ids from the system's randomness. The SDK's come from Python's global generator: an engine that seeds
+    it would repeat them, as would a process that forks.
+    """
+
+    _bits = random.SystemRandom().getrandbits
+
+    def generate_span_id(self) -> int:
+        """64 bits, not all 0."""
+        return self._bits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        """128 bits, not all 0."""
+        return self._bits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        """All bits are."""
+        return True
+
+
+def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider | None:
+    """A provider that sends to everyone who gets the spans; None where nobody does.
+
+    Raises ConfigError for variables and settings that contradict each other.
+    """
+    exports = config.exports()
+    if not exports:
+        return None
+    share = config.sampled_share()
+    provider = TracerProvider(
+        resource=_resource(service),
+        # None: the SDK reads OTEL_TRACES_SAMPLER.
+        sampler=ParentBasedTraceIdRatio(share) if config.has_own_sampler() else None,
+        id_generator=OwnRandomIds(),
+        # Whoever made it ends it, within a limit of time.
+        shutdown_on_exit=False,
+    )
+    for export in exports:
+        try:
+            processor = BatchSpanProcessor(_exporter(export), **config.batching())
+        except ValueError as error:
+            raise ConfigError(f"export of spans to {export.url}: {error}") from error
+        provider.add_span_processor(processor)
+    return provider
+
+
+def _resource(service: str) -> Resource:
+    """Who makes the spans, over which go OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
+    own = {
+        "service.name": service,
+        "service.namespace": "millrace",
+        "service.version": metadata.version("millrace"),
+        # As engines and gateways name themselves to each other.
+        "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
+
+
+def _exporter(export: Export) -> SpanExporter:
+    # Each protocol's exporter brings libraries that the other does without.
+    if export.protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+        return http.OTLPSpanExporter(endpoint=None if export.is_standard else export.url)
+    from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+    if export.is_standard:
+        return grpc.OTLPSpanExporter()
+    return grpc.OTLPSpanExporter(endpoint=export.url, insecure=not export.is_secure)

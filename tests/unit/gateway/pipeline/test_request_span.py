@@ -1,0 +1,152 @@
+"""What the request's span and the conventions' metrics say of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gateway.engines.types import FinishReason
+from gateway.pipeline import transcript
+from gateway.pipeline.delta import ChoiceDelta
+from gateway.pipeline.request import Conversation, Message, Role, TokenPrompt, ToolCall
+from gateway.pipeline.transcript import Transcript
+from gateway.text.delta import ToolCallDelta
+from observability import genai, names
+from observability.config import ObservabilityConfig
+from observability.tracing import Telemetry
+from tests.unit.gateway.rig.deployment import Deployment, deployed
+from tests.unit.gateway.rig.engine import ScriptedEngine
+from tests.unit.gateway.rig.vocabulary import encode
+
+LABELS = {
+    "gen_ai_operation_name": "chat",
+    "gen_ai_provider_name": "millrace",
+    "gen_ai_request_model": "tiny",
+    "gen_ai_response_model": "tiny",
+}
+REFUSED = LABELS | {"gen_ai_request_model": "", "gen_ai_response_model": ""}
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+def _telemetry(exporter: InMemorySpanExporter, *, capture_content: bool) -> Telemetry:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Telemetry("gateway", ObservabilityConfig(capture_content=capture_content), provider)
+
+
+def _request_span(exporter: InMemorySpanExporter) -> ReadableSpan:
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == names.GATEWAY_REQUEST]
+    return span
+
+
+def _attributes(span: ReadableSpan) -> Mapping[str, Any]:
+    assert span.attributes is not None
+    return span.attributes
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_captured_content_has_the_conventions_form(
+    exporter: InMemorySpanExporter, stream: bool
+) -> None:
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("hello"))
+    async with deployed(engine, telemetry=_telemetry(exporter, capture_content=True)) as stack:
+        messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
+        answer = await stack.chat(messages=messages, stream=stream)
+        text = answer.text.removeprefix("data: ").split("\n")[0] if stream else answer.text
+        answer_id = json.loads(text)["id"]
+    attributes = _attributes(_request_span(exporter))
+    assert attributes[genai.RESPONSE_ID] == answer_id
+    assert json.loads(attributes[genai.INPUT_MESSAGES]) == [
+        {"role": "system", "parts": [{"type": "text", "content": "short"}]},
+        {"role": "user", "parts": [{"type": "text", "content": "hi"}]},
+    ]
+    assert json.loads(attributes[genai.OUTPUT_MESSAGES]) == [
+        {"role": "assistant", "parts": [{"type": "text", "content": "hello"}], "finish_reason": "length"}
+    ]
+
+
+async def test_content_stays_out_unless_it_is_asked_for_and_steps_are_events(
+    exporter: InMemorySpanExporter,
+) -> None:
+    async with deployed(telemetry=_telemetry(exporter, capture_content=False)) as stack:
+        assert (await stack.chat()).status_code == 200
+    span = _request_span(exporter)
+    assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & _attributes(span).keys()
+    # On a busy machine a step may take long enough to be a span.
+    told = {event.name for event in span.events} | {each.name for each in exporter.get_finished_spans()}
+    assert told == {
+        names.GATEWAY_REQUEST,
+        names.GATEWAY_PREPARE,
+        names.GATEWAY_RESERVE,
+        names.GATEWAY_ADMIT,
+        names.GATEWAY_ROUTE,
+        names.GATEWAY_STREAM,
+    }
+
+
+def _count(stack: Deployment, name: str, **labels: str) -> float | None:
+    return stack.metrics.registry.get_sample_value(f"{name}_count", labels)
+
+
+async def test_metrics_of_the_conventions() -> None:
+    async with deployed() as stack:
+        assert (await stack.chat(max_tokens=3)).status_code == 200
+        assert (await stack.chat(model="nobody-serves-this")).status_code == 404
+        gateway, metrics = stack.gateway, stack
+    assert gateway.num_open == 0
+    assert _count(metrics, names.GEN_AI_DURATION.name, **LABELS, error_type="") == 1
+    assert _count(metrics, names.GEN_AI_DURATION.name, **REFUSED, error_type="MODEL_NOT_FOUND") == 1
+    assert _count(metrics, names.GEN_AI_TTFT.name, **LABELS) == 1
+    assert _count(metrics, names.GEN_AI_TPOT.name, **LABELS) == 1
+
+
+def test_calls_and_their_results_are_parts() -> None:
+    call = ToolCall(id="c1", name="add", arguments_json='{"a": 1}')
+    prompt = Conversation(
+        messages=(
+            Message(role=Role.ASSISTANT, reasoning="hm", tool_calls=(call,)),
+            Message(role=Role.TOOL, content="2", tool_call_id="c1"),
+        )
+    )
+    assert json.loads(transcript.asked(prompt)) == [
+        {
+            "role": "assistant",
+            "parts": [
+                {"type": "reasoning", "content": "hm"},
+                {"type": "tool_call", "id": "c1", "name": "add", "arguments": {"a": 1}},
+            ],
+        },
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "2"}]},
+    ]
+    assert transcript.asked(TokenPrompt((1, 2))) == ""
+
+
+def test_an_answer_is_gathered_by_choice_and_the_deltas_stay_as_they_are() -> None:
+    gathered = Transcript()
+    pieces = [ToolCallDelta(0, "c1", "add", '{"a"'), ToolCallDelta(0, arguments=": 1")]
+    deltas = [
+        ChoiceDelta(index=1, tool_calls=pieces[:1]),
+        ChoiceDelta(index=0, content="a"),
+        ChoiceDelta(index=1, tool_calls=pieces[1:], finish_reason=FinishReason.TOOL_CALLS),
+        ChoiceDelta(index=0, content="b"),
+    ]
+    gathered.add(deltas)
+    first, second = json.loads(gathered.answered())
+    # Broken off.
+    assert first == {
+        "role": "assistant", "parts": [{"type": "text", "content": "ab"}], "finish_reason": "error"
+    }  # fmt: skip
+    # What is no JSON is told as the text that it is.
+    assert second["parts"] == [{"type": "tool_call", "id": "c1", "name": "add", "arguments": '{"a": 1'}]
+    assert second["finish_reason"] == "tool_call"
+    assert pieces[0].arguments == '{"a"'
