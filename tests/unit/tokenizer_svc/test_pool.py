@@ -37,6 +37,9 @@ SETUP = WorkerSetup(
     memory_limit_bytes=8 << 30,
 )
 
+# Longest time that anything which must happen may take; it does not slow a test that passes.
+LIMIT_S = 120.0
+
 SMALL_SETUP = msgspec.structs.replace(SETUP, memory_limit_bytes=64 << 20)
 
 
@@ -225,25 +228,28 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
     assert not any(each.yielding for each in pool._idle)
 
 
-async def test_work_that_nobody_waits_for_is_given_up(pool: WorkerPool) -> None:
-    first = asyncio.ensure_future(pool.run(slow(6), tenant="a"))
-    waiting = asyncio.ensure_future(pool.run(slow(7), tenant="a"))
-    await asyncio.sleep(0.1)
-    waiting.cancel()
-    first.cancel()
-    began_s = asyncio.get_running_loop().time()
-    while pool._tasks:
-        await asyncio.sleep(0.005)
-    # Far less than the time that it was allowed.
-    assert asyncio.get_running_loop().time() - began_s < 0.4
-    assert pool.num_overruns == {"time": 0, "memory": 0}
-    assert (await pool.run(QUICK, tenant="b")).built is not None
-    assert pool.num_waiting == 0
+async def test_work_that_nobody_waits_for_is_given_up() -> None:
+    # Allowed more time than any test: it never comes to that.
+    pool = WorkerPool(CompileConfig(workers=2, time_limit_s=3600.0), SETUP)
+    await pool.start()
+    try:
+        first = asyncio.ensure_future(pool.run(slow(6), tenant="a"))
+        waiting = asyncio.ensure_future(pool.run(slow(7), tenant="a"))
+        await asked(pool, "a")
+        assert pool.num_waiting == 1
+        waiting.cancel()
+        first.cancel()
+        await asked(pool)
+        assert pool.num_overruns == {"time": 0, "memory": 0}
+        assert (await pool.run(QUICK, tenant="b")).built is not None
+        assert pool.num_waiting == 0
+    finally:
+        await pool.close()
 
 
 async def asked(pool: WorkerPool, *tenants: str) -> None:
     """Waits until workers serve these tenants; fails by its time limit when they never do."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while sorted(job.tenant for job in pool._tasks.values()) != list(tenants):
             await asyncio.sleep(0.001)
 
