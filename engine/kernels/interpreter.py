@@ -51,12 +51,11 @@ def add_in_one_order() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    plain = interpreter.InterpreterBuilder.create_dot
-
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if d.data.dtype.kind != "f":
-            # Sums of integers have no order.
-            return plain(self, a, b, d, *options)
+            # Sums of integers have no order, and these are exact in float64, for which there is BLAS.
+            wide = np.matmul(a.data, b.data, dtype=np.float64)
+            return interpreter.TensorHandle(wide.astype(d.data.dtype) + d.data, d.dtype.scalar)
         left, right = (_widened(tile, d.data.dtype) for tile in (a, b))
         # K before M and N in memory: the sum goes over whole tiles then, one after the other.
         k_first = (left.shape[-1], *left.shape[:-1], right.shape[-1])
