@@ -19,6 +19,8 @@ ARGS ?=
 BENCH ?= gateway_overhead
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
+# Files are shared out in their order: those with few tests take longest, and would come last otherwise.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -70,12 +72,12 @@ dashboards: $(VENV)/.installed ## Write the Grafana dashboards from the declared
 
 .PHONY: test
 test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: dev redis ## Unit tests, contracts and import rules, without what took over 0.5 s when it last ran
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not e2e" --fast --durations=5 \
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --fast --durations=5 \
 		tests/unit tests/contract tests/architecture $(PYTEST_ARGS)
 
 .PHONY: lint
