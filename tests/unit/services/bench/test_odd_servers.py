@@ -324,4 +324,5 @@ def test_a_file_that_is_no_text_is_no_result(tmp_path: Path) -> None:
     path.write_bytes(b'{"label":"\xff"}')
     outcome = CliRunner().invoke(app, ["bench", "compare", str(path), str(path)])
     assert outcome.exit_code == 2
-    assert "[x].json is not a result" in outcome.output.replace("\n", "")
+    # Lines are broken where the folder's name puts their end.
+    assert "[x].jsonisnotaresult" in "".join(outcome.output.split())
