@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parent
 # Folders whose tests drive a running stack.
 _E2E = (TESTS / "e2e", TESTS / "chaos")
 # A test that took longer is none of the fast ones.
-_FAST_S = 0.5
+_FAST_S = 0.2
 # Names of the others, in pytest's cache.
 _SLOW_TESTS = "millrace/slow"
 
