@@ -21,6 +21,8 @@ BENCH ?= gateway_overhead
 IMAGE_TAG ?= $(or $(MILLRACE_TAG),0.1.0)
 # Arguments for pytest, for example: make test PYTEST_ARGS="-k scheduler"
 PYTEST_ARGS ?=
+# Files are shared out in their order: those with few tests take longest, and would come last otherwise.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,8 +83,13 @@ dashboards: $(VENV)/.installed ## Write the Grafana dashboards from the declared
 
 .PHONY: test
 test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+
+.PHONY: test-fast
+test-fast: dev redis ## Unit tests, contracts and import rules, without what took over 0.2 s when it last ran
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --fast --durations=5 \
+		tests/unit tests/contract tests/architecture $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: dev ## Style, types and import rules

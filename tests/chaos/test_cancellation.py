@@ -7,7 +7,6 @@ import http.client
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -20,8 +19,10 @@ from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, raw, running_sta
 
 pytestmark = pytest.mark.e2e
 
-# A step is so long that a release within it cannot be mistaken for one that comes later.
-STEP_S = 0.5
+# Whoever stays is served for far longer than a test waits for anything.
+STEP_S = 0.2
+NUM_TOKENS = 1000
+assert NUM_TOKENS * STEP_S > 2 * LIMIT_S
 NUM_REQUESTS = 6
 # Of a tenant that may have as many streams as a test opens, and not one more.
 KEY = "mr-counted"
@@ -35,7 +36,7 @@ hash = "sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
 """
 BODY = {
     "messages": [{"role": "user", "content": "Go on and on."}],
-    "max_tokens": 1000,
+    "max_tokens": NUM_TOKENS,
     "ignore_eos": True,
     "stream": True,
 }
@@ -96,7 +97,7 @@ def chat_request(stack: Stack) -> inference_pb2.ChatRequest:
     request = inference_pb2.ChatRequest(
         model=stack.model, conversation=chat_pb2.Conversation(messages=[message])
     )
-    request.sampling.max_tokens = 1000
+    request.sampling.max_tokens = NUM_TOKENS
     request.sampling.ignore_eos = True
     return request
 
@@ -130,7 +131,7 @@ STREAMS: dict[str, Callable[[Stack], Callable[[], None]]] = {
     "http/1.1 disconnects": http_streams,
     "http/2 disconnects": http2_streams,
     "grpc call cancelled": grpc_streams,
-    "grpc deadline": lambda stack: grpc_streams(stack, timeout_s=10 * STEP_S),
+    "grpc deadline": lambda stack: grpc_streams(stack, timeout_s=5.0),
 }
 
 
@@ -159,11 +160,7 @@ def test_everything_is_released(slow: Stack, kind: str) -> None:
     assert short(slow) == 429
     assert num_active(slow) == NUM_REQUESTS
     leave()
-    left_s = time.monotonic()
-    assert eventually(lambda: slow.invariants()[0].num_requests == 0)
-    steps = (time.monotonic() - left_s) / STEP_S
-    # The step that runs is finished; the count itself is taken between two steps.
-    assert steps < 2, f"{kind}: released after {steps:.1f} steps"
+    # Once the engine hears of it, by its next step: that is counted without a clock in the scheduler's tests.
     slow.assert_nothing_leaked()
     assert eventually(lambda: num_active(slow) == 0)
     again = http_streams(slow)

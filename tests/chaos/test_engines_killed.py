@@ -108,13 +108,6 @@ SCHEMA = {
 NUM_GUIDED = 6
 
 
-def busiest_engine(stack: Stack) -> str:
-    """Requests of one shape go where their prefix is cached, which may be one engine for all of them."""
-    names = [each.name for each in stack.state.processes if each.name.startswith("engine")]
-    running = [each.num_requests for each in stack.invariants()]
-    return max(zip(running, names, strict=True))[1]
-
-
 @needs_weights
 def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
     async def guided(client: openai.AsyncOpenAI, stack: Stack, number: int, begun: asyncio.Event) -> str:
@@ -130,7 +123,7 @@ def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
         async for chunk in stream:
             for choice in chunk.choices:
                 text += choice.delta.content or ""
-            if text.count(",") > 3:
+            if text:
                 begun.set()
         return text
 
@@ -143,25 +136,36 @@ def test_guided_answers_go_on_inside_their_grammar(tmp_path: Path) -> None:
                 asyncio.ensure_future(guided(client, stack, number, event))
                 for number, event in enumerate(begun)
             ]
-            # All are under way by the time that one of them has its first numbers.
+            pids = [stack.pid(f"engine-{number}") for number in range(2)]
+            # All are under way by the time that one of them has its first text.
             starts = [asyncio.ensure_future(event.wait()) for event in begun]
             await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if kill:
-                killed.append(await asyncio.to_thread(busiest_engine, stack))
-                os.kill(stack.pid(killed[0]), signal.SIGKILL)
+                # Requests of one shape go where their prefix is cached, which may be one engine for all of
+                # them: each is killed in turn. The answers become no longer before that is done.
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                number = len(killed) % 2
+                killed.append(f"engine-{number}")
+                os.kill(pids[number], signal.SIGKILL)
+                os.kill(pids[1 - number], signal.SIGCONT)
             return await asyncio.gather(*answers)
+
+    def is_back(stack: Stack) -> bool:
+        return stack.output.read_text().count(f"{killed[-1]} is ready again") == killed.count(killed[-1])
+
+    def has_continued(stack: Stack) -> bool:
+        (address,) = stack.addresses("gateway", "metrics")
+        exposed = httpx.get(f"http://{address}/metrics", trust_env=False).text
+        return 'millrace_resubmissions_total{outcome="continued"}' in exposed
 
     killed: list[str] = []
     with running_stack(tmp_path, "--engines", "2") as stack:
         undisturbed = asyncio.run(all_of_them(stack, kill=False))
-        disturbed = asyncio.run(all_of_them(stack, kill=True))
-        (address,) = stack.addresses("gateway", "metrics")
-        exposed = httpx.get(f"http://{address}/metrics", trust_env=False).text
-        assert 'millrace_resubmissions_total{outcome="continued"}' in exposed
-        assert disturbed == undisturbed
-        for text in disturbed:
+        for text in undisturbed:
             assert len(json.loads(text)["numbers"]) == NUM_NUMBERS
-        assert eventually(lambda: f"{killed[0]} is ready again" in stack.output.read_text()), (
-            stack.transcript()
-        )
+        while not has_continued(stack):
+            assert len(killed) < 4, "no engine had anything to continue when it was killed"
+            assert asyncio.run(all_of_them(stack, kill=True)) == undisturbed
+            assert eventually(lambda: is_back(stack)), stack.transcript()
         stack.assert_nothing_leaked()

@@ -124,7 +124,7 @@ def test_quantized_experts_are_captured_and_draw_the_same(
 def test_norms_round_for_the_products_that_follow(
     tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     options = {"quantize": quantize, "attention_backend": "torch"}
     calls: list[str] = []
     plain = TritonNorm.quantized
@@ -136,8 +136,8 @@ def test_norms_round_for_the_products_that_follow(
     monkeypatch.setattr(TritonNorm, "quantized", counted)
     fused = tokens(tmp_path, TRITON, **options)
     assert set(calls) == {"int8" if quantize == "w8a8" else "fp8"}
-    # Two norms in each of two layers, in every step.
-    assert len(calls) % 4 == 0
+    # Two norms in every step.
+    assert len(calls) % 2 == 0
     monkeypatch.delattr(TritonNorm, "quantized")
     assert tokens(tmp_path, TRITON, **options) == fused
 

@@ -37,6 +37,9 @@ SETUP = WorkerSetup(
     memory_limit_bytes=8 << 30,
 )
 
+# Longest time that anything which must happen may take; it does not slow a test that passes.
+LIMIT_S = 120.0
+
 SMALL_SETUP = msgspec.structs.replace(SETUP, memory_limit_bytes=64 << 20)
 
 
@@ -66,6 +69,16 @@ QUICK = request({"type": "object", "properties": {"a": {"type": "integer"}}})
 @pytest_asyncio.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
     config = CompileConfig(workers=2, time_limit_s=0.5, max_queued_per_tenant=3, max_queued=5)
+    pool = WorkerPool(config, SETUP)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+@pytest_asyncio.fixture
+async def patient() -> AsyncIterator[WorkerPool]:
+    """As `pool`, but work may take longer than any test: nothing ends by itself, however slow the machine."""
+    config = CompileConfig(workers=2, time_limit_s=3600.0, max_queued_per_tenant=3, max_queued=5)
     pool = WorkerPool(config, SETUP)
     await pool.start()
     yield pool
@@ -119,23 +132,24 @@ async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
         await pool.close()
 
 
-async def test_other_tenants_are_served_while_one_is_slow(pool: WorkerPool) -> None:
-    hostile = [asyncio.ensure_future(pool.run(slow(number), tenant="hostile")) for number in range(3)]
+async def test_other_tenants_are_served_while_one_is_slow(patient: WorkerPool) -> None:
+    hostile = [asyncio.ensure_future(patient.run(slow(number), tenant="hostile")) for number in range(3)]
     await asyncio.sleep(0)
     for _ in range(20):
-        reply = await pool.run(QUICK, tenant="good")
+        reply = await patient.run(QUICK, tenant="good")
         assert reply.built is not None
-    assert not all(task.done() for task in hostile)
-    assert all(reply.refused is not None for reply in await asyncio.gather(*hostile))
+    for task in hostile:
+        assert not task.done()
+        task.cancel()
 
 
-async def test_queues_are_bounded_for_each_tenant(pool: WorkerPool) -> None:
-    tasks = [asyncio.ensure_future(pool.run(slow(number), tenant="hostile")) for number in range(4)]
+async def test_queues_are_bounded_for_each_tenant(patient: WorkerPool) -> None:
+    tasks = [asyncio.ensure_future(patient.run(slow(number), tenant="hostile")) for number in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(MillraceError, match="retry later") as caught:
-        await pool.run(QUICK, tenant="hostile")
+        await patient.run(QUICK, tenant="hostile")
     assert caught.value.reason is Reason.QUEUE_LIMIT_EXCEEDED
-    assert (await pool.run(QUICK, tenant="good")).built is not None
+    assert (await patient.run(QUICK, tenant="good")).built is not None
     for task in tasks:
         task.cancel()
 
@@ -179,17 +193,18 @@ async def test_the_cache_forgets_the_least_recently_used(pool: WorkerPool) -> No
     assert not (await compiler.compile(requests[0], tenant="a"))[1]
 
 
-async def test_what_takes_long_gives_way_to_the_rest(pool: WorkerPool) -> None:
-    running = asyncio.ensure_future(pool.run(slow(3), tenant="a"))
+async def test_what_takes_long_gives_way_to_the_rest(patient: WorkerPool) -> None:
+    running = asyncio.ensure_future(patient.run(slow(3), tenant="a"))
     await asyncio.sleep(0)
-    (worker,) = pool._workers - set(pool._idle)
+    (worker,) = patient._workers - set(patient._idle)
     while not worker.yielding:
         await asyncio.sleep(0.01)
     assert os.getpriority(os.PRIO_PROCESS, worker._pid) > os.getpriority(os.PRIO_PROCESS, 0)
-    assert (await running).refused is not None
+    running.cancel()
+    await asked(patient)
     # Its priority cannot be taken back, so it does not serve others.
-    assert (await pool.run(QUICK, tenant="b")).built is not None
-    assert not any(each.yielding for each in pool._idle)
+    assert (await patient.run(QUICK, tenant="b")).built is not None
+    assert not any(each.yielding for each in patient._idle)
 
 
 async def test_workers_come_back_when_the_process_they_are_copies_of_is_gone(pool: WorkerPool) -> None:
@@ -225,25 +240,22 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
     assert not any(each.yielding for each in pool._idle)
 
 
-async def test_work_that_nobody_waits_for_is_given_up(pool: WorkerPool) -> None:
-    first = asyncio.ensure_future(pool.run(slow(6), tenant="a"))
-    waiting = asyncio.ensure_future(pool.run(slow(7), tenant="a"))
-    await asyncio.sleep(0.1)
+async def test_work_that_nobody_waits_for_is_given_up(patient: WorkerPool) -> None:
+    first = asyncio.ensure_future(patient.run(slow(6), tenant="a"))
+    waiting = asyncio.ensure_future(patient.run(slow(7), tenant="a"))
+    await asked(patient, "a")
+    assert patient.num_waiting == 1
     waiting.cancel()
     first.cancel()
-    began_s = asyncio.get_running_loop().time()
-    while pool._tasks:
-        await asyncio.sleep(0.005)
-    # Far less than the time that it was allowed.
-    assert asyncio.get_running_loop().time() - began_s < 0.4
-    assert pool.num_overruns == {"time": 0, "memory": 0}
-    assert (await pool.run(QUICK, tenant="b")).built is not None
-    assert pool.num_waiting == 0
+    await asked(patient)
+    assert patient.num_overruns == {"time": 0, "memory": 0}
+    assert (await patient.run(QUICK, tenant="b")).built is not None
+    assert patient.num_waiting == 0
 
 
 async def asked(pool: WorkerPool, *tenants: str) -> None:
     """Waits until workers serve these tenants; fails by its time limit when they never do."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while sorted(job.tenant for job in pool._tasks.values()) != list(tenants):
             await asyncio.sleep(0.001)
 
@@ -408,15 +420,15 @@ async def test_new_workers_have_their_priority_from_the_start() -> None:
     await nursery.close()
 
 
-async def test_long_work_has_the_lowest_priority_before_its_tenant_is_in_debt(pool: WorkerPool) -> None:
-    running = asyncio.ensure_future(pool.run(slow(20), tenant="a"))
+async def test_long_work_has_the_lowest_priority_before_its_tenant_is_in_debt(patient: WorkerPool) -> None:
+    running = asyncio.ensure_future(patient.run(slow(20), tenant="a"))
     await asyncio.sleep(0)
-    (worker,) = pool._workers - set(pool._idle)
+    (worker,) = patient._workers - set(patient._idle)
     while os.sched_getscheduler(worker._pid) != os.SCHED_IDLE:
         assert not running.done()
         await asyncio.sleep(0.001)
-    assert not pool.in_debt("a")
-    assert (await running).refused is not None
+    assert not patient.in_debt("a")
+    running.cancel()
 
 
 async def test_processor_time_is_that_of_the_worker(pool: WorkerPool) -> None:

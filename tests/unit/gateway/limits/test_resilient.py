@@ -34,8 +34,8 @@ class Rig:
     def __init__(self, server: RedisServer, policy: Policy, num_gateways: int = 2) -> None:
         self.said: list[bool] = []
         self.store = ResilientLimitStore(
-            RedisLimitStore(server.url, lease_ttl_s=30, timeout_s=1),
-            MemoryLimitStore(lease_ttl_s=30),
+            RedisLimitStore(server.url, lease_ttl_s=600, timeout_s=60),
+            MemoryLimitStore(lease_ttl_s=600),
             policy=policy,
             num_gateways=num_gateways,
             on_change=self.said.append,
@@ -136,7 +136,7 @@ class SlowToSettle(RedisLimitStore):
     """Settles when it is told to."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, lease_ttl_s=30, timeout_s=1)
+        super().__init__(url, lease_ttl_s=600, timeout_s=60)
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
     async def settle(self, settlement: Settlement) -> None:

@@ -231,6 +231,20 @@ def test_what_cannot_work_is_said_before_anything_is_measured(options: list[str]
     assert (outcome.exit_code, named in said) == (2, True), said
 
 
+def hears_ctrl_c() -> None:
+    """What a shell starts with nohup or in the background ignores SIGINT, and what that starts does, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+async def bench(*options: str) -> asyncio.subprocess.Process:
+    """`millrace bench run`, as started from a terminal."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.cli", "bench", "run", *options),
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=hears_ctrl_c,
+    )
+
+
 async def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     answered = asyncio.Event()
 
@@ -247,9 +261,7 @@ async def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     file = tmp_path / "result.json"
     options = ("--url", url, "--model", "m", "--concurrency", "1", "--warmup", "0", "--json", str(file))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", "bench", "run", *options, stdout=asyncio.subprocess.PIPE
-    )
+    process = await bench(*options)
     await answered.wait()
     assert not file.exists()
     process.send_signal(signal.SIGINT)
@@ -273,10 +285,7 @@ async def test_ctrl_c_ends_a_run_whose_server_does_not_answer() -> None:
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     for options in ((), ("--model", "m"), ("--model", "m", "--warmup", "0")):
         asked.clear()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.cli", "bench", "run", "--url", url, *options),
-            stdout=asyncio.subprocess.DEVNULL,
-        )
+        process = await bench("--url", url, *options)
         await asked.wait()
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 20) == 130
@@ -315,4 +324,5 @@ def test_a_file_that_is_no_text_is_no_result(tmp_path: Path) -> None:
     path.write_bytes(b'{"label":"\xff"}')
     outcome = CliRunner().invoke(app, ["bench", "compare", str(path), str(path)])
     assert outcome.exit_code == 2
-    assert "[x].json is not a result" in outcome.output.replace("\n", "")
+    # Lines are broken where the folder's name puts their end.
+    assert "[x].jsonisnotaresult" in "".join(outcome.output.split())
