@@ -13,8 +13,8 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.proto.status import to_detail
 from services.errors import MillraceError, Reason
-from services.status import to_detail
 from services.streams.server import ServerCall
 from tokenizer_svc.wire import Call, LargeAnswer, stream_answer
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from contract.engines import CancelReason
 from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Mailbox
-from gateway.engines.types import CancelReason, EngineOutput, Submission
+from gateway.engines.types import EngineOutput, Submission
 from services.errors import MillraceError, Reason
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
@@ -161,11 +162,6 @@ class ContinuousStream:
                 leg.cancel(reason)
                 del self._legs[leg]
 
-    @property
-    def _ranks_at_the_end(self) -> bool:
-        sampling = self._submission.sampling
-        return sampling.best_of > sampling.n or sampling.beam_width > 0
-
     def _note(self, output: EngineOutput) -> None:
         self._has_output = True
         if output.finish_reason is not None:
@@ -218,7 +214,7 @@ class ContinuousStream:
         whole = self._submission
         if self._renew is not None:
             whole = msgspec.structs.replace(whole, context=self._renew())
-        if not self._has_output or self._ranks_at_the_end:
+        if not self._has_output or self._submission.sampling.ranks_at_the_end:
             # Nothing was told yet; and which answers are the best depends on all of them.
             return [whole]
         first = msgspec.structs.replace(whole.sampling, n=1, best_of=1)

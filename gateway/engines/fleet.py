@@ -9,10 +9,11 @@ from hashlib import blake2b
 
 import msgspec
 
+from contract.engines import KvEvent
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import Candidate, RouteReason, RoutingPolicy, choose
-from gateway.engines.types import EngineState, KvEvent, Submission
+from gateway.engines.types import EngineState, Submission
 from services.errors import MillraceError, Reason
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.pipeline.request import Role
+from contract.chat import Role
 from services.errors import MillraceError, Reason
 
 Body = TypeVar("Body")

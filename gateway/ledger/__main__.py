@@ -23,16 +23,12 @@ from services.config import read_tables
 from services.errors import ConfigError
 
 _NUMBERS = [field.name for field in fields(UsageRow) if field.name != "group"]
+# Heads of columns that are not simply the name.
 _HEADS = {
     "num_requests": "requests",
     "computed_prompt_tokens": "prompt computed",
     "cached_prompt_tokens": "prompt cached",
-    "completion_tokens": "completion",
     "speculative_waste_tokens": "spec. waste",
-    "recomputed_tokens": "recomputed",
-    "grammar_ms": "grammar ms",
-    "queue_ms": "queue ms",
-    "cost": "cost",
 }
 
 

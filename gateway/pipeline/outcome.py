@@ -233,7 +233,6 @@ def _entry(
     duration_s: float,
     end: End,
 ) -> FinishedRequest:
-    statistics = generation.meter.statistics
     return FinishedRequest(
         identity=caller.identity,
         model=request.model,
@@ -247,11 +246,7 @@ def _entry(
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
         num_engines_lost=generation.num_engines_lost,
-        drafted_tokens=statistics.drafted_tokens,
-        accepted_tokens=statistics.accepted_tokens,
-        recomputed_tokens=statistics.recomputed_tokens,
-        num_preemptions=statistics.num_preemptions,
-        grammar_s=statistics.grammar_s,
+        statistics=generation.meter.statistics,
         queue_s=generation.meter.first_token.queue_s,
         ttft_s=None if usage.ttft is None else usage.ttft.total_s,
         duration_s=duration_s,

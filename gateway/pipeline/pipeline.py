@@ -13,9 +13,12 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
+from contract.chat import JsonSchemaFormat
+from contract.engines import CancelReason
+from contract.sampling import SamplingParams
 from gateway.engines.continuation import ContinuationConfig, ContinuousStream
 from gateway.engines.fleet import Fleet, Route
-from gateway.engines.types import CancelReason, Sampling, Submission
+from gateway.engines.types import Submission
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.caller import Caller, CallerVerifier
@@ -27,8 +30,8 @@ from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import End, OutcomeRecorder
 from gateway.pipeline.ports import Limiter, Reservation
 from gateway.pipeline.reading import AnswerReader
-from gateway.pipeline.request import GenerationRequest, JsonSchemaFormat
-from gateway.pipeline.validate import check_token_ids, validate
+from gateway.pipeline.request import GenerationRequest
+from gateway.pipeline.validate import check_vocabulary, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
@@ -144,7 +147,7 @@ class Pipeline:
                 )
             validate(request)
             self.check_model(caller, request.model)
-            check_token_ids(request, self.vocabulary.size)
+            check_vocabulary(request, self.vocabulary.size)
             self._reader.check(request)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
@@ -222,7 +225,7 @@ class Pipeline:
             )
         return prepared
 
-    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: Sampling) -> Reservation:
+    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
         asked = call.request.sampling.max_tokens
         with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
@@ -233,7 +236,9 @@ class Pipeline:
                 tier=call.tier,
             )
 
-    def _route(self, call: _Call, prepared: Prepared, sampling: Sampling, context: Any) -> ContinuousStream:
+    def _route(
+        self, call: _Call, prepared: Prepared, sampling: SamplingParams, context: Any
+    ) -> ContinuousStream:
         caller, tier = call.caller, call.tier
         stream = ContinuousStream(
             self.fleet,
@@ -266,7 +271,7 @@ class Pipeline:
         self,
         call: _Call,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stream: ContinuousStream,
         submitted_s: float,
         reservation: Reservation,

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from contract.outputs import ChoiceStatistics
 from gateway.identity import Identity
 from gateway.tiers import Tier
 
@@ -69,11 +70,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int
     num_choices: int
     num_engines_lost: int
-    drafted_tokens: int
-    accepted_tokens: int
-    recomputed_tokens: int
-    num_preemptions: int
-    grammar_s: float
+    # Of all choices, on every engine.
+    statistics: ChoiceStatistics
     queue_s: float
     ttft_s: float | None
     duration_s: float

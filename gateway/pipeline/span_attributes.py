@@ -11,19 +11,19 @@ from collections.abc import Mapping
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
-from gateway.identity import Identity
-from gateway.pipeline.delta import TimeToFirstToken, Usage
-from gateway.pipeline.generation import Generation, Outcome
-from gateway.pipeline.request import (
+from contract.chat import (
     ChoiceFormat,
     Conversation,
     EbnfFormat,
-    GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     LarkFormat,
     RegexFormat,
 )
+from gateway.identity import Identity
+from gateway.pipeline.delta import TimeToFirstToken, Usage
+from gateway.pipeline.generation import Generation, Outcome
+from gateway.pipeline.request import GenerationRequest
 from gateway.tiers import Tier
 from observability import genai, names
 from observability.names import DELAYED_BY_MS, TTFT_PARTS, Cause, TtftPart

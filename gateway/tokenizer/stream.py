@@ -13,9 +13,9 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.proto.status import from_detail
 from services.channels import MAX_MESSAGE_BYTES
 from services.errors import MillraceError, Reason
-from services.status import from_detail
 from services.streams.client import ClientStream, open_stream
 from services.streams.messages import taken_together
 

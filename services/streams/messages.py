@@ -16,8 +16,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
+from contract.proto.status import from_code, from_status
 from services.errors import MillraceError, Reason
-from services.status import from_code, from_status
 
 Headers: TypeAlias = "Sequence[tuple[str, str]]"
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("services", "gateway", "tokenizer_svc", "engine", "observability")
+PACKAGES = ("contract", "services", "gateway", "tokenizer_svc", "engine", "observability")
 _GENERATED = "services/stubs/"
 
 

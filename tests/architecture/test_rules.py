@@ -34,6 +34,7 @@ _PROTO_PACKAGES = {"millrace", "envoy_api"}
 # Where messages are built and read: servicers, converters, clients of other services, and the mains that
 # register servicers. Everything else sees domain types.
 _BORDER = (
+    "contract/proto/",
     "services/",
     "gateway/app.py",
     "gateway/auth/convert.py",

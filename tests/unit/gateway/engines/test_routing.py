@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.engines import KvEvent
 from engine.kv.hashing import PrefixHasher, event_hash
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import Candidate, Choice, RouteReason, RoutingPolicy, choose
-from gateway.engines.types import KvEvent
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 

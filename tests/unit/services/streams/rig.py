@@ -11,9 +11,9 @@ import grpc
 import pytest
 from opentelemetry import trace
 
+from contract.proto.status import from_rpc_error
 from services.errors import MillraceError, Reason
 from services.server import GrpcServer
-from services.status import from_rpc_error
 from services.streams import front
 from services.streams.client import ClientStream, open_stream
 from services.streams.frames import PREFACE
