@@ -19,9 +19,9 @@ from opentelemetry.util.types import AttributeValue
 from contract.proto.status import to_status
 from gateway.auth.convert import Authenticated, context_of, identity_of
 from gateway.auth.directory import KeyDirectory, Principal
-from gateway.identity import MAX_CLIENT_REQUEST_ID
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
+from gateway.types.identity import MAX_CLIENT_REQUEST_ID
 from observability import names
 from observability.metrics import Metrics
 from observability.tracing import Telemetry, remote_span

@@ -15,9 +15,9 @@ from contract.proto.sampling import options
 from contract.sampling import OPTIONS
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.validate import check_conversation, check_metadata, refuse
 from gateway.text.vocabulary import Vocabulary
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError, Reason
 
 _FIELD_NAMES: Mapping[str, str] = {name: f"sampling.{name}" for name in (*OPTIONS, "stop")}

@@ -12,11 +12,11 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from contract.chat import TokenPrompt
 from contract.proto.grammar import report_message
 from gateway.grpc_face import convert
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.delta import by_choice
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import GenerationRequest
 from gateway.text.detokenizer import decode
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
 from services.context import CONTEXT_HEADER
 from services.errors import MillraceError
 

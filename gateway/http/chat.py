@@ -16,7 +16,7 @@ from gateway.http.requests import (
     response_format,
     sampling,
 )
-from gateway.pipeline.request import GenerationRequest
+from gateway.types.request import GenerationRequest
 
 # Values of reasoning_effort, and whether the model thinks under them.
 _EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}

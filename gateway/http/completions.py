@@ -9,7 +9,7 @@ import msgspec
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
 from gateway.http.requests import CommonBody, check_common, labels, response_format, sampling
-from gateway.pipeline.request import GenerationRequest
+from gateway.types.request import GenerationRequest
 
 # OpenAI's default for this endpoint.
 DEFAULT_MAX_TOKENS = 16

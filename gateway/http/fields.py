@@ -110,8 +110,8 @@ class Unserved(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-_NAMES = tuple(name for name in Unserved.__struct_fields__ if name not in CommonOptions.__struct_fields__)
-_values = operator.attrgetter(*_NAMES)
+UNSERVED = tuple(name for name in Unserved.__struct_fields__ if name not in CommonOptions.__struct_fields__)
+_values = operator.attrgetter(*UNSERVED)
 _UNSET = _values(Unserved())
 
 
@@ -122,7 +122,7 @@ def check_unserved(body: Unserved) -> list[str]:
     if _values(body) == _UNSET:
         return []
     warnings = []
-    for name, value in zip(_NAMES, _values(body), strict=True):
+    for name, value in zip(UNSERVED, _values(body), strict=True):
         raw = bytes(value)
         if raw in _NULL or raw in HARMLESS.get(name, ()):
             continue

@@ -29,8 +29,8 @@ from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import GenerationRequest
 from gateway.text.detokenizer import decode as decode_ids
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode

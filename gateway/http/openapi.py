@@ -11,7 +11,7 @@ import msgspec
 from contract.sampling import RANGES
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
-from gateway.http.fields import Unserved
+from gateway.http.fields import UNSERVED
 from gateway.http.inspect import DetokenizeBody, TokenizeBody
 from services.errors import TABLE, Reason
 
@@ -131,7 +131,7 @@ def _document() -> dict[str, Any]:
 def _describe_options(schema: dict[str, Any]) -> None:
     """Takes out what is declared only to be refused, and writes the limits of numbers in."""
     properties: dict[str, Any] = schema["properties"]
-    for name in Unserved.__struct_fields__:
+    for name in UNSERVED:
         properties.pop(name, None)
     for name, limits in RANGES.items():
         for branch in properties.get(name, {}).get("anyOf", ()):

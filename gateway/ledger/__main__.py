@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 def _print_table(by: list[str], rows: list[UsageRow]) -> None:
     table = Table(*by, box=None, header_style="bold")
     for name in _NUMBERS:
-        table.add_column(_HEADS[name], justify="right")
+        head = name.removesuffix("_tokens").replace("_", " ")
+        table.add_column(_HEADS.get(name, head), justify="right")
     for row in rows:
         table.add_row(*_group(by, row), *(_text(getattr(row, name)) for name in _NUMBERS))
     # Piped into a file, a table is as wide as it needs to be.

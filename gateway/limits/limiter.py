@@ -22,7 +22,6 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from gateway.config import LimitsConfig
-from gateway.identity import Identity
 from gateway.limits.headers import WindowView, token_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
@@ -42,6 +41,7 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.tiers import Tier
+from gateway.types.identity import Identity
 from gateway.unique import unique_hex
 
 _log = logging.getLogger(__name__)

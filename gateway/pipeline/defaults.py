@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.errors import MillraceError, Reason, invalid
 from contract.sampling import OPTIONS, SamplingOptions, SamplingParams, check
-from gateway.pipeline.request import GenerationRequest
+from gateway.types.request import GenerationRequest
 from gateway.unique import random_seed
 
 _log = logging.getLogger(__name__)

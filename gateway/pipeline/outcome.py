@@ -8,13 +8,13 @@ import msgspec
 from opentelemetry.trace import Span
 
 from gateway.pipeline import span_attributes
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import FinishedRequest, Ledger
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
 from observability import names
 from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.names import length_bucket

@@ -16,26 +16,25 @@ from opentelemetry.trace import Span
 from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
 from contract.sampling import SamplingParams
-from gateway.engines.continuation import ContinuationConfig, ContinuousStream
+from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
-from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import End, OutcomeRecorder
-from gateway.pipeline.ports import Limiter, Reservation
+from gateway.pipeline.ports import Callers, Limiter, Reservation, Tokenizer
 from gateway.pipeline.reading import AnswerReader
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.validate import check_vocabulary, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
-from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.types import Prepared
+from gateway.types.caller import Caller
+from gateway.types.prepared import Prepared
+from gateway.types.request import GenerationRequest
 from observability import names
 from observability.metrics import Metrics
 from observability.names import SpanName
@@ -53,13 +52,12 @@ class Pipeline:
         *,
         model: ModelConfig,
         vocabulary: Vocabulary,
-        tokenizer: TokenizerClient,
+        tokenizer: Tokenizer,
         fleet: Fleet,
-        continuation: ContinuationConfig,
         admission: Admission,
         limiter: Limiter,
         tiers: Tiers,
-        callers: CallerVerifier,
+        callers: Callers,
         recorder: OutcomeRecorder,
         metrics: Metrics,
         telemetry: Telemetry,
@@ -80,7 +78,6 @@ class Pipeline:
         # What is told of requests.
         self._deferred = deferred
         self._admission = admission
-        self._continuation = continuation
         self._tiers = tiers
         self._recorder = recorder
         self._metrics = metrics
@@ -253,7 +250,6 @@ class Pipeline:
                 pool=tier.config.pool,
                 affinity=call.request.prompt_cache_key,
             ),
-            self._continuation,
             renew=lambda: self.callers.sign(caller, tier.accepted, traceparent_of(call.span)),
             tell=call.request.tell,
         )

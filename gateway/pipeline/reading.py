@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 
 from contract.chat import Conversation
 from gateway.pipeline.choice import ChoiceStream
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.validate import refuse
 from gateway.text.choice import TextOptions, shown_ids
 from gateway.text.detokenizer import TokenTexts
 from gateway.text.tool_calls import PARSERS, CallIds
 from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer.types import Prepared
+from gateway.types.prepared import Prepared
+from gateway.types.request import GenerationRequest
 
 
 class AnswerReader:

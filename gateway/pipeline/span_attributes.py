@@ -20,11 +20,11 @@ from contract.chat import (
     LarkFormat,
     RegexFormat,
 )
-from gateway.identity import Identity
 from gateway.pipeline.delta import TimeToFirstToken, Usage
 from gateway.pipeline.generation import Generation, Outcome
-from gateway.pipeline.request import GenerationRequest
 from gateway.tiers import Tier
+from gateway.types.identity import Identity
+from gateway.types.request import GenerationRequest
 from observability import genai, names
 from observability.names import DELAYED_BY_MS, TTFT_PARTS, Cause, TtftPart
 from observability.tracing import Telemetry

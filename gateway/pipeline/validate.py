@@ -26,7 +26,7 @@ from contract.sampling import (
     check_token_ids,
     outside,
 )
-from gateway.pipeline.request import GenerationRequest
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError, Reason
 
 MAX_MESSAGES = 4096

@@ -20,7 +20,7 @@ from contract.proto.status import from_rpc_error
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
-from gateway.tokenizer.types import Prepared
+from gateway.types.prepared import Prepared
 from services.channels import connect
 from services.errors import MillraceError, Reason
 

@@ -9,7 +9,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.proto.grammar import grammar, report
 from gateway.text.vocabulary import DecoderKind, Vocabulary
-from gateway.tokenizer.types import Prepared
+from gateway.types.prepared import Prepared
 
 _DECODERS = {
     tokenizer_pb2.DECODER_KIND_UNSPECIFIED: DecoderKind.BYTE_LEVEL,

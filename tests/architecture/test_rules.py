@@ -44,7 +44,7 @@ _BORDER = (
     "gateway/grpc_face/",
     "gateway/limits/servicer.py",
     # Signs the request context, which is a message.
-    "gateway/pipeline/caller.py",
+    "gateway/auth/verifier.py",
     "gateway/tokenizer/",
     "tokenizer_svc/convert.py",
     # Measures messages that are too large to be read where they arrive.

@@ -17,8 +17,8 @@ from engine.types import ModelFacts
 from gateway.grpc_face import convert as grpc_face
 from gateway.http import chat, completions
 from gateway.http.body import decode
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.validate import validate
+from gateway.types.request import GenerationRequest
 
 # What else must be said for a value to be allowed.
 BESIDE: dict[str, dict[str, Any]] = {

@@ -15,11 +15,11 @@ from sqlalchemy import Engine, select, text
 
 from contract.outputs import ChoiceStatistics
 from gateway.config import LedgerConfig, PriceConfig
-from gateway.identity import Identity
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
+from gateway.types.identity import Identity
 from observability.metrics import Metrics
 from services.errors import ConfigError
 

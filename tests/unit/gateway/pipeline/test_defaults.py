@@ -10,7 +10,7 @@ from contract.sampling import SamplingOptions
 from gateway.engines.types import EngineOutput
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.metering import Meter
-from gateway.pipeline.request import GenerationRequest
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError
 
 

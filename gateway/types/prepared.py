@@ -1,4 +1,4 @@
-"""What the tokenizer service answers, in plain data."""
+"""A prompt made ready by the tokenizer service."""
 
 from __future__ import annotations
 
