@@ -15,10 +15,9 @@ from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad
 from contract.outputs import NUMBERS, ChoiceStatistics, FirstToken, TokenLogprobs
 
 _INFO = EngineInfo.__struct_fields__
-_LOAD = EngineLoad.__struct_fields__
 _FIRST_TOKEN = FirstToken.__struct_fields__
 _numbers_of = attrgetter(*NUMBERS)
-_load_of = attrgetter(*_LOAD)
+_load_of = attrgetter(*EngineLoad.__struct_fields__)
 _first_token_of = attrgetter(*_FIRST_TOKEN)
 
 
@@ -40,8 +39,8 @@ def logprobs(messages: Iterable[output_pb2.TokenLogprob]) -> tuple[TokenLogprobs
         TokenLogprobs(
             each.token_id,
             each.logprob,
-            tuple(top.token_id for top in each.top),
-            tuple(top.logprob for top in each.top),
+            tuple([top.token_id for top in each.top]),
+            tuple([top.logprob for top in each.top]),
         )
         for each in messages
     )
@@ -64,8 +63,8 @@ def statistics_fields(statistics: ChoiceStatistics) -> dict[str, Any]:
 
 def statistics(message: engine_pb2.ChoiceStatistics) -> ChoiceStatistics:
     """What a choice took, from the wire."""
-    values: dict[str, Any] = dict(zip(NUMBERS, _numbers_of(message), strict=True))
-    return ChoiceStatistics(**values | {"delayed_by_s": dict(message.delayed_by_s)})
+    numbers: Any = _numbers_of(message)[:-1]
+    return ChoiceStatistics(*numbers, dict(message.delayed_by_s))
 
 
 def info(message: engine_pb2.EngineInfo) -> EngineInfo:
@@ -76,7 +75,17 @@ def info(message: engine_pb2.EngineInfo) -> EngineInfo:
 
 def load_fields(load: EngineLoad, *, draining: bool) -> dict[str, Any]:
     """The fields of an engine's report, of whatever more detailed report this is."""
-    return {**dict(zip(_LOAD, _load_of(load), strict=True)), "draining": draining}
+    return {
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "pending_prefill_tokens": load.pending_prefill_tokens,
+        "num_free_blocks": load.num_free_blocks,
+        "num_total_blocks": load.num_total_blocks,
+        "prefill_tokens_per_s": load.prefill_tokens_per_s,
+        "decode_tokens_per_s": load.decode_tokens_per_s,
+        "oldest_wait_s": load.oldest_wait_s,
+        "draining": draining,
+    }
 
 
 def load(message: engine_pb2.EngineLoad) -> EngineLoad:

@@ -8,6 +8,8 @@ from millrace.common.v1 import sampling_pb2
 
 from contract.sampling import OPTIONS, SCALARS, SamplingOptions, SamplingParams, scalars_of
 
+_FLOATS = tuple(name for name in SCALARS if OPTIONS[name].kind is float)
+
 
 def options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
     """What a client set; the rest is None."""
@@ -15,14 +17,21 @@ def options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
 
 
 def given(message: sampling_pb2.SamplingOptions) -> dict[str, Any]:
-    """The options that the message sets, stop strings left out, by name and as Python's own types."""
-    found: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        option = OPTIONS.get(field.name)
-        if option is not None:
-            # Floats of the wire have 32 bits: 0.1 arrives as 0.10000000149, which nobody meant.
-            found[field.name] = float(f"{value:.7g}") if option.kind is float else option.kind(value)
+    """The numbers that the message sets and all lists but the stop strings, by name, as Python's own types."""
+    has: Any = message.HasField
+    found: dict[str, Any] = {name: getattr(message, name) for name in SCALARS if has(name)}
+    for name in _FLOATS:
+        if name in found:
+            found[name] = _exact(found[name])
+    found["logit_bias"] = dict(message.logit_bias)
+    found["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    found["stop_token_ids"] = tuple(message.stop_token_ids)
     return found
+
+
+def _exact(value: float) -> float:
+    # Floats of the wire have 32 bits: 0.1 arrives as 0.10000000149, which nobody meant.
+    return value if value.is_integer() else float(f"{value:.7g}")
 
 
 def fields(params: SamplingParams) -> dict[str, Any]:
