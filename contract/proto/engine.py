@@ -63,8 +63,9 @@ def statistics_fields(statistics: ChoiceStatistics) -> dict[str, Any]:
 
 def statistics(message: engine_pb2.ChoiceStatistics) -> ChoiceStatistics:
     """What a choice took, from the wire."""
-    numbers: Any = _numbers_of(message)[:-1]
-    return ChoiceStatistics(*numbers, dict(message.delayed_by_s))
+    found = ChoiceStatistics(*_numbers_of(message))
+    found.delayed_by_s = dict(message.delayed_by_s)
+    return found
 
 
 def info(message: engine_pb2.EngineInfo) -> EngineInfo:

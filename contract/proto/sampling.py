@@ -17,7 +17,7 @@ def options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
 
 
 def given(message: sampling_pb2.SamplingOptions) -> dict[str, Any]:
-    """The numbers that the message sets and all lists but the stop strings, by name, as Python's own types."""
+    """The numbers that the message sets and all lists but the stop strings, by name, in Python's types."""
     has: Any = message.HasField
     found: dict[str, Any] = {name: getattr(message, name) for name in SCALARS if has(name)}
     for name in _FLOATS:
