@@ -24,7 +24,7 @@ from contract.chat import (
     ToolChoice,
     ToolChoiceMode,
 )
-from contract.errors import MillraceError, Reason, invalid
+from contract.errors import MillraceError, invalid
 
 _ROLES = {role: chat_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 _MODES = {mode: chat_pb2.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.name}") for mode in ToolChoiceMode}
@@ -138,7 +138,7 @@ def _tool_choice(message: chat_pb2.ToolChoice, field: str) -> ToolChoice:
 
 def _unknown(field: str, number: int, values: Mapping[Any, int]) -> MillraceError:
     known = ", ".join(f"{value} ({name.name})" for name, value in values.items())
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {number} is not one of {known}", field=field)
+    return invalid(field, f"{number} is not one of {known}")
 
 
 def _check_values(value: Any, field: str) -> None:

@@ -18,6 +18,7 @@ from contract.chat import (
     TokenPrompt,
     ToolChoiceMode,
 )
+from contract.errors import MillraceError, invalid
 from contract.sampling import (
     check,
     check_beams_alone,
@@ -27,7 +28,6 @@ from contract.sampling import (
     outside,
 )
 from gateway.types.request import GenerationRequest
-from services.errors import MillraceError, Reason
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -41,8 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def refuse(request: GenerationRequest, name: str, problem: str) -> MillraceError:
     """An INVALID_ARGUMENT that names the field in the caller's terms."""
-    field = request.field(name)
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
+    return invalid(request.field(name), problem)
 
 
 def validate(request: GenerationRequest) -> None:
@@ -61,18 +60,12 @@ def validate(request: GenerationRequest) -> None:
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raises INVALID_ARGUMENT for labels that are too many or too long. Both faces call them metadata."""
     if len(metadata) > MAX_METADATA:
-        raise MillraceError(
-            Reason.INVALID_ARGUMENT,
-            f"metadata: {len(metadata)} entries; the limit is {MAX_METADATA}",
-            field="metadata",
-        )
+        raise invalid("metadata", f"{len(metadata)} entries; the limit is {MAX_METADATA}")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            field = f"metadata.{key[:MAX_METADATA_KEY]}"
-            raise MillraceError(
-                Reason.INVALID_ARGUMENT,
-                f"{field}: keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}",
-                field=field,
+            raise invalid(
+                f"metadata.{key[:MAX_METADATA_KEY]}",
+                f"keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}",
             )
 
 
@@ -191,11 +184,9 @@ def _check_format(request: GenerationRequest) -> None:
             "it has no effect beside a constraint, which says where the answer ends; leave one of them out",
         )
     if isinstance(format_, JsonSchemaFormat) and format_.name and not _NAME.fullmatch(format_.name):
-        field = f"{request.field('response_format')}.name"
-        raise MillraceError(
-            Reason.INVALID_ARGUMENT,
-            f"{field}: {format_.name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
-            field=field,
+        raise invalid(
+            f"{request.field('response_format')}.name",
+            f"{format_.name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
         )
     if isinstance(format_, ChoiceFormat) and not all(format_.options):
         raise refuse(request, "response_format", "an option is empty")
