@@ -28,12 +28,12 @@ from pathlib import Path
 
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
-from gateway.identity import Identity
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
+from gateway.types.identity import Identity
 from services.bench.report import cpu_name
 from services.errors import MillraceError, Reason
 

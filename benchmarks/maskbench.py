@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from contract.chat import JsonSchemaFormat
 from services.bench.report import machine
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest
-from tokenizer_svc.types import JsonSchemaFormat
 
 
 class Side(msgspec.Struct):

@@ -20,11 +20,11 @@ import grpc
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks.tokenizer_requests import ATTACKS, Request, context
+from contract.proto.status import from_detail, from_rpc_error
 from services.channels import CLIENT_OPTIONS
 from services.errors import MillraceError, Reason
 from services.outbox import Outbox
 from services.server import GrpcServer
-from services.status import from_detail, from_rpc_error
 from services.stream_client import run_stream
 from tokenizer_svc.grammar.courtesy import Courtesy
 from tokenizer_svc.stream import Calls, CallStream

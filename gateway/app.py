@@ -12,16 +12,14 @@ from importlib import metadata
 from millrace.inference.v1 import inference_pb2_grpc
 
 from gateway.auth.callers import HttpCallers
+from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines import discovery
-from gateway.engines.continuation import ContinuationConfig
 from gateway.engines.fleet import Fleet
-from gateway.engines.router import RoutingPolicy
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
 from gateway.overload import Admission
-from gateway.pipeline.caller import CallerVerifier
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
 from gateway.settings import Settings
@@ -152,27 +150,18 @@ class Gateway:
 
     async def _connect(self) -> None:
         vocabulary = await self._tokenizer.wait_for_vocabulary(self._settings.model.served_name)
-        routing = self._config.routing
         fleet = Fleet(
             gateway=f"{socket.gethostname()}-{os.getpid()}",
             fingerprint=vocabulary.fingerprint,
             model=self._settings.model.path,
             served_model=self._settings.model.served_name,
-            policy=RoutingPolicy(
-                prefix_imbalance_tokens=routing.prefix_imbalance_tokens,
-                long_prompt_tokens=routing.long_prompt_tokens,
-            ),
-            use_prefixes=routing.policy == "prefix",
-            long_lane=routing.long_lane,
+            routing=self._config.routing,
         )
         self._pipeline = Pipeline(
             model=self._settings.model,
             vocabulary=vocabulary,
             tokenizer=self._tokenizer,
             fleet=fleet,
-            continuation=ContinuationConfig(
-                max_losses=routing.max_continuations, wait_s=routing.continuation_wait_s
-            ),
             admission=Admission(self._edge.tiers.all, self._config.admission),
             limiter=self._edge.limiter,
             tiers=self._edge.tiers,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.config import TenantConfig, TierConfig
-from gateway.identity import Identity
 from gateway.settings import OWN_TIER_ALIASES, Settings
+from gateway.types.identity import Identity
 from services.errors import MillraceError, Reason
 
 _NO_TENANT = TenantConfig()

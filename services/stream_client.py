@@ -11,10 +11,10 @@ import grpc
 # The stubs that mypy reads lack it.
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
+from contract.proto.status import from_rpc_error
 from services.channels import connect
 from services.errors import MillraceError, Reason
 from services.outbox import Outbox
-from services.status import from_rpc_error
 
 Item = TypeVar("Item")
 

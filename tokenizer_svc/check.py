@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from contract.chat import JsonSchemaFormat
+from contract.grammar import EnforcementReport, KeywordStatus
 from services.config import ModelConfig
 from services.errors import ConfigError, MillraceError
 from tokenizer_svc.checkpoint import load_checkpoint, locate
@@ -15,7 +17,6 @@ from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
 from tokenizer_svc.limits import invalid
-from tokenizer_svc.types import EnforcementReport, JsonSchemaFormat, KeywordStatus
 
 # Of UTF-8.
 _MAX_CHARACTER_BYTES = 4

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
+import msgspec
 from millrace.common.v1 import chat_pb2, context_pb2, grammar_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from services.errors import MillraceError, Reason
+from contract.chat import Conversation, JsonSchemaFormat, ResponseFormat
+from contract.errors import MillraceError, Reason
+from contract.proto import chat
+from contract.proto.grammar import grammar_fields, report_message
 from tokenizer_svc.checkpoint import Checkpoint
-from tokenizer_svc.types import (
-    Artifact,
-    ChoiceFormat,
-    Conversation,
-    EbnfFormat,
-    EnforcementReport,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    KeywordStatus,
-    LarkFormat,
-    LengthLimit,
-    Message,
-    Prepared,
-    RegexFormat,
-    ResponseFormat,
-    Role,
-    Tool,
-    ToolCall,
-    ToolChoiceMode,
-    Truncation,
-    Verdict,
-)
+from tokenizer_svc.types import LengthLimit, Prepared, Truncation
 from tokenizer_svc.vocabulary import DecoderKind
 from tokenizer_svc.wire import LargeAnswer
 
-_ROLES = {
-    chat_pb2.ROLE_SYSTEM: Role.SYSTEM,
-    chat_pb2.ROLE_DEVELOPER: Role.DEVELOPER,
-    chat_pb2.ROLE_USER: Role.USER,
-    chat_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
-    chat_pb2.ROLE_TOOL: Role.TOOL,
-}
-_CHOICES = {
-    chat_pb2.TOOL_CHOICE_MODE_NONE: ToolChoiceMode.NONE,
-    chat_pb2.TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.AUTO,
-    chat_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.REQUIRED,
-    chat_pb2.TOOL_CHOICE_MODE_NAMED: ToolChoiceMode.NAMED,
-}
 _DECODERS = {
     DecoderKind.BYTE_LEVEL: tokenizer_pb2.DECODER_KIND_BYTE_LEVEL,
     DecoderKind.SENTENCEPIECE: tokenizer_pb2.DECODER_KIND_SENTENCEPIECE,
@@ -58,56 +26,11 @@ _DECODERS = {
 
 
 def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conversation:
-    """Raises INVALID_ARGUMENT for unknown roles, and for tool schemas that are not JSON objects.
-
-    GRAMMAR_REFUSED when the tools' schemas are larger than `max_tool_bytes` together.
+    """Raises INVALID_ARGUMENT for unknown roles, and GRAMMAR_REFUSED when the tools' schemas are larger than
+    `max_tool_bytes` together.
     """
     _check_tool_bytes(message.tools, max_tool_bytes)
-    mode = _CHOICES.get(message.tool_choice.mode, ToolChoiceMode.AUTO)
-    return Conversation(
-        messages=tuple(_message(each, index) for index, each in enumerate(message.messages)),
-        tools=tuple(_tool(each, index) for index, each in enumerate(message.tools)),
-        tool_choice=mode,
-        tool_choice_name=message.tool_choice.name,
-        parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
-        template_options=_struct(message.template_options) if message.HasField("template_options") else {},
-        documents=tuple(_struct(document) for document in message.documents),
-        template_name=message.template_name,
-        continue_final_message=message.continue_final_message,
-    )
-
-
-def _message(message: chat_pb2.Message, index: int) -> Message:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise MillraceError(
-            Reason.INVALID_ARGUMENT,
-            f"message {index} has no role; use system, developer, user, assistant or tool",
-            field=f"messages[{index}].role",
-        )
-    return Message(
-        role=role,
-        content=message.content,
-        name=message.name,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
-            for call in message.tool_calls
-        ),
-        tool_call_id=message.tool_call_id,
-        reasoning=message.reasoning,
-    )
-
-
-def _tool(tool: chat_pb2.Tool, index: int) -> Tool:
-    parameters = None
-    if tool.parameters_json:
-        try:
-            parameters = json.loads(tool.parameters_json)
-        except (ValueError, RecursionError) as error:
-            raise _bad_parameters(index, f"is not JSON: {error}") from error
-        if not isinstance(parameters, dict):
-            raise _bad_parameters(index, "must be a JSON object")
-    return Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
+    return chat.conversation(message)
 
 
 def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
@@ -122,50 +45,10 @@ def _check_tool_bytes(tools: Iterable[chat_pb2.Tool], limit: int) -> None:
             )
 
 
-def _bad_parameters(index: int, problem: str) -> MillraceError:
-    return MillraceError(
-        Reason.INVALID_ARGUMENT,
-        f"the schema of tool {index}'s arguments {problem}",
-        field=f"tools[{index}].function.parameters",
-    )
-
-
-def _struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    value: dict[str, Any] = _whole_numbers(json_format.MessageToDict(struct))
-    return value
-
-
-def _whole_numbers(value: Any) -> Any:
-    # Struct carries every number as a double; templates would print 5 as 5.0.
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, list):
-        return [_whole_numbers(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _whole_numbers(each) for key, each in value.items()}
-    return value
-
-
 def response_format(message: chat_pb2.ResponseFormat) -> ResponseFormat | None:
-    """The format, or None when none is set."""
-    kind = message.WhichOneof("format")
-    return _FORMATS[kind](message) if kind else None
-
-
-def _json_schema(message: chat_pb2.ResponseFormat) -> JsonSchemaFormat:
-    schema = message.json_schema
-    strict = schema.strict if schema.HasField("strict") else True
-    return JsonSchemaFormat(schema_json=schema.schema_json, strict=strict)
-
-
-_FORMATS: dict[str, Callable[[chat_pb2.ResponseFormat], ResponseFormat]] = {
-    "json_object": lambda message: JsonObjectFormat(),
-    "json_schema": _json_schema,
-    "regex": lambda message: RegexFormat(pattern=message.regex),
-    "choice": lambda message: ChoiceFormat(options=tuple(message.choice.options)),
-    "lark": lambda message: LarkFormat(grammar=message.lark),
-    "ebnf": lambda message: EbnfFormat(grammar=message.ebnf),
-}
+    """The format, or None when none is set. Its name says nothing about the grammar."""
+    form = chat.response_format(message)
+    return msgspec.structs.replace(form, name="") if isinstance(form, JsonSchemaFormat) else form
 
 
 _TRUNCATIONS = {
@@ -181,17 +64,6 @@ def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.Request
         limits.append(who.max_context_tokens)
     truncation = _TRUNCATIONS.get(request.truncation, Truncation.REFUSE)
     return LengthLimit(min(limits) if limits else None, truncation)
-
-
-def verdict(each: Verdict) -> grammar_pb2.OutputVerdict:
-    """A verdict on the wire."""
-    return grammar_pb2.OutputVerdict(
-        valid=each.valid,
-        keyword=each.keyword,
-        schema_path=each.schema_path,
-        instance_path=each.instance_path,
-        message=each.message,
-    )
 
 
 def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
@@ -225,29 +97,11 @@ def _prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.Pre
         ),
     )
     if prepared.compiled is not None:
-        response.grammar.CopyFrom(_artifact(prepared.compiled.artifact))
+        fields: Any = grammar_fields(prepared.compiled.artifact)
+        response.grammar.CopyFrom(grammar_pb2.GrammarArtifact(**fields))
         if prepared.compiled.enforcement is not None:
-            response.enforcement.CopyFrom(enforcement(prepared.compiled.enforcement))
+            response.enforcement.CopyFrom(report_message(prepared.compiled.enforcement))
     return response
-
-
-def _artifact(artifact: Artifact) -> grammar_pb2.GrammarArtifact:
-    return grammar_pb2.GrammarArtifact(
-        digest=artifact.digest, payload=artifact.payload, backend=artifact.backend
-    )
-
-
-def enforcement(report: EnforcementReport) -> grammar_pb2.EnforcementReport:
-    """A report on the wire."""
-    return grammar_pb2.EnforcementReport(
-        enforced=[_status(each) for each in report.enforced],
-        approximated=[_status(each) for each in report.approximated],
-        unenforced=[_status(each) for each in report.unenforced],
-    )
-
-
-def _status(status: KeywordStatus) -> grammar_pb2.KeywordStatus:
-    return grammar_pb2.KeywordStatus(keyword=status.keyword, path=status.path, note=status.note)
 
 
 def vocabulary_response(

@@ -13,12 +13,13 @@ from google.protobuf.message import DecodeError
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.chat import ResponseFormat
 from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, Refused, WorkerReply
 from tokenizer_svc.limits import no_input
 from tokenizer_svc.prompt import Prompts
-from tokenizer_svc.types import ResponseFormat, Truncation
+from tokenizer_svc.types import Truncation
 from tokenizer_svc.wire import MAX_PARSED_BYTES, NO_REQUEST, packed_ids
 
 # Tools, documents, options, calls and response formats beyond this many bytes are a worker's.

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.errors import MillraceError, Reason
-from tokenizer_svc.checkpoint import Checkpoint
-from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.types import (
+from contract.chat import (
     ChoiceFormat,
     Conversation,
     EbnfFormat,
     JsonSchemaFormat,
     LarkFormat,
-    LengthLimit,
     Message,
     RegexFormat,
     ResponseFormat,
     Role,
-    Truncation,
+    Tool,
 )
+from services.errors import MillraceError, Reason
+from tokenizer_svc.checkpoint import Checkpoint
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.types import LengthLimit, Truncation
 
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
 _COMPOSITION = 3
@@ -227,6 +228,20 @@ def _size(message: Message) -> int:
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
+
+
+def tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
+    """The JSON Schema of a tool's arguments; raises INVALID_ARGUMENT for what is no JSON object."""
+    if not tool.parameters_json:
+        return None
+    field, what = f"tools[{index}].function.parameters", f"the schema of tool {index}'s arguments"
+    try:
+        parameters = json.loads(tool.parameters_json)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{what} is not JSON: {error}", field) from error
+    if not isinstance(parameters, dict):
+        raise invalid(f"{what} must be a JSON object", field)
+    return parameters
 
 
 def invalid(message: str, field: str) -> MillraceError:

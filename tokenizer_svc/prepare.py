@@ -7,6 +7,8 @@ import time
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from contract.chat import Conversation, ResponseFormat
+from contract.grammar import Verdict
 from observability import names
 from observability.metrics import Metrics
 from observability.names import SpanName
@@ -25,15 +27,7 @@ from tokenizer_svc.grammar.request import (
 from tokenizer_svc.limits import num_characters
 from tokenizer_svc.prompt import Prompts
 from tokenizer_svc.threads import TextThreads
-from tokenizer_svc.types import (
-    Compiled,
-    Conversation,
-    LengthLimit,
-    Prepared,
-    ResponseFormat,
-    Truncation,
-    Verdict,
-)
+from tokenizer_svc.types import Compiled, LengthLimit, Prepared, Truncation
 from tokenizer_svc.wire import LargeRequest
 
 ANY_LENGTH = LengthLimit()

@@ -5,15 +5,15 @@ The same code serves short conversations in the service and large ones in a work
 
 from __future__ import annotations
 
+from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
 from tokenizer_svc import formats
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.control import ControlTokens
 from tokenizer_svc.encoding import TextEncoder
 from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec
-from tokenizer_svc.limits import RequestLimits, invalid
+from tokenizer_svc.limits import RequestLimits, invalid, tool_parameters
 from tokenizer_svc.template import ChatTemplates
-from tokenizer_svc.types import Conversation, ResponseFormat, ToolChoiceMode
 
 
 class Prompts:
@@ -48,26 +48,25 @@ class Prompts:
         return GrammarRequest(response_format=form, tools=tools, reasoning_open=open_reasoning)
 
     def _tool_rules(self, conversation: Conversation) -> ToolRules | None:
-        mode = conversation.tool_choice
+        choice = conversation.tool_choice
+        mode = choice.mode
         if mode is ToolChoiceMode.NONE or not conversation.tools:
-            if mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
+            if choice.forces:
                 raise invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
             return None
         if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
             # The template alone decides what the model makes of its tools.
             return None
-        tools = conversation.tools
-        if mode is ToolChoiceMode.NAMED:
-            tools = tuple(tool for tool in tools if tool.name == conversation.tool_choice_name)
-            if not tools:
-                known = ", ".join(tool.name for tool in conversation.tools)
-                raise invalid(
-                    f"tool_choice names {conversation.tool_choice_name!r}; tools: {known}", "tool_choice"
-                )
+        tools = tuple(
+            ToolSpec(name=tool.name, parameters=tool_parameters(tool, index), strict=tool.strict)
+            for index, tool in enumerate(conversation.tools)
+            if mode is not ToolChoiceMode.NAMED or tool.name == choice.name
+        )
+        if not tools:
+            known = ", ".join(tool.name for tool in conversation.tools)
+            raise invalid(f"tool_choice names {choice.name!r}; tools: {known}", "tool_choice")
         return ToolRules(
-            tools=tuple(
-                ToolSpec(name=tool.name, parameters=tool.parameters, strict=tool.strict) for tool in tools
-            ),
+            tools=tools,
             mode=mode,
             parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
             format=self.tool_call_format,

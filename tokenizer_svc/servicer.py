@@ -12,6 +12,9 @@ from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
+from contract.chat import Conversation, JsonSchemaFormat
+from contract.grammar import EnforcementReport
+from contract.proto.grammar import report_message, verdict_message
 from observability import names
 from observability.tracing import (
     RequestIdentity,
@@ -31,7 +34,7 @@ from tokenizer_svc.pace import Pace
 from tokenizer_svc.prepare import MAX_SHORT_BYTES, Preparer
 from tokenizer_svc.stream import Calls, CallStream
 from tokenizer_svc.threads import INLINE_CHARACTERS
-from tokenizer_svc.types import Conversation, EnforcementReport, JsonSchemaFormat, Prepared
+from tokenizer_svc.types import Prepared
 from tokenizer_svc.wire import Call, Head, LargeAnswer, LargeRequest, large
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
@@ -292,7 +295,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.CheckSchemaResponse(
             accepted_strict=accepted_strict,
             accepted=accepted,
-            enforcement=convert.enforcement(report) if report is not None else None,
+            enforcement=report_message(report) if report is not None else None,
             refusal=refusal,
             compile_s=time.perf_counter() - start,
         )
@@ -304,7 +307,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         who = self._verify(request)
         self._check_model(request.model, who)
         verdicts = await self._preparer.validate(request.schema_json, list(request.texts), tenant=who.tenant)
-        return tokenizer_pb2.ValidateOutputResponse(verdicts=map(convert.verdict, verdicts))
+        return tokenizer_pb2.ValidateOutputResponse(verdicts=map(verdict_message, verdicts))
 
     def _verify(
         self, request: tokenizer_pb2.PrepareRequest | tokenizer_pb2.ValidateOutputRequest

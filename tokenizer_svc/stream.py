@@ -12,9 +12,9 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.proto.status import to_detail
 from services.errors import MillraceError, Reason
 from services.outbox import Outbox
-from services.status import to_detail
 from tokenizer_svc.wire import (
     MAX_CALLS,
     NO_REQUEST,

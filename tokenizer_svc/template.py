@@ -14,12 +14,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from services.errors import ConfigError, MillraceError, Reason
 from tokenizer_svc.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.control import ControlTokens
 from tokenizer_svc.formats import THINK_CLOSE
-from tokenizer_svc.types import Conversation, Message, Role, Tool, ToolCall
+from tokenizer_svc.limits import tool_parameters
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -193,7 +194,7 @@ class ChatTemplates:
             Message(role=Role.ASSISTANT, tool_calls=(call,)),
             Message(role=Role.TOOL, content="r", tool_call_id="abcdefghi", name="probe_name"),
         )
-        tool = Tool(name="probe_name", parameters={"type": "object", "properties": {}})
+        tool = Tool(name="probe_name", parameters_json='{"type": "object", "properties": {}}')
         template = self._templates.get(_TOOL_TEMPLATE, self._templates.get(DEFAULT_TEMPLATE))
         if template is None:
             return _Shape()
@@ -301,7 +302,10 @@ class ChatTemplates:
                 )
         protect = self._control.protect_value
         options = protect(conversation.template_options, allow_markup=False)
-        tools = [protect(_tool_value(tool), allow_markup=False) for tool in conversation.tools]
+        tools = [
+            protect(_tool_value(tool, index), allow_markup=False)
+            for index, tool in enumerate(conversation.tools)
+        ]
         documents = [protect(document, allow_markup=False) for document in conversation.documents]
         return {
             **self._special_tokens,
@@ -417,10 +421,11 @@ def _unread(field: str, problem: str) -> MillraceError:
     return MillraceError(Reason.UNSUPPORTED_FIELD, f"{name}: the model's chat template {problem}", field=name)
 
 
-def _tool_value(tool: Tool) -> dict[str, Any]:
+def _tool_value(tool: Tool, index: int) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
+    parameters = tool_parameters(tool, index)
+    if parameters is not None:
+        function["parameters"] = parameters
     return {"type": "function", "function": function}

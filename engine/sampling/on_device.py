@@ -18,12 +18,12 @@ from torch import Tensor
 
 from engine.kernels.transfer import on_device
 from engine.sampling.noise import row_keys
-from engine.sampling.table import NO_ROW, SamplingTable
+from engine.sampling.table import NO_ROW, OPTIONS, SamplingTable
 
 if TYPE_CHECKING:
     from engine.sampling.sampler import SamplingRows
 
-_FLOATS = ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")
+_FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class Admitter:
     def _can_fork(self, draft: PlanDraft, sequence: Sequence) -> bool:
         """Whether an earlier plan has computed the prompt in blocks that the parent still holds."""
         parent = sequence.fork_parent
-        if parent is None or parent.status is not Status.RUNNING or sequence.num_preemptions:
+        if parent is None or parent.status is not Status.RUNNING or sequence.took.num_preemptions:
             return False
         row = draft.rows.get(parent.sequence_id)
         computed_before = parent.num_computed if row is None else row.start
@@ -215,7 +215,7 @@ class Admitter:
         if group.first_scheduled_s is None:
             group.first_scheduled_s = now
             group.cached_prompt_tokens = start
-        if not sequence.num_preemptions:
+        if not sequence.took.num_preemptions:
             sequence.high_water = max(sequence.high_water, start)
         state.start_running(sequence)
         if draft.under_way is not None:

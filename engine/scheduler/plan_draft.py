@@ -177,7 +177,7 @@ class RowWriter:
             num_given_up=num_given_up,
         )
         if row.is_prefill:
-            sequence.recomputed_tokens += num_tokens - fresh
+            sequence.took.recomputed_tokens += num_tokens - fresh
             state.totals.recomputed_tokens += num_tokens - fresh
             state.totals.computed_prompt_tokens += fresh
             weight = sequence.group.request.weight

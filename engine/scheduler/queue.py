@@ -93,7 +93,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence; one that was preempted keeps its rank."""
         priority = sequence.priority
-        if sequence.num_preemptions:
+        if sequence.took.num_preemptions:
             heapq.heappush(self._preempted.setdefault(priority, []), (sequence.order, sequence))
         else:
             deadline = sequence.group.request.ttft_deadline_s
@@ -231,4 +231,4 @@ class WaitingQueue:
 
     def _is_stale(self, sequence: Sequence, *, preempted: bool) -> bool:
         member = sequence.sequence_id in self._members
-        return not member or bool(sequence.num_preemptions) != preempted
+        return not member or bool(sequence.took.num_preemptions) != preempted

@@ -58,8 +58,8 @@ class ResultHandler:
             if failure:
                 self._state.fail_group(sequence.group, _refusal(failure, outcome.failure_field))
                 continue
-            sequence.num_steps += 1
-            sequence.grammar_s += outcome.grammar_s
+            sequence.took.num_steps += 1
+            sequence.took.grammar_s += outcome.grammar_s
             if row.is_prefill:
                 sequence.group.prefill_chunks.append((started, prefill_end, row.num_tokens))
             elif long_share:
@@ -96,7 +96,7 @@ class ResultHandler:
         ):
             return False
         request = group.request
-        sequence.num_steps += 1
+        sequence.took.num_steps += 1
         sequence.num_pending -= 1
         sequence.token_ids.append(tokens[0])
         sequence.num_confirmed = end
@@ -125,10 +125,8 @@ class ResultHandler:
             self._report_beam(sequence.group, sequence, outcome, prefill_end, now)
             return
         num_rejected = len(row.draft_token_ids) - outcome.num_accepted if row.draft_token_ids else 0
-        sequence.drafted_tokens += len(row.draft_token_ids)
-        sequence.accepted_tokens += outcome.num_accepted
-        self._state.totals.drafted_tokens += len(row.draft_token_ids)
-        self._state.totals.accepted_tokens += outcome.num_accepted
+        sequence.took.drafted_tokens += len(row.draft_token_ids)
+        sequence.took.accepted_tokens += outcome.num_accepted
         token_ids, reason, stop_token_id = self._accept(sequence, outcome)
         self._confirm(row, num_rejected)
         request = sequence.group.request
@@ -144,7 +142,7 @@ class ResultHandler:
             finish_reason=reason,
             stop_token_id=stop_token_id,
             first_token=sequence.group.take_first_token_timings(prefill_end, now),
-            statistics=None if reason is None else sequence.statistics(now),
+            statistics=None if reason is None else sequence.history(now),
         )
         if sequence.first_token_s is None:
             sequence.first_token_s = now
@@ -184,7 +182,7 @@ class ResultHandler:
                 finish_reason=answer.reason,
                 stop_token_id=answer.stop_token_id,
                 first_token=None if index else group.beam_first_token,
-                statistics=sequence.statistics(now),
+                statistics=sequence.history(now),
             )
             for index, answer in enumerate(beams.best())
         ]

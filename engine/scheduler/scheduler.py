@@ -20,7 +20,7 @@ from engine.scheduler.results import ResultHandler
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
-    ChoiceStatistics,
+    ChoiceHistory,
     FinishReason,
     KvEvent,
     MemoryPlan,
@@ -113,7 +113,7 @@ class Scheduler:
             return False
         if group.beams is not None:
             # Copies of one another, with their steps.
-            num_steps = max(each.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
+            num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
             self._state.finish_beams(
                 group,
                 [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)],
@@ -123,7 +123,7 @@ class Scheduler:
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
                 # What runs is computed, though nobody will hear of it: it is no free gift to those who leave.
-                sequence.num_steps += self._num_steps_in_flight(sequence)
+                sequence.took.num_steps += self._num_steps_in_flight(sequence)
                 self._state.finish(sequence, reason, now)
         return True
 
@@ -313,5 +313,5 @@ def _ended(group: RequestGroup, index: int, reason: FinishReason, num_steps: int
         request_id=request.request_id,
         choice_index=request.choice_index + index,
         finish_reason=reason,
-        statistics=ChoiceStatistics(num_steps=num_steps),
+        statistics=ChoiceHistory(num_steps=num_steps),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.kv.block_table import BlockTable
 from engine.kv.hashing import PrefixHasher
-from engine.types import ChoiceStatistics, SamplingParams, TokenLogprobs
+from engine.types import ChoiceHistory, ChoiceStatistics, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.scheduler.group import RequestGroup
@@ -82,14 +82,8 @@ class Sequence:
         self._start_statistics()
 
     def _start_statistics(self) -> None:
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.recomputed_tokens = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        self.grammar_s = 0.0
+        self.took = ChoiceStatistics()
         self.first_token_s: float | None = None
-        self.delayed_by_s: dict[str, float] = {}
         # When it was preempted; None while it is not away. Then the times it was away, with their ends.
         self.away_since_s: float | None = None
         self.absences_s: list[tuple[float, float]] = []
@@ -168,10 +162,9 @@ class Sequence:
         child.beam_parent_id = self.sequence_id
         child.sum_logprob = self.sum_logprob + logprob
         child.beam_logprobs = (*self.beam_logprobs, TokenLogprobs(token_id, logprob))
-        child.num_steps, child.num_preemptions = self.num_steps, self.num_preemptions
-        child.recomputed_tokens, child.high_water = self.recomputed_tokens, self.high_water
+        child.took.add(self.took)
+        child.high_water = self.high_water
         child.first_token_s = self.first_token_s
-        child.delayed_by_s = dict(self.delayed_by_s)
         child.absences_s = list(self.absences_s)
         child.comebacks_s, child.restores_s = list(self.comebacks_s), list(self.restores_s)
         return child
@@ -179,7 +172,7 @@ class Sequence:
     def blames(self, cause: str, seconds: float) -> None:
         """Adds to the time lost to a named cause; waits that nobody caused are not reported."""
         if seconds > 0 and cause:
-            self.delayed_by_s[cause] = self.delayed_by_s.get(cause, 0.0) + seconds
+            self.took.delayed_by_s[cause] = self.took.delayed_by_s.get(cause, 0.0) + seconds
 
     def waits_for(self, cause: str, now: float) -> None:
         """Books the wait so far under its cause and goes on waiting for another one."""
@@ -217,18 +210,13 @@ class Sequence:
         if self.first_token_s is None:
             self.prompt_logprobs.clear()
 
-    def statistics(self, now: float) -> ChoiceStatistics:
+    def history(self, now: float) -> ChoiceHistory:
         """What the choice took over its whole life."""
-        return ChoiceStatistics(
-            num_steps=self.num_steps,
-            num_preemptions=self.num_preemptions,
-            recomputed_tokens=self.recomputed_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+        history = ChoiceHistory(
             decode_s=0.0 if self.first_token_s is None else now - self.first_token_s,
-            grammar_s=self.grammar_s,
-            delayed_by_s=dict(self.delayed_by_s),
             absences_s=tuple(self.absences_s),
             comebacks_s=tuple(self.comebacks_s),
             restores_s=tuple(self.restores_s),
         )
+        history.add(self.took)
+        return history

@@ -176,9 +176,9 @@ class SchedulerState:
         sequence.waiting_for, sequence.waiting_since_s = cause, now
         if counts:
             sequence.away_since_s = now
-            sequence.num_preemptions += 1
+            sequence.took.num_preemptions += 1
             self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
-            if sequence.num_preemptions >= self.config.max_preemptions:
+            if sequence.took.num_preemptions >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
         self.waiting.push(sequence)
@@ -202,7 +202,7 @@ class SchedulerState:
                 request_id=group.request.request_id,
                 choice_index=sequence.choice_index,
                 finish_reason=reason,
-                statistics=sequence.statistics(now),
+                statistics=sequence.history(now),
             )
         self.report(group, event)
         if group.num_finished == len(group.sequences):

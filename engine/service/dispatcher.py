@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from contract.proto.engine import kv_event_message, load_fields
 from engine.core import messages
 from engine.service import convert
 from engine.service.held_blocks import HeldBlocks
@@ -77,12 +78,12 @@ class Dispatcher:
             return
         now, batch = time.monotonic(), 0
         for event in self._held.snapshot():
-            stream.kv_events.append(convert.to_kv_event(event))
+            stream.kv_events.append(kv_event_message(event))
             batch += len(event.block_hashes)
             if batch >= _SNAPSHOT_HASHES:
                 stream.put(self._last_step_id, [], None, now)
                 batch = 0
-        stream.put(self._last_step_id, [], convert.to_load(self.load, draining=self.draining), now)
+        stream.put(self._last_step_id, [], load_fields(self.load, draining=self.draining), now)
 
     def close(self, stream: GatewayStream) -> None:
         """The stream has ended: its requests are cancelled, its messages dropped. May be called again."""
@@ -129,9 +130,9 @@ class Dispatcher:
             if opened is not None:
                 seen.append((opened, event, self._take_in(opened, event)))
                 outputs.setdefault(opened.stream, []).append(convert.to_output(event, opened.handle))
-        load = convert.to_load(step.load, draining=self.draining)
+        load = load_fields(step.load, draining=self.draining)
         self._held.apply(step.kv_events)
-        kv_events = [convert.to_kv_event(event) for event in step.kv_events]
+        kv_events = [kv_event_message(event) for event in step.kv_events]
         for stream in list(self.streams):
             stream.kv_events += kv_events
             news = outputs.get(stream, [])

@@ -9,13 +9,13 @@ import socket
 
 from millrace.engine.v1 import engine_pb2
 
+from contract.errors import RequestFailure
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.service import convert
 from engine.service.core_client import CoreClient
 from engine.service.dispatcher import Dispatcher
 from engine.service.metrics import EngineMetrics
-from engine.types import RequestFailure
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.config import ModelConfig
@@ -210,7 +210,7 @@ class EngineProcess:
             "can continue the request",
             retry_after_s=1.0,
         )
-        self.dispatcher.core_lost(convert.to_failure(error))
+        self.dispatcher.core_lost(RequestFailure.of(error))
         for stream in list(self.dispatcher.streams):
             stream.end(error)
         for answer in self._checks.values():

@@ -10,6 +10,7 @@ import psutil
 
 from engine.core import messages
 from engine.types import (
+    BlocksEvicted,
     ChoiceStatistics,
     FinishReason,
     FirstTokenTimings,
@@ -19,7 +20,6 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from engine.types.kv_events import BlocksEvicted
 from observability import names
 from observability.metrics import NO_EXEMPLAR, Metrics, set_build_info
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from contract.errors import RequestFailure
+from contract.proto.engine import load_fields
 from engine.service import convert
 from engine.service.dispatcher import Dispatcher
 from engine.service.engine_process import EngineProcess
@@ -127,7 +129,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 now_unix_ms=now_unix_ms,
             )
         except MillraceError as error:
-            dispatcher.refuse(stream, submit.handle, convert.to_failure(error))
+            dispatcher.refuse(stream, submit.handle, RequestFailure.of(error))
             return
         dispatcher.submit(stream, submit.handle, request)
 
@@ -138,7 +140,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         response = engine_pb2.GetInfoResponse(info=self._engine.info())
         dispatcher = self._engine.dispatcher
         if dispatcher.load is not None:
-            load = convert.to_load(dispatcher.load, draining=dispatcher.draining)
+            load = load_fields(dispatcher.load, draining=dispatcher.draining)
             response.load.CopyFrom(engine_pb2.EngineLoad(**load))
         return response
 

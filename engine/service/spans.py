@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from opentelemetry.trace import Link
 
-from engine.types import ChoiceStatistics, FinishReason, FirstTokenTimings, Request, TokenEvent
+from contract.outputs import NUMBERS
+from engine.types import ChoiceHistory, FinishReason, FirstTokenTimings, Request, TokenEvent
 from observability import names
 from observability.names import SpanName
 from observability.neighbours import RecentWork, Work
 from observability.tracing import RequestIdentity, Telemetry, remote_span
 
+_COUNT_KEYS = {name: getattr(names, name.upper()) for name in NUMBERS if hasattr(names, name.upper())}
 _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
 
 
@@ -89,17 +91,13 @@ class RequestTrace:
             )
         step(names.ENGINE_FIRST_DECODE, of=span, start_s=first.prefill_end_s, end_s=first.first_token_s)
 
-    def _record_decode(self, choice_index: int, statistics: ChoiceStatistics, now: float) -> None:
+    def _record_decode(self, choice_index: int, statistics: ChoiceHistory, now: float) -> None:
         if not self._span.is_recording():
             return
         delays = sorted(statistics.delayed_by_s.items(), key=lambda item: -item[1])
         attributes: dict[str, str | int | float | list[str]] = {
             names.CHOICE_INDEX: choice_index,
-            names.NUM_STEPS: statistics.num_steps,
-            names.NUM_PREEMPTIONS: statistics.num_preemptions,
-            names.RECOMPUTED_TOKENS: statistics.recomputed_tokens,
-            names.DRAFTED_TOKENS: statistics.drafted_tokens,
-            names.ACCEPTED_TOKENS: statistics.accepted_tokens,
+            **{key: getattr(statistics, name) for name, key in _COUNT_KEYS.items()},
             names.GRAMMAR_MS: statistics.grammar_s * 1000,
             names.DELAYED_BY: [cause for cause, _ in delays],
         }
@@ -118,7 +116,7 @@ class RequestTrace:
             is_notable=statistics.num_preemptions > 0,
         )
 
-    def _record_losses(self, choice_index: int, statistics: ChoiceStatistics) -> None:
+    def _record_losses(self, choice_index: int, statistics: ChoiceHistory) -> None:
         """Times out of the batch, the returns, and blocks brought back from host memory."""
         lost: list[tuple[SpanName, float, float, dict[str, int]]] = [
             (names.ENGINE_PREEMPTED, start_s, end_s, {}) for start_s, end_s in statistics.absences_s
@@ -140,7 +138,7 @@ class RequestTrace:
                 attributes={names.CHOICE_INDEX: choice_index, **attributes},
             )
 
-    def _links(self, statistics: ChoiceStatistics, now: float) -> list[Link]:
+    def _links(self, statistics: ChoiceHistory, now: float) -> list[Link]:
         """The requests whose work took the time that this one lost."""
         first = self._first
         if first is None or not statistics.delayed_by_s:

@@ -4,18 +4,22 @@ Every type is an immutable msgspec struct, so that it can be compared in tests, 
 process without a second declaration. Times are seconds of CLOCK_MONOTONIC unless the name says otherwise.
 """
 
-from engine.types.events import ChoiceStatistics, FinishReason, FirstTokenTimings, RequestFailure, TokenEvent
-from engine.types.kv_events import BlocksEvicted, BlocksStored, KvEvent
+from contract.engines import BlocksEvicted, BlocksStored, KvEvent
+from contract.errors import RequestFailure
+from contract.grammar import GrammarSpec
+from contract.outputs import ChoiceStatistics, FinishReason, TokenLogprobs
+from contract.sampling import SamplingParams
+from engine.types.events import ChoiceHistory, FirstTokenTimings, TokenEvent
 from engine.types.load import SchedulerCounters, SchedulerLoad
 from engine.types.memory import MemoryPlan, MemoryUse
 from engine.types.model_facts import ModelFacts
-from engine.types.request import GrammarSpec, Request
-from engine.types.sampling import SamplingParams, TokenLogprobs
+from engine.types.request import Request
 from engine.types.step import NewSequence, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
 
 __all__ = [
     "BlocksEvicted",
     "BlocksStored",
+    "ChoiceHistory",
     "ChoiceStatistics",
     "FinishReason",
     "FirstTokenTimings",

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import msgspec
 
-from engine.types.sampling import TokenLogprobs
-
-
-class FinishReason(IntEnum):
-    """Why a choice ended. Numbers equal those of millrace.common.v1.FinishReason."""
-
-    STOP = 1
-    LENGTH = 2
-    CANCELLED = 4
-    DEADLINE = 5
-    ERROR = 6
-
-
-class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A domain error in plain data; `reason` is a name from the error table."""
-
-    reason: str
-    message: str
-    field: str = ""
-    metadata: dict[str, str] = {}
-    retry_after_s: float | None = None
+from contract.errors import RequestFailure
+from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
 
 
 class FirstTokenTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,20 +19,22 @@ class FirstTokenTimings(msgspec.Struct, frozen=True, kw_only=True):
     # (start, end, tokens) of every prefill chunk.
     prefill_chunks: tuple[tuple[float, float, int], ...] = ()
 
+    @property
+    def parts(self) -> FirstToken:
+        """What the gateway is told."""
+        return FirstToken(
+            queue_s=self.first_scheduled_s - self.arrival_s,
+            prefill_s=self.prefill_end_s - self.first_scheduled_s,
+            first_decode_s=self.first_token_s - self.prefill_end_s,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            num_prefill_chunks=len(self.prefill_chunks),
+        )
 
-class ChoiceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one choice took, over its whole life."""
 
-    num_steps: int = 0
-    num_preemptions: int = 0
-    recomputed_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decode_s: float = 0.0
-    grammar_s: float = 0.0
-    # Named cause to seconds lost.
-    delayed_by_s: dict[str, float] = {}
-    # (start, end) of every time out of the batch, for spans.
+class ChoiceHistory(ChoiceStatistics, kw_only=True):
+    """What one choice took, with the moments for spans."""
+
+    # (start, end) of every time out of the batch.
     absences_s: tuple[tuple[float, float], ...] = ()
     # (start, end, tokens computed again) of every return to the batch, up to the next token.
     comebacks_s: tuple[tuple[float, float, int], ...] = ()
@@ -75,4 +56,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     failure: RequestFailure | None = None
     first_token: FirstTokenTimings | None = None
-    statistics: ChoiceStatistics | None = None
+    statistics: ChoiceHistory | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from contract.engines import EngineLoad
+
 
 class SchedulerCounters(msgspec.Struct, kw_only=True):
     """Events since the engine started. Only ever grows; readers take differences."""
@@ -14,8 +16,6 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     restored_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     evicted_blocks: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
@@ -24,19 +24,10 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     preemptions: dict[str, int] = {}
 
 
-class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The present load."""
+class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
+    """The present load, with what the engine's own metrics and scheduling policy look at beside it."""
 
-    num_running: int
-    num_waiting: int
     waiting_by_tier: dict[str, int]
-    pending_prefill_tokens: int
-    # Not referenced by any sequence: free and cached ones.
-    num_free_blocks: int
-    # Of these, the ones whose content can be reused.
+    # Of the free blocks, the ones whose content can be reused.
     num_cached_blocks: int
-    num_total_blocks: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    oldest_wait_s: float
     counters: SchedulerCounters

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types.sampling import SamplingParams
-
-
-class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled output constraint as it came from the tokenizer service."""
-
-    digest: str
-    payload: bytes
-    backend: str
+from contract.grammar import GrammarSpec
+from contract.sampling import SamplingParams
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types.request import GrammarSpec
-from engine.types.sampling import SamplingParams, TokenLogprobs
+from contract.grammar import GrammarSpec
+from contract.outputs import TokenLogprobs
+from contract.sampling import SamplingParams
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

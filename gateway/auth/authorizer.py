@@ -16,18 +16,18 @@ from typing import Any
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
+from contract.proto.status import to_status
 from gateway.auth.convert import Authenticated, context_of, identity_of
 from gateway.auth.directory import KeyDirectory, Principal
-from gateway.identity import MAX_CLIENT_REQUEST_ID
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
+from gateway.types.identity import MAX_CLIENT_REQUEST_ID
 from observability import names
 from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.tracing import Telemetry, remote_span
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.deferred import Deferred
 from services.errors import MillraceError, Reason
-from services.status import to_status
 
 TENANT_HEADER = "x-millrace-tenant"
 KEY_HEADER = "x-millrace-key"

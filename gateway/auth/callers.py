@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from gateway.auth.authorizer import Authorizer
 from gateway.auth.convert import identity_of
-from gateway.pipeline.caller import Caller, CallerVerifier
+from gateway.auth.verifier import CallerVerifier
+from gateway.types.caller import Caller
 from services.context import CONTEXT_HEADER
 
 _CONTEXT = CONTEXT_HEADER.encode()

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from millrace.common.v1 import context_pb2
 
 from gateway.auth.directory import Principal
-from gateway.identity import Identity
 from gateway.tiers import Tier
+from gateway.types.identity import Identity
 
 _Promise = Literal["ttft_target_ms", "tpot_target_ms", "queue_limit_ms", "max_context_tokens"]
 _OPTIONAL_PROMISES: tuple[_Promise, ...] = get_args(_Promise)

@@ -11,17 +11,11 @@ from typing import Any, TypeAlias
 
 from millrace.engine.v1 import engine_pb2
 
+from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
+from contract.proto import engine as wire
 from gateway.engines import convert
 from gateway.engines.mailbox import Mailbox
-from gateway.engines.types import (
-    CancelReason,
-    EngineInfo,
-    EngineLoad,
-    EngineOutput,
-    EngineState,
-    KvEvent,
-    Submission,
-)
+from gateway.engines.types import EngineOutput, EngineState, Submission
 from services.channels import trace_metadata
 from services.errors import MillraceError, Reason
 from services.outbox import Outbox, OutboxFull
@@ -260,14 +254,14 @@ class Attachment:
                 raise MillraceError(
                     Reason.ENGINE_UNAVAILABLE, f"engine {self.target} did not begin with its welcome"
                 )
-            self._welcome(convert.info(message.welcome.info))
+            self._welcome(wire.info(message.welcome.info))
             return
         step = message.outputs
         if step.HasField("load"):
-            self._set_load(convert.load(step.load))
+            self._set_load(wire.load(step.load))
         self._dispatch(step.outputs)
         if step.kv_events and self._on_kv_events is not None:
-            self._on_kv_events(self, [convert.kv_event(event) for event in step.kv_events])
+            self._on_kv_events(self, [wire.kv_event(event) for event in step.kv_events])
 
     def _dispatch(self, outputs: Any) -> None:
         legs = self._legs

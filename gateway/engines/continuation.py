@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from contract.engines import CancelReason
 from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Mailbox
-from gateway.engines.types import CancelReason, EngineOutput, Submission
+from gateway.engines.types import EngineOutput, Submission
 from services.errors import MillraceError, Reason
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
@@ -26,15 +27,6 @@ from services.errors import MillraceError, Reason
 _ANSWER_S = 10.0
 # Failures that another engine may not have.
 _ELSEWHERE = frozenset({Reason.DRAINING, Reason.ENGINE_UNAVAILABLE, Reason.STEP_FAILED})
-
-
-class ContinuationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[gateway.continuation]`: what is done when an engine is lost in the middle of a stream."""
-
-    # Engines that one request may lose before it ends with ENGINE_LOST; 0 ends it with the first.
-    max_losses: int = 3
-    # How long to wait for an engine when none is attached.
-    wait_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +51,13 @@ class ContinuousStream:
         self,
         fleet: Fleet,
         submission: Submission,
-        config: ContinuationConfig,
         *,
         renew: Callable[[], Any] | None = None,
         tell: Callable[[MillraceError], MillraceError] = lambda error: error,
     ) -> None:
         self._fleet = fleet
         self._submission = submission
-        self._config = config
+        self._config = fleet.routing
         self._renew = renew
         self._tell = tell
         self._inbox: Inbox = Mailbox()
@@ -156,11 +147,6 @@ class ContinuousStream:
                 leg.cancel(reason)
                 del self._legs[leg]
 
-    @property
-    def _ranks_at_the_end(self) -> bool:
-        sampling = self._submission.sampling
-        return sampling.best_of > sampling.n or sampling.beam_width > 0
-
     def _note(self, output: EngineOutput) -> None:
         self._has_output = True
         if output.finish_reason is not None:
@@ -178,14 +164,14 @@ class ContinuousStream:
             raise self._tell(lost.error)
         self._losses[leg.attachment.target, leg.connection] = None
         num_losses = num_before + 1
-        if num_losses > self._config.max_losses:
+        if num_losses > self._config.max_continuations:
             raise self._lost(f"{num_losses} engines were lost under it")
         self._stranded.append(_Stranded(leg.choice_index, num_losses, time.monotonic()))
 
     def _may_retry(self, error: MillraceError, num_losses: int) -> bool:
         takers = self._fleet.takers(self._submission)
         others = [each for each in takers if each.target != self.engine]
-        return error.reason in _ELSEWHERE and num_losses < self._config.max_losses and bool(others)
+        return error.reason in _ELSEWHERE and num_losses < self._config.max_continuations and bool(others)
 
     def _submit(self, submission: Submission, num_losses: int) -> None:
         last_lost = next(reversed(self._losses), None)
@@ -213,7 +199,7 @@ class ContinuousStream:
         whole = self._submission
         if self._renew is not None:
             whole = msgspec.structs.replace(whole, context=self._renew())
-        if not self._has_output or self._ranks_at_the_end:
+        if not self._has_output or self._submission.sampling.ranks_at_the_end:
             # Nothing was told yet; and which answers are the best depends on all of them.
             return [whole]
         first = msgspec.structs.replace(whole.sampling, n=1, best_of=1)
@@ -231,11 +217,13 @@ class ContinuousStream:
         ]
 
     async def _wait_for_engine(self) -> None:
-        end = time.monotonic() + self._config.wait_s
+        end = time.monotonic() + self._config.continuation_wait_s
         while not self._fleet.takers(self._submission):
             remaining = end - time.monotonic()
             if remaining <= 0:
-                self._inbox.put(self._lost(f"no other engine was attached within {self._config.wait_s:g} s"))
+                self._inbox.put(
+                    self._lost(f"no other engine was attached within {self._config.continuation_wait_s:g} s")
+                )
                 return
             await self._fleet.wait_change(remaining)
         self._inbox.put(EngineReady())

@@ -9,10 +9,12 @@ from hashlib import blake2b
 
 import msgspec
 
+from contract.engines import KvEvent
+from gateway.config import RoutingConfig
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
-from gateway.engines.router import Candidate, RouteReason, RoutingPolicy, choose
-from gateway.engines.types import EngineState, KvEvent, Submission
+from gateway.engines.router import Candidate, RouteReason, choose
+from gateway.engines.types import EngineState, Submission
 from services.errors import MillraceError, Reason
 
 
@@ -38,17 +40,14 @@ class Fleet:
         fingerprint: str,
         model: str = "",
         served_model: str = "",
-        policy: RoutingPolicy | None = None,
-        use_prefixes: bool = True,
-        long_lane: Collection[str] = (),
+        routing: RoutingConfig,
     ) -> None:
         self._gateway = gateway
         self._fingerprint = fingerprint
         self._model = model
         self._served_model = served_model
-        self._policy = policy or RoutingPolicy()
-        self._use_prefixes = use_prefixes
-        self._long_lane = frozenset(long_lane)
+        self.routing = routing
+        self._use_prefixes = routing.policy == "prefix"
         self._attachments: dict[str, Attachment] = {}
         self._prefixes: dict[str, PrefixIndex] = {}
         self._choices = itertools.count(1)
@@ -129,7 +128,7 @@ class Fleet:
         home = _home(submission, ready)
         candidates = [self._candidate(each, hashes, is_home=each is home) for each in ready]
         tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
-        choice = choose(candidates, tokens, self._policy)
+        choice = choose(candidates, tokens, self.routing)
         chosen = ready[choice.index]
         self._last_chosen[chosen.target] = next(self._choices)
         if hashes is not None:
@@ -161,8 +160,8 @@ class Fleet:
             cached_tokens=cached_blocks * (info.block_size if info else 0),
             kv_usage=used / load.num_total_blocks if load.num_total_blocks else 0.0,
             is_home=is_home,
-            long_lane=attachment.target in self._long_lane
-            or (info is not None and info.pool in self._long_lane),
+            long_lane=attachment.target in self.routing.long_lane
+            or (info is not None and info.pool in self.routing.long_lane),
             last_chosen=self._last_chosen.get(attachment.target, 0),
         )
 

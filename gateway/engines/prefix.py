@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from gateway.engines.types import KvEvent
+from contract.engines import BlocksStored, KvEvent
 
 _DIGEST_BYTES = 16
 _PERSON = b"millrace-kv"
@@ -74,7 +74,7 @@ class PrefixIndex:
     def apply(self, events: Iterable[KvEvent]) -> None:
         """Takes changes in their order."""
         for event in events:
-            if event.stored:
+            if isinstance(event, BlocksStored):
                 self._held.update(event.block_hashes)
             else:
                 self._held.difference_update(event.block_hashes)

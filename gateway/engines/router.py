@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.config import RoutingConfig
+
 
 class RouteReason(StrEnum):
     """Why an engine was chosen."""
@@ -40,19 +42,13 @@ class Candidate(msgspec.Struct, frozen=True):
     last_chosen: int = 0
 
 
-class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request costs, in prompt tokens to compute, and when a cached prefix counts."""
-
-    # Prefix hits on an engine count while it has at most this many pending tokens more than the least loaded.
-    prefix_imbalance_tokens: int = 4096
-    # What a prompt cache key is worth: requests that share one probably share more than is known here.
-    home_tokens: float = 512.0
-    # Prompts with at least this many tokens to compute go to the long lane; 0 is off.
-    long_prompt_tokens: int = 0
-    # What one running request costs a new one: its share of every step.
-    tokens_per_running_request: float = 64.0
-    # Added at full KV cache, where preemption threatens; grows with the square of the usage.
-    tokens_at_full_cache: float = 2048.0
+# What a prompt cache key is worth, in prompt tokens: requests that share one probably share more than is
+# known here.
+_HOME_TOKENS = 512.0
+# What one running request costs a new one, in prompt tokens: its share of every step.
+_TOKENS_PER_RUNNING_REQUEST = 64.0
+# Added at full KV cache, where preemption threatens; grows with the square of the usage.
+_TOKENS_AT_FULL_CACHE = 2048.0
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -62,13 +58,13 @@ class Choice(msgspec.Struct, frozen=True):
     reason: RouteReason
 
 
-def choose(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingPolicy) -> Choice:
+def choose(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingConfig) -> Choice:
     """The cheapest candidate; among equals the one that was chosen longest ago."""
-    lane = _lane(candidates, prompt_tokens, policy)
+    lane = _lane(candidates, prompt_tokens, config)
     if len(lane) == 1:
         return Choice(lane[0], RouteReason.ONLY)
     least_pending = min(candidates[index].pending_tokens for index in lane)
-    allowed = least_pending + policy.prefix_imbalance_tokens
+    allowed = least_pending + config.prefix_imbalance_tokens
 
     def cost(index: int, *, with_prefix: bool, with_home: bool) -> tuple[float, int]:
         candidate = candidates[index]
@@ -77,9 +73,9 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingP
         total = (
             candidate.pending_tokens
             + own
-            - (policy.home_tokens if with_home and near and candidate.is_home else 0.0)
-            + candidate.num_requests * policy.tokens_per_running_request
-            + candidate.kv_usage**2 * policy.tokens_at_full_cache
+            - (_HOME_TOKENS if with_home and near and candidate.is_home else 0.0)
+            + candidate.num_requests * _TOKENS_PER_RUNNING_REQUEST
+            + candidate.kv_usage**2 * _TOKENS_AT_FULL_CACHE
         )
         return total, candidate.last_chosen
 
@@ -91,11 +87,11 @@ def choose(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingP
     return Choice(best, RouteReason.AFFINITY)
 
 
-def _lane(candidates: Sequence[Candidate], prompt_tokens: int, policy: RoutingPolicy) -> list[int]:
+def _lane(candidates: Sequence[Candidate], prompt_tokens: int, config: RoutingConfig) -> list[int]:
     """Indices of the engines for this length; all of them when its lane is empty."""
     everyone = list(range(len(candidates)))
-    if not policy.long_prompt_tokens:
+    if not config.long_prompt_tokens:
         return everyone
     uncached = prompt_tokens - max(candidate.cached_tokens for candidate in candidates)
-    is_long = uncached >= policy.long_prompt_tokens
+    is_long = uncached >= config.long_prompt_tokens
     return [index for index in everyone if candidates[index].long_lane is is_long] or everyone

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
+from millrace.common.v1 import chat_pb2, output_pb2
 from millrace.inference.v1 import inference_pb2
 
-from gateway.engines.types import TokenLogprob
+from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.outputs import TokenLogprobs
+from contract.proto import chat
+from contract.proto.grammar import verdict_message
+from contract.proto.sampling import options
+from contract.sampling import OPTIONS
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.pipeline.request import (
-    GenerationRequest,
-    Prompt,
-    SamplingOptions,
-    TextPrompt,
-    TokenPrompt,
-)
 from gateway.pipeline.validate import check_conversation, check_metadata, refuse
 from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer import convert as chat_convert
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError, Reason
 
-_SCALARS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "n",
-    "best_of",
-    "logprobs",
-    "prompt_logprobs",
-    "beam_width",
-)
-_FIELD_NAMES: Mapping[str, str] = {
-    name: f"sampling.{name}"
-    for name in (*_SCALARS, "stop", "stop_token_ids", "logit_bias", "allowed_token_ids")
-}
+_FIELD_NAMES: Mapping[str, str] = {name: f"sampling.{name}" for name in (*OPTIONS, "stop")}
 # Parts of names in the proto's own words.
 _FIELD_PARTS: Mapping[str, str] = {
     ".function.name": ".name",
@@ -74,9 +50,9 @@ def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
         )
     return GenerationRequest(
         model=message.model,
-        prompt=chat_convert.conversation(message.conversation, "conversation"),
-        sampling=sampling(message.sampling),
-        response_format=chat_convert.response_format(message.response_format),
+        prompt=chat.conversation(message.conversation, "conversation."),
+        sampling=options(message.sampling),
+        response_format=chat.response_format(message.response_format),
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
@@ -95,8 +71,8 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerationReques
     return GenerationRequest(
         model=message.model,
         prompt=prompt,
-        sampling=sampling(message.sampling),
-        response_format=chat_convert.response_format(message.response_format),
+        sampling=options(message.sampling),
+        response_format=chat.response_format(message.response_format),
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
@@ -123,7 +99,7 @@ def prompt_request(
     refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
-            conversation = chat_convert.conversation(message.conversation, "conversation")
+            conversation = chat.conversation(message.conversation, "conversation.")
             request = GenerationRequest(
                 model=message.model,
                 prompt=conversation,
@@ -167,27 +143,6 @@ def _refuse(model: str, field: str, problem: str) -> MillraceError:
     return refuse(GenerationRequest(model=model, prompt=TextPrompt("")), field, problem)
 
 
-def sampling(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
-    """Options that are set; the others take the model's defaults."""
-    given: dict[str, Any] = {
-        name: _exact(getattr(message, name))
-        for name in _SCALARS
-        if message.HasField(name)  # type: ignore[arg-type]
-    }
-    return SamplingOptions(
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        **given,
-    )
-
-
-def _exact(value: float) -> float:
-    # Floats of the wire have 32 bits: 0.1 arrives as 0.10000000149, which nobody meant.
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
 def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.ChatChoice:
     """A delta of Chat."""
     return inference_pb2.ChatChoice(
@@ -203,7 +158,7 @@ def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.Cha
         logprobs=token_logprobs(delta.logprobs, vocabulary),
         finish_reason=_finish(delta),
         stop_reason=delta.stop_reason,
-        verdict=chat_convert.verdict_message(delta.verdict),
+        verdict=None if delta.verdict is None else verdict_message(delta.verdict),
     )
 
 
@@ -217,7 +172,7 @@ def generate_choice(delta: ChoiceDelta, vocabulary: Vocabulary, echo: str) -> in
         finish_reason=_finish(delta),
         stop_reason=delta.stop_reason,
         prompt_logprobs=token_logprobs(delta.prompt_logprobs, vocabulary),
-        verdict=chat_convert.verdict_message(delta.verdict),
+        verdict=None if delta.verdict is None else verdict_message(delta.verdict),
     )
 
 
@@ -225,7 +180,9 @@ def _finish(delta: ChoiceDelta) -> output_pb2.FinishReason.ValueType:
     return output_pb2.FinishReason.ValueType(delta.finish_reason or 0)
 
 
-def token_logprobs(logprobs: Iterable[TokenLogprob], vocabulary: Vocabulary) -> list[output_pb2.TokenLogprob]:
+def token_logprobs(
+    logprobs: Iterable[TokenLogprobs], vocabulary: Vocabulary
+) -> list[output_pb2.TokenLogprob]:
     """Log-probabilities with the tokens' text and bytes."""
     return [
         output_pb2.TokenLogprob(

@@ -9,13 +9,14 @@ from typing import Any
 import grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from contract.chat import TokenPrompt
+from contract.proto.grammar import report_message
 from gateway.grpc_face import convert
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.delta import by_choice
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import GenerationRequest, TokenPrompt
 from gateway.text.detokenizer import decode
-from gateway.tokenizer.convert import enforcement_message
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
 from services.context import CONTEXT_HEADER
 from services.errors import MillraceError
 
@@ -146,7 +147,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _response(self, kind: Any, info: Any) -> Any:
         response = self._next(kind, info)
         if info.enforcement is not None:
-            response.enforcement.CopyFrom(enforcement_message(info.enforcement))
+            response.enforcement.CopyFrom(report_message(info.enforcement))
         return response
 
     def _next(self, kind: Any, info: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.engines.types import FinishReason, TokenLogprob
+from contract.grammar import EnforcementReport, Verdict
+from contract.outputs import FinishReason, TokenLogprobs
 from gateway.pipeline.delta import CHAT_ID, AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer.types import Enforcement, Verdict
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -51,7 +51,7 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
     return body
 
 
-def chat_logprobs(vocabulary: Vocabulary, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(vocabulary: Vocabulary, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions."""
     return {
         "content": [
@@ -81,7 +81,7 @@ class CompletionLogprobs:
         self._vocabulary = vocabulary
         self._offset = offset
 
-    def body(self, logprobs: Iterable[TokenLogprob], *, lead_token_id: int | None = None) -> dict[str, Any]:
+    def body(self, logprobs: Iterable[TokenLogprobs], *, lead_token_id: int | None = None) -> dict[str, Any]:
         """The arrays of these tokens; `lead_token_id` is a first one without a log-probability."""
         tokens: list[str] = []
         values: list[float | None] = []
@@ -119,7 +119,7 @@ def _function(call: ToolCallDelta) -> dict[str, Any]:
     return {"name": call.name, "arguments": call.arguments}
 
 
-def enforcement_body(report: Enforcement) -> dict[str, Any]:
+def enforcement_body(report: EnforcementReport) -> dict[str, Any]:
     """What of a response format is not enforced exactly; part of answers that used one which is not."""
 
     def listed(items: Iterable[Any]) -> list[dict[str, str]]:
@@ -135,8 +135,8 @@ class WholeChoice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[ToolCallDelta] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | None = None
         self.verdict: Verdict | None = None

@@ -17,8 +17,8 @@ from gateway.http.exchange import Exchange, Handler
 from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.pipeline import Pipeline
+from gateway.types.caller import Caller
 from observability.metrics import Metrics
 from services.deferred import Deferred
 from services.errors import MillraceError, Reason

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.pipeline.request import Role
-from services.errors import MillraceError, Reason
+from contract.chat import Role
+from contract.errors import MillraceError, Reason, invalid
 
 Body = TypeVar("Body")
 
@@ -54,7 +54,7 @@ def _invalid(message: str) -> MillraceError:
     missing = _MISSING.match(problem)
     if missing:
         field = f"{path}.{missing['name']}" if path else missing["name"]
-        return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: it is required", field=field)
+        return invalid(field, "it is required")
     role = _ROLE.match(problem)
     if role:
         # Roles are the one enum of the bodies.

@@ -7,25 +7,16 @@ from typing import Annotated, Any
 
 import msgspec
 
+from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from contract.errors import MillraceError, Reason, invalid
 from gateway.http.requests import (
     CommonBody,
     check_common,
-    invalid,
     labels,
     response_format,
     sampling,
 )
-from gateway.pipeline.request import (
-    Conversation,
-    GenerationRequest,
-    Message,
-    Role,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolChoiceMode,
-)
-from services.errors import MillraceError, Reason
+from gateway.types.request import GenerationRequest
 
 # Values of reasoning_effort, and whether the model thinks under them.
 _EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
@@ -160,11 +151,11 @@ def conversation(body: ChatBody, *, reasons: bool) -> Conversation:
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
         tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         template_options=_template_options(body, reasons=reasons),
         documents=tuple(body.documents or ()),
         template_name=body.template_name or "",
-        continue_final_message=body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
     )
 
 
@@ -251,13 +242,13 @@ def _tool(tool: ToolBody, field: str) -> Tool:
         name=function.name,
         description=function.description or "",
         parameters_json=parameters,
-        strict=function.strict,
+        strict=bool(function.strict),
     )
 
 
-def _tool_choice(choice: str | ToolChoiceBody | None) -> ToolChoice | None:
+def _tool_choice(choice: str | ToolChoiceBody | None) -> ToolChoice:
     if choice is None:
-        return None
+        return ToolChoice()
     if isinstance(choice, ToolChoiceBody):
         if choice.type != "function" or choice.function is None:
             raise invalid("tool_choice.type", f"{choice.type!r} is not supported; name one function")

@@ -6,8 +6,10 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from gateway.http.requests import CommonBody, check_common, invalid, labels, response_format, sampling
-from gateway.pipeline.request import GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.errors import invalid
+from gateway.http.requests import CommonBody, check_common, labels, response_format, sampling
+from gateway.types.request import GenerationRequest
 
 # OpenAI's default for this endpoint.
 DEFAULT_MAX_TOKENS = 16

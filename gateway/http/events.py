@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.engines.types import FinishReason, TokenLogprob
+from contract.outputs import FinishReason, TokenLogprobs
 from gateway.http.answers import (
     FINISH_REASONS,
     CompletionLogprobs,
@@ -134,7 +134,7 @@ class CompletionEvents(EventWriter):
         self._echoed: set[int] = set()
         # They come with one of the choices. Where the prompt is cached, others can be there before it: their
         # text begins with the prompt's tokens too, so it waits for these.
-        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._waits = echo is not None and logprobs and len(info.prompt_token_ids) > 1
         self._waiting: list[ChoiceDelta] = []
         self._plain = {

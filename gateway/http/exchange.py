@@ -13,7 +13,7 @@ from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
 from gateway.http.errors import Headers, retry_headers
 from gateway.openai_error import error_body
-from gateway.pipeline.caller import Caller
+from gateway.types.caller import Caller
 from services.errors import MillraceError, Reason
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from services.errors import MillraceError, Reason
+from contract.errors import unsupported
+from contract.sampling import CommonOptions
 
 # Response header that lists fields without effect.
 WARNING_HEADER = b"x-millrace-warning"
@@ -73,8 +74,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 
 
-class Unserved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Declares the fields above, so that null, and values that change nothing, are accepted."""
+class Unserved(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Declares the fields above, so that null, and values that change nothing, are accepted. Its bodies have
+    sampling options, too, and a struct has one base.
+    """
 
     audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -107,8 +110,8 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-_NAMES = Unserved.__struct_fields__
-_values = operator.attrgetter(*_NAMES)
+UNSERVED = tuple(name for name in Unserved.__struct_fields__ if name not in CommonOptions.__struct_fields__)
+_values = operator.attrgetter(*UNSERVED)
 _UNSET = _values(Unserved())
 
 
@@ -119,16 +122,12 @@ def check_unserved(body: Unserved) -> list[str]:
     if _values(body) == _UNSET:
         return []
     warnings = []
-    for name, value in zip(_NAMES, _values(body), strict=True):
+    for name, value in zip(UNSERVED, _values(body), strict=True):
         raw = bytes(value)
         if raw in _NULL or raw in HARMLESS.get(name, ()):
             continue
         if name in WITHOUT_EFFECT:
             warnings.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
             continue
-        raise MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            f"{name}: not supported; {_REMEDIES.get(name, 'leave it out')}",
-            field=name,
-        )
+        raise unsupported(name, _REMEDIES.get(name, "leave it out"))
     return warnings

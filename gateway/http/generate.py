@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from contract.chat import TextPrompt
 from gateway.http import chat, completions
 from gateway.http.answers import (
     FINISH_REASONS,
@@ -28,8 +29,8 @@ from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import COMPLETION_ID, ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import GenerationRequest, TextPrompt
 from gateway.text.detokenizer import decode as decode_ids
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode

@@ -7,15 +7,16 @@ from typing import Any
 
 import msgspec
 
+from contract.chat import Conversation, TextPrompt
+from contract.errors import invalid
 from gateway.http import chat
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
-from gateway.http.requests import invalid
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.pipeline import Pipeline
-from gateway.pipeline.request import Conversation, GenerationRequest, TextPrompt
 from gateway.pipeline.validate import check_conversation
 from gateway.text.detokenizer import decode as decode_ids
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode

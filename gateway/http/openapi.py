@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from contract.sampling import RANGES
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
-from gateway.http.fields import Unserved
+from gateway.http.fields import UNSERVED
 from gateway.http.inspect import DetokenizeBody, TokenizeBody
-from gateway.pipeline.validate import RANGES
 from services.errors import TABLE, Reason
 
 _REF = "#/components/schemas/{name}"
@@ -131,12 +131,12 @@ def _document() -> dict[str, Any]:
 def _describe_options(schema: dict[str, Any]) -> None:
     """Takes out what is declared only to be refused, and writes the limits of numbers in."""
     properties: dict[str, Any] = schema["properties"]
-    for name in Unserved.__struct_fields__:
+    for name in UNSERVED:
         properties.pop(name, None)
-    for name, (lowest, highest) in RANGES.items():
+    for name, limits in RANGES.items():
         for branch in properties.get(name, {}).get("anyOf", ()):
             if branch.get("type") in ("integer", "number"):
-                branch["minimum"], branch["maximum"] = lowest, highest
+                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
 
 
 def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.fields import Unserved
-from gateway.pipeline.request import (
+from contract.chat import (
     ChoiceFormat,
     EbnfFormat,
     JsonObjectFormat,
@@ -18,10 +17,11 @@ from gateway.pipeline.request import (
     LarkFormat,
     RegexFormat,
     ResponseFormat,
-    SamplingOptions,
 )
+from contract.errors import invalid, unsupported
+from contract.sampling import CommonOptions, SamplingOptions
+from gateway.http.fields import Unserved
 from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
-from services.errors import MillraceError, Reason
 
 # Types of response_format, and the field that belongs to each.
 _FORMAT_FIELDS: Mapping[str, str] = {
@@ -79,28 +79,15 @@ class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     user: str | None = None
     service_tier: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     # Extensions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    best_of: int | None = None
-    beam_width: int | None = None
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -114,16 +101,6 @@ class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-def invalid(field: str, problem: str) -> MillraceError:
-    """INVALID_ARGUMENT that names the field."""
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
-
-
-def unsupported(field: str, remedy: str) -> MillraceError:
-    """UNSUPPORTED_FIELD that names the field."""
-    return MillraceError(Reason.UNSUPPORTED_FIELD, f"{field}: not supported; {remedy}", field=field)
 
 
 def check_common(body: CommonBody) -> None:
@@ -178,26 +155,18 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
     """Sampling options of a body."""
+    common = {name: getattr(body, name) for name in CommonOptions.__struct_fields__}
+    if body.top_k == -1:
+        # vLLM's way to keep all tokens.
+        common["top_k"] = 0
     return SamplingOptions(
-        temperature=body.temperature,
-        top_k=None if body.top_k is None else max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias or {},
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        seed=body.seed,
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens,
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos,
-        n=body.n,
-        best_of=body.best_of,
         logprobs=logprobs,
-        beam_width=body.beam_width,
+        **common,
     )
 
 

@@ -23,16 +23,12 @@ from services.config import read_tables
 from services.errors import ConfigError
 
 _NUMBERS = [field.name for field in fields(UsageRow) if field.name != "group"]
+# Heads of columns that are not simply the name.
 _HEADS = {
     "num_requests": "requests",
     "computed_prompt_tokens": "prompt computed",
     "cached_prompt_tokens": "prompt cached",
-    "completion_tokens": "completion",
     "speculative_waste_tokens": "spec. waste",
-    "recomputed_tokens": "recomputed",
-    "grammar_ms": "grammar ms",
-    "queue_ms": "queue ms",
-    "cost": "cost",
 }
 
 
@@ -76,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 def _print_table(by: list[str], rows: list[UsageRow]) -> None:
     table = Table(*by, box=None, header_style="bold")
     for name in _NUMBERS:
-        table.add_column(_HEADS[name], justify="right")
+        head = name.removesuffix("_tokens").replace("_", " ")
+        table.add_column(_HEADS.get(name, head), justify="right")
     for row in rows:
         table.add_row(*_group(by, row), *(_text(getattr(row, name)) for name in _NUMBERS))
     # Piped into a file, a table is as wide as it needs to be.

@@ -143,6 +143,7 @@ class LedgerWriter:
                 _log.error("ledger: %d entries were dropped so far", self._num_dropped)
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
+        took = request.statistics
         return {
             "entry_id": secrets.token_hex(16),
             "request_id": request.identity.request_id,
@@ -157,12 +158,12 @@ class LedgerWriter:
             "cached_prompt_tokens": request.cached_prompt_tokens,
             "completion_tokens": request.completion_tokens,
             "reasoning_tokens": request.reasoning_tokens,
-            "speculative_waste_tokens": request.drafted_tokens - request.accepted_tokens,
-            "recomputed_tokens": request.recomputed_tokens,
+            "speculative_waste_tokens": took.drafted_tokens - took.accepted_tokens,
+            "recomputed_tokens": took.recomputed_tokens,
             "num_choices": request.num_choices,
-            "num_preemptions": request.num_preemptions,
+            "num_preemptions": took.num_preemptions,
             "num_engines_lost": request.num_engines_lost,
-            "grammar_ms": request.grammar_s * 1000,
+            "grammar_ms": took.grammar_s * 1000,
             "queue_ms": request.queue_s * 1000,
             "ttft_ms": None if request.ttft_s is None else request.ttft_s * 1000,
             "duration_ms": request.duration_s * 1000,

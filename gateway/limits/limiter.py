@@ -23,7 +23,6 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from gateway.config import LimitsConfig
-from gateway.identity import Identity
 from gateway.limits.headers import WindowView, token_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
@@ -43,6 +42,7 @@ from gateway.limits.store import (
     WindowDemand,
 )
 from gateway.tiers import Tier
+from gateway.types.identity import Identity
 
 _log = logging.getLogger(__name__)
 

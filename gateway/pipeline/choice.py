@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from gateway.engines.types import EngineOutput, FinishReason, TokenLogprob
+from contract.outputs import FinishReason, TokenLogprobs
+from gateway.engines.types import EngineOutput
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.text.choice import ChoiceText, TextOptions
 from gateway.text.detokenizer import TokenTexts
@@ -23,7 +24,7 @@ class ChoiceStream:
         self.text = ChoiceText(texts, options, call_id)
         self._with_logprobs = with_logprobs
         # (characters decoded before the token, its log-probability), held back as long as the text is.
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
+        self._logprobs: deque[tuple[int, TokenLogprobs]] = deque()
         # Ids of outputs of which nothing could be told yet.
         self._held_ids: list[int] = []
 

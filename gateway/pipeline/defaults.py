@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
-from gateway.engines.types import Sampling
-from gateway.pipeline.request import GenerationRequest, SamplingOptions
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, invalid
+from contract.sampling import OPTIONS, SamplingOptions, SamplingParams, check
+from gateway.types.request import GenerationRequest
 
-# Options that a checkpoint's generation_config.json may set, with their types.
-_CHECKPOINT_OPTIONS: Mapping[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
+_log = logging.getLogger(__name__)
+
+# Numbers that a checkpoint's generation_config.json may set.
+_CHECKPOINT_OPTIONS: Mapping[str, Any] = {
+    name: each.kind
+    for name, each in OPTIONS.items()
+    if each.limits.per == "token" and each.kind in (int, float)
 }
 
 
@@ -25,7 +25,8 @@ def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling options that the checkpoint recommends.
 
     With `do_sample` false the numbers in the file are leftovers that transformers ignores, and so do we;
-    clients that name no temperature get the API's own default then.
+    clients that name no temperature get the API's own default then. A number beyond its limits is left out,
+    which is logged: every request would be refused for it.
     """
     if generation_config.get("do_sample") is False:
         return {}
@@ -33,7 +34,12 @@ def checkpoint_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in _CHECKPOINT_OPTIONS.items():
         value = generation_config.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = kind(value)
+            try:
+                check(SamplingParams(**{name: kind(value)}), invalid)
+            except MillraceError as error:
+                _log.warning("generation_config.json is not followed: %s", error.message)
+            else:
+                found[name] = kind(value)
     return found
 
 
@@ -66,44 +72,27 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
     return room if asked is None else asked
 
 
-_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "beam_width",
-)
-_options_of = attrgetter(*_OPTIONS)
-
-
 def complete(
     sampling: SamplingOptions,
     *,
     checkpoint: Mapping[str, Any],
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
-) -> Sampling:
+) -> SamplingParams:
     """Every option set. Without a seed a random one is taken, so that an interrupted request can continue."""
-    options: dict[str, Any] = dict(checkpoint)
-    given = zip(_OPTIONS, _options_of(sampling), strict=True)
-    options.update((name, value) for name, value in given if value is not None)
     n = sampling.n or 1
     ends = () if sampling.ignore_eos else eos_token_ids
-    return Sampling(
-        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    options: dict[str, Any] = {
+        "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        "best_of": n,
+        **checkpoint,
+        **sampling.given(),
         # The step that computes the prompt always samples; the token is dropped when none was asked for.
-        max_tokens=max(max_tokens, 1),
+        "max_tokens": max(max_tokens, 1),
+    }
+    return SamplingParams(
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         stop_token_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
-        n=n,
-        best_of=sampling.best_of or n,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
         **options,
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gateway.engines.types import FinishReason, TokenLogprob
+from contract.grammar import EnforcementReport, Verdict
+from contract.outputs import FinishReason, TokenLogprobs
 from gateway.text.delta import TextDelta
-from gateway.tokenizer.types import Enforcement, Verdict
 
 # What the id of an answer begins with at the OpenAI face; the request's id follows.
 CHAT_ID = "chatcmpl-"
@@ -20,9 +20,9 @@ class ChoiceDelta(TextDelta, kw_only=True):
 
     index: int = 0
     token_ids: list[int] = msgspec.field(default_factory=list)
-    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     # On the first delta of a request that asked for them.
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # On the last delta of the choice.
     finish_reason: FinishReason | None = None
     # Stop string that ended the choice.
@@ -89,4 +89,4 @@ class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str
     prompt_token_ids: tuple[int, ...]
     num_choices: int
-    enforcement: Enforcement | None = None
+    enforcement: EnforcementReport | None = None

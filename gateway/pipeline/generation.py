@@ -9,8 +9,10 @@ from types import TracebackType
 
 import msgspec
 
+from contract.engines import CancelReason
+from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
-from gateway.engines.types import CancelReason, EngineOutput, FinishReason
+from gateway.engines.types import EngineOutput
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.judge import OutputJudge

@@ -6,9 +6,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
-from gateway.engines.types import FinishReason
+from contract.grammar import Verdict
+from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.tokenizer.types import Verdict
 from services.errors import MillraceError
 
 _log = logging.getLogger(__name__)

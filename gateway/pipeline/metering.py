@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
+from contract.outputs import ChoiceStatistics, FirstToken
+from gateway.engines.types import EngineOutput
 from gateway.overload import Ticket
 from gateway.pipeline.delta import TimeToFirstToken
 
@@ -49,25 +50,9 @@ class Meter:
         self.last_output_s = now_s
         self.completion_tokens += len(output.token_ids)
         if output.statistics is not None:
-            self._add(output.statistics)
+            self.statistics.add(output.statistics)
             self.has_worked |= output.statistics.num_steps > 0
         self.has_worked |= bool(output.token_ids)
-
-    def _add(self, other: ChoiceStatistics) -> None:
-        mine = self.statistics
-        causes = dict(mine.delayed_by_s)
-        for cause, seconds in other.delayed_by_s.items():
-            causes[cause] = causes.get(cause, 0.0) + seconds
-        self.statistics = ChoiceStatistics(
-            mine.num_steps + other.num_steps,
-            mine.num_preemptions + other.num_preemptions,
-            mine.recomputed_tokens + other.recomputed_tokens,
-            mine.drafted_tokens + other.drafted_tokens,
-            mine.accepted_tokens + other.accepted_tokens,
-            mine.decode_s + other.decode_s,
-            mine.grammar_s + other.grammar_s,
-            causes,
-        )
 
     def ttft(self) -> TimeToFirstToken | None:
         """The parts of the time to the first token, once there is one.

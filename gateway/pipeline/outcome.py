@@ -8,13 +8,13 @@ import msgspec
 from opentelemetry.trace import Span
 
 from gateway.pipeline import span_attributes
-from gateway.pipeline.caller import Caller
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import FinishedRequest, Ledger
-from gateway.pipeline.request import GenerationRequest
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
 from observability import genai, names
 from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.names import length_bucket
@@ -262,7 +262,6 @@ def _entry(
     duration_s: float,
     end: End,
 ) -> FinishedRequest:
-    statistics = generation.meter.statistics
     return FinishedRequest(
         identity=caller.identity,
         model=request.model,
@@ -276,11 +275,7 @@ def _entry(
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
         num_engines_lost=generation.num_engines_lost,
-        drafted_tokens=statistics.drafted_tokens,
-        accepted_tokens=statistics.accepted_tokens,
-        recomputed_tokens=statistics.recomputed_tokens,
-        num_preemptions=statistics.num_preemptions,
-        grammar_s=statistics.grammar_s,
+        statistics=generation.meter.statistics,
         queue_s=generation.meter.first_token.queue_s,
         ttft_s=None if usage.ttft is None else usage.ttft.total_s,
         duration_s=duration_s,

@@ -13,27 +13,29 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from gateway.engines.continuation import ContinuationConfig, ContinuousStream
+from contract.chat import JsonSchemaFormat
+from contract.engines import CancelReason
+from contract.sampling import SamplingParams
+from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
-from gateway.engines.types import CancelReason, Sampling, Submission
+from gateway.engines.types import Submission
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
-from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import End, OutcomeRecorder
-from gateway.pipeline.ports import Limiter, Reservation
+from gateway.pipeline.ports import Callers, Limiter, Reservation, Tokenizer
 from gateway.pipeline.reading import AnswerReader
-from gateway.pipeline.request import GenerationRequest, JsonSchemaFormat
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_token_ids, validate
+from gateway.pipeline.validate import check_vocabulary, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
-from gateway.tokenizer.client import TokenizerClient
-from gateway.tokenizer.types import Prepared
+from gateway.types.caller import Caller
+from gateway.types.prepared import Prepared
+from gateway.types.request import GenerationRequest
 from observability import names
 from observability.clock import unix_ns
 from observability.metrics import Metrics
@@ -52,13 +54,12 @@ class Pipeline:
         *,
         model: ModelConfig,
         vocabulary: Vocabulary,
-        tokenizer: TokenizerClient,
+        tokenizer: Tokenizer,
         fleet: Fleet,
-        continuation: ContinuationConfig,
         admission: Admission,
         limiter: Limiter,
         tiers: Tiers,
-        callers: CallerVerifier,
+        callers: Callers,
         recorder: OutcomeRecorder,
         metrics: Metrics,
         telemetry: Telemetry,
@@ -79,7 +80,6 @@ class Pipeline:
         # What is told of requests.
         self._deferred = deferred
         self._admission = admission
-        self._continuation = continuation
         self._tiers = tiers
         self._recorder = recorder
         self._metrics = metrics
@@ -146,7 +146,7 @@ class Pipeline:
                 )
             validate(request)
             self.check_model(caller, request.model)
-            check_token_ids(request, self.vocabulary.size)
+            check_vocabulary(request, self.vocabulary.size)
             self._reader.check(request)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
@@ -231,7 +231,7 @@ class Pipeline:
             )
         return prepared
 
-    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: Sampling) -> Reservation:
+    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
         asked = call.request.sampling.max_tokens
         with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
@@ -242,7 +242,9 @@ class Pipeline:
                 tier=call.tier,
             )
 
-    def _route(self, call: _Call, prepared: Prepared, sampling: Sampling, context: Any) -> ContinuousStream:
+    def _route(
+        self, call: _Call, prepared: Prepared, sampling: SamplingParams, context: Any
+    ) -> ContinuousStream:
         caller, tier = call.caller, call.tier
         stream = ContinuousStream(
             self.fleet,
@@ -257,7 +259,6 @@ class Pipeline:
                 pool=tier.config.pool,
                 affinity=call.request.prompt_cache_key,
             ),
-            self._continuation,
             renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent),
             tell=call.request.tell,
         )
@@ -275,7 +276,7 @@ class Pipeline:
         self,
         call: _Call,
         prepared: Prepared,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stream: ContinuousStream,
         submitted_s: float,
         reservation: Reservation,

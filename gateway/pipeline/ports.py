@@ -1,14 +1,68 @@
-"""What the pipeline needs of limits, admission and the ledger."""
+"""What the pipeline needs of its callers' context, the tokenizer service, limits and the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from gateway.identity import Identity
+from contract.chat import Conversation, Prompt, ResponseFormat, TextPrompt
+from contract.grammar import Verdict
+from contract.outputs import ChoiceStatistics
 from gateway.tiers import Tier
+from gateway.types.caller import Caller
+from gateway.types.identity import Identity
+from gateway.types.prepared import Prepared
+
+
+class Callers(Protocol):
+    """Knows callers by the context that the edge signed, and signs it for the services behind."""
+
+    def verify(
+        self,
+        header: str | None,
+        *,
+        received_s: float,
+        traceparent: str = "",
+        tracestate: str = "",
+        client_request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Caller:
+        """The caller behind a header; `timeout_s` is the client's own deadline, from now."""
+        ...
+
+    def sign(self, caller: Caller, tier: Tier, traceparent: tuple[str, str]) -> Any:
+        """The signed context under the effective tier, below the given span, ready for the wire."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The tokenizer service; its refusals are raised."""
+
+    async def prepare(
+        self,
+        *,
+        model: str,
+        prompt: Prompt,
+        response_format: ResponseFormat | None,
+        context: Any,
+        traceparent: tuple[str, str] = ("", ""),
+        timeout_s: float = ...,
+        max_prompt_tokens: int = 0,
+    ) -> Prepared:
+        """Renders, encodes and compiles."""
+        ...
+
+    async def validate(self, model: str, schema_json: str, text: str, *, context: Any) -> Verdict:
+        """Judges a finished text by a schema as it was sent."""
+        ...
+
+    async def tokenize(
+        self, model: str, prompt: Conversation | TextPrompt, *, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text, or of a rendered conversation."""
+        ...
 
 
 class Reservation(Protocol):
@@ -69,11 +123,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int
     num_choices: int
     num_engines_lost: int
-    drafted_tokens: int
-    accepted_tokens: int
-    recomputed_tokens: int
-    num_preemptions: int
-    grammar_s: float
+    # Of all choices, on every engine.
+    statistics: ChoiceStatistics
     queue_s: float
     ttft_s: float | None
     duration_s: float

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
+from contract.chat import Conversation
 from gateway.pipeline.choice import ChoiceStream
-from gateway.pipeline.request import Conversation, GenerationRequest
 from gateway.pipeline.validate import refuse
 from gateway.text.choice import TextOptions, shown_ids
 from gateway.text.detokenizer import TokenTexts
 from gateway.text.tool_calls import PARSERS, CallIds
 from gateway.text.vocabulary import Vocabulary
-from gateway.tokenizer.types import Prepared
+from gateway.types.prepared import Prepared
+from gateway.types.request import GenerationRequest
 
 
 class AnswerReader:
@@ -61,7 +62,7 @@ class AnswerReader:
             tool_call_format=self._tool_format if prompt.calls_tools else "",
             reasoning_format=self._vocabulary.reasoning_format,
             reasoning_opened=prefix.rfind("<think>") > prefix.rfind("</think>"),
-            single_tool_call=prompt.parallel_tool_calls is False,
+            single_tool_call=not prompt.parallel_tool_calls,
         )
 
     def _call_ids(self, request_id: str, choice_index: int) -> CallIds:

@@ -10,21 +10,21 @@ from collections.abc import Mapping
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
-from gateway.identity import Identity
-from gateway.pipeline import transcript
-from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, TimeToFirstToken, Usage
-from gateway.pipeline.generation import Generation, Outcome
-from gateway.pipeline.request import (
+from contract.chat import (
     ChoiceFormat,
     Conversation,
     EbnfFormat,
-    GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     LarkFormat,
     RegexFormat,
 )
+from gateway.pipeline import transcript
+from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, TimeToFirstToken, Usage
+from gateway.pipeline.generation import Generation, Outcome
 from gateway.tiers import Tier
+from gateway.types.identity import Identity
+from gateway.types.request import GenerationRequest
 from observability import genai, names
 from observability.names import DELAYED_BY_MS, TTFT_PARTS, Cause, TtftPart
 from observability.tracing import Telemetry

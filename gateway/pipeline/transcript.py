@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.engines.types import FinishReason
+from contract.chat import Conversation, Message, Prompt, Role, TextPrompt
+from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.pipeline.request import Conversation, Message, Prompt, Role, TextPrompt
 from gateway.text.delta import TextDelta, ToolCallDelta
 
 # The conventions' own words; what they have none for is told as it is.

@@ -12,14 +12,17 @@ import grpc
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from gateway.pipeline.request import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from contract.chat import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from contract.grammar import Verdict
+from contract.proto.chat import conversation_fields, format_fields
+from contract.proto.grammar import verdict
+from contract.proto.status import from_rpc_error
 from gateway.text.vocabulary import Vocabulary
 from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
-from gateway.tokenizer.types import Prepared, Verdict
+from gateway.types.prepared import Prepared
 from services.channels import connect
 from services.errors import MillraceError, Reason
-from services.status import from_rpc_error
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class TokenizerClient:
             parts["context"] = {"payload": context.payload, "signature": context.signature}
         match prompt:
             case Conversation():
-                parts["conversation"] = convert.conversation_fields(prompt)
+                parts["conversation"] = conversation_fields(prompt)
             case TextPrompt(text=text):
                 parts["text"] = text
             case TokenPrompt(token_ids=ids):
@@ -88,7 +91,7 @@ class TokenizerClient:
             # What cannot fit is refused before it is encoded.
             parts["max_prompt_tokens"] = max_prompt_tokens
         if response_format is not None:
-            parts["response_format"] = convert.format_message(response_format)
+            parts["response_format"] = format_fields(response_format)
         request = tokenizer_pb2.PrepareRequest(**parts)
         try:
             answer = await self._answer(request, traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
@@ -122,7 +125,7 @@ class TokenizerClient:
             model=model, schema_json=schema_json, texts=[text], context=context
         )
         answer = await self._call(self._stub.ValidateOutput(request, timeout=PREPARE_TIMEOUT_S))
-        return convert.verdict(answer.verdicts[0])
+        return verdict(answer.verdicts[0])
 
     async def tokenize(
         self, model: str, prompt: Conversation | TextPrompt, *, add_special_tokens: bool | None = None
@@ -130,7 +133,7 @@ class TokenizerClient:
         """Token ids of a text, or of a rendered conversation."""
         request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Conversation):
-            request.conversation.CopyFrom(chat_pb2.Conversation(**convert.conversation_fields(prompt)))
+            request.conversation.CopyFrom(chat_pb2.Conversation(**conversation_fields(prompt)))
         else:
             request.text = prompt.text
         answer = await self._call(self._stub.Tokenize(request, timeout=PREPARE_TIMEOUT_S))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from contract.chat import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, RegexFormat, ToolChoiceMode
 from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
 from tests.unit.tokenizer_svc.families import make
@@ -16,7 +17,6 @@ from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.grammar import request as service
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
-from tokenizer_svc.types import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, RegexFormat, ToolChoiceMode
 
 LIMITS = BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 20)
 TOOL = service.ToolSpec(name="f", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})

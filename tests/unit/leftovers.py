@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_OURS = ("engine", "gateway", "observability", "services")
+_OURS = ("contract", "engine", "gateway", "observability", "services")
 
 
 @contextmanager

@@ -15,6 +15,16 @@ import jsonschema_rs
 import llguidance
 import msgspec
 
+from contract.chat import (
+    ChoiceFormat,
+    EbnfFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    LarkFormat,
+    RegexFormat,
+    ResponseFormat,
+)
+from contract.grammar import EnforcementReport
 from tokenizer_svc.formats import THINK_CLOSE
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
@@ -24,16 +34,6 @@ from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
 from tokenizer_svc.grammar.tools import ToolsRefused, parameters_field, parameters_path, tool_grammars
-from tokenizer_svc.types import (
-    ChoiceFormat,
-    EbnfFormat,
-    EnforcementReport,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    LarkFormat,
-    RegexFormat,
-    ResponseFormat,
-)
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections import OrderedDict
 
+from contract.grammar import GrammarSpec, Verdict
 from services.errors import MillraceError
 from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import (
@@ -17,7 +18,7 @@ from tokenizer_svc.grammar.request import (
     ValidationRequest,
     WorkerReply,
 )
-from tokenizer_svc.types import Artifact, Compiled, Verdict
+from tokenizer_svc.types import Compiled
 
 # Refusals are remembered so that a hostile grammar sent again costs nothing; those for lack of time only for
 # a while, because the machine may have been busy.
@@ -106,7 +107,7 @@ class GrammarCompiler:
 
     def _compiled(self, built: Built) -> Compiled:
         digest = hashlib.sha256(built.payload + self._fingerprint.encode()).hexdigest()
-        artifact = Artifact(digest=digest, payload=built.payload, backend=BACKEND)
+        artifact = GrammarSpec(digest=digest, payload=built.payload, backend=BACKEND)
         return Compiled(artifact=artifact, enforcement=built.enforcement)
 
     def _raise_if_refused(self, asked: tuple[bytes, str]) -> None:

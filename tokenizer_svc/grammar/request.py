@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 
+from contract.chat import ResponseFormat, ToolChoiceMode
+from contract.grammar import EnforcementReport, Verdict
 from services.errors import Reason
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.types import EnforcementReport, LengthLimit, ResponseFormat, ToolChoiceMode, Verdict
+from tokenizer_svc.types import LengthLimit
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from contract.chat import ToolChoiceMode
+from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc import formats
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.request import ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
-from tokenizer_svc.types import EnforcementReport, KeywordStatus, ToolChoiceMode
 
 
 class ToolsRefused(Exception):

@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema_rs
 
+from contract.grammar import Verdict
 from tokenizer_svc.grammar.request import Refused, ValidationRequest, WorkerReply
 from tokenizer_svc.grammar.schema.document import Document, validator_class
-from tokenizer_svc.types import Verdict
 
 _FIELD = "schema_json"
 

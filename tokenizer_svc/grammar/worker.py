@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from contract.chat import JsonSchemaFormat
 from services.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
@@ -40,7 +41,6 @@ from tokenizer_svc.grammar.request import (
 from tokenizer_svc.grammar.validate import validate
 from tokenizer_svc.large import prepare
 from tokenizer_svc.prompt import Prompts
-from tokenizer_svc.types import JsonSchemaFormat
 
 # Sent once workers can be made.
 READY = b"ready"

@@ -21,6 +21,7 @@ from gateway.auth.authorizer import AUTHORIZE_PREFIX, Authorizer
 from gateway.auth.callers import HttpCallers
 from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
+from gateway.auth.verifier import CallerVerifier
 from gateway.envoy.bootstrap import build
 from gateway.http.app import Endpoint, authorize
 from gateway.http.exchange import Exchange
@@ -29,9 +30,9 @@ from gateway.limits.counter import RequestCounter
 from gateway.limits.memory import MemoryLimitStore, unix_ms
 from gateway.limits.requests import RequestLimiter
 from gateway.limits.servicer import RateLimitServicer
-from gateway.pipeline.caller import Caller, CallerVerifier
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
+from gateway.types.caller import Caller
 from observability.config import ObservabilityConfig
 from observability.metrics import Metrics
 from observability.tracing import Telemetry

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from tokenizer_svc.checkpoint import Checkpoint, load_checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.control import ControlTokens
 from tokenizer_svc.encoding import TextEncoder
 from tokenizer_svc.template import ChatTemplates
-from tokenizer_svc.types import Conversation, Message, Role, Tool, ToolCall
 
 
 class Text:
@@ -59,7 +59,9 @@ def conversation(
             Tool(
                 name=tool["function"]["name"],
                 description=tool["function"].get("description", ""),
-                parameters=tool["function"].get("parameters"),
+                parameters_json=json.dumps(tool["function"]["parameters"])
+                if "parameters" in tool["function"]
+                else "",
             )
             for tool in tools or ()
         ),

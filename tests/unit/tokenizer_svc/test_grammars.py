@@ -10,14 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from services.grammar import PARSER_LIMITS
-from tests.unit.tokenizer_svc.families import make
-from tokenizer_svc.checkpoint import load_checkpoint
-from tokenizer_svc.formats import tool_call_format
-from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
-from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
-from tokenizer_svc.types import (
+from contract.chat import (
     ChoiceFormat,
     EbnfFormat,
     JsonObjectFormat,
@@ -26,6 +19,13 @@ from tokenizer_svc.types import (
     RegexFormat,
     ToolChoiceMode,
 )
+from services.grammar import PARSER_LIMITS
+from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.formats import tool_call_format
+from tokenizer_svc.grammar.backend import Backend
+from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
 
 
 class Family:

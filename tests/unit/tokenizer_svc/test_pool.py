@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.chat import JsonSchemaFormat
 from services.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
@@ -28,7 +29,6 @@ from tokenizer_svc.grammar.request import (
     WorkerReply,
     WorkerSetup,
 )
-from tokenizer_svc.types import JsonSchemaFormat
 
 SETUP = WorkerSetup(
     checkpoint=load_checkpoint(BUNDLED_CHECKPOINT),

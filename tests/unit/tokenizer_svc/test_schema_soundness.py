@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from contract.chat import JsonSchemaFormat
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
 from tokenizer_svc.grammar.schema.document import Draft, validator_class
-from tokenizer_svc.types import JsonSchemaFormat
 
 _TOKENIZER_JSON = (BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8")
 _TOKENIZER = LLTokenizer(_TOKENIZER_JSON)

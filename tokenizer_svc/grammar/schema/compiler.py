@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
+from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds, without_rounded
 from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, with_patterns
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
@@ -18,7 +19,6 @@ from tokenizer_svc.grammar.schema.finished import Contents, with_change
 from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
-from tokenizer_svc.types import EnforcementReport, KeywordStatus
 
 # White space in an answer: a space after a colon or comma, or none. Wherever more is allowed, a name's
 # closing quote alone is a token to be drawn, which no model has seen without its colon, and a weak one gets

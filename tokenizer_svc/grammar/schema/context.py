@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from contract.grammar import KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
 from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
-from tokenizer_svc.types import KeywordStatus
 
 # Rewriting may multiply; beyond this many nodes the schema is refused.
 MAX_NODES = 60_000

@@ -7,7 +7,9 @@ import os
 from engine.core.messages import StepDone, StepTotals
 from engine.service.metrics import EngineMetrics
 from engine.types import (
-    ChoiceStatistics,
+    BlocksEvicted,
+    BlocksStored,
+    ChoiceHistory,
     FinishReason,
     FirstTokenTimings,
     MemoryPlan,
@@ -16,7 +18,6 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from engine.types.kv_events import BlocksEvicted, BlocksStored
 from observability import names
 from observability.metrics import Metrics
 
@@ -86,7 +87,7 @@ def test_events_are_counted_under_the_tier_of_their_request() -> None:
         cached_prompt_tokens=16,
         prefill_chunks=((10.5, 11.0, 32), (11.0, 11.5, 8)),
     )
-    statistics = ChoiceStatistics(
+    statistics = ChoiceHistory(
         recomputed_tokens=5,
         drafted_tokens=8,
         accepted_tokens=6,

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from engine.service.spans import RequestTrace
 from engine.types import (
-    ChoiceStatistics,
+    ChoiceHistory,
     FinishReason,
     FirstTokenTimings,
     Request,
@@ -62,7 +62,7 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
         cached_prompt_tokens=0,
         prefill_chunks=((100.5, 101.0, 2), (101.0, 101.25, 1)),
     )
-    statistics = ChoiceStatistics(
+    statistics = ChoiceHistory(
         decode_s=1.5,
         num_preemptions=1,
         absences_s=((102.0, 102.5),),
@@ -108,7 +108,7 @@ def test_lost_time_links_to_those_whose_work_took_it() -> None:
     )
 
     def linked(delayed_by_s: dict[str, float]) -> dict[str, tuple[str, float]]:
-        statistics = ChoiceStatistics(decode_s=2.0, delayed_by_s=delayed_by_s)
+        statistics = ChoiceHistory(decode_s=2.0, delayed_by_s=delayed_by_s)
         spans = spans_of(
             TokenEvent(request_id=1, token_ids=(7,), first_token=first),
             TokenEvent(request_id=1, finish_reason=FinishReason.STOP, statistics=statistics),

@@ -10,9 +10,11 @@ import pytest
 from millrace.common.v1 import context_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from contract.engines import CancelReason
+from contract.sampling import SamplingParams
 from gateway.engines.attachment import Attachment, Inbox, Lost
 from gateway.engines.mailbox import Mailbox
-from gateway.engines.types import CancelReason, EngineState, Sampling, Submission
+from gateway.engines.types import EngineState, Submission
 from services.server import GrpcServer
 
 
@@ -44,7 +46,7 @@ def submission(num_tokens: int) -> Submission:
     return Submission(
         context=context_pb2.SignedContext(),
         prompt_token_ids=(1,) * num_tokens,
-        sampling=Sampling(seed=1, max_tokens=1),
+        sampling=SamplingParams(seed=1, max_tokens=1),
     )
 
 

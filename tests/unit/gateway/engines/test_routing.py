@@ -5,14 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.engines import BlocksEvicted, BlocksStored
 from engine.kv.hashing import PrefixHasher, event_hash
+from gateway.config import RoutingConfig
 from gateway.engines.prefix import PrefixIndex, PromptHashes
-from gateway.engines.router import Candidate, Choice, RouteReason, RoutingPolicy, choose
-from gateway.engines.types import KvEvent
+from gateway.engines.router import Candidate, Choice, RouteReason, choose
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 
-POLICY = RoutingPolicy()
+POLICY = RoutingConfig()
 token_ids = st.lists(st.integers(0, 2**31), max_size=80)
 
 
@@ -30,9 +31,9 @@ def test_index_finds_the_longest_prefix_that_is_held(ids: list[int], held: int, 
     hashes = PromptHashes(ids, model="m", adapter="", salt=b"", block_size=block_size)
     index = PrefixIndex()
     blocks = tuple(hashes.at(i) for i in range(min(held, len(ids) // block_size)))
-    index.apply([KvEvent(blocks, stored=True)])
+    index.apply([BlocksStored(blocks)])
     assert index.num_cached_blocks(hashes) == min(len(blocks), max(len(ids) - 1, 0) // block_size)
-    index.apply([KvEvent(blocks[1:2], stored=False)])
+    index.apply([BlocksEvicted(blocks[1:2])])
     assert index.num_cached_blocks(hashes) <= 1 or len(blocks) < 2
 
 
@@ -61,7 +62,7 @@ def test_a_held_prefix_outweighs_some_work_but_not_any() -> None:
 
 
 def test_long_prompts_have_their_lane() -> None:
-    policy = RoutingPolicy(long_prompt_tokens=1000)
+    policy = RoutingConfig(long_prompt_tokens=1000)
     lanes = [Candidate(0, 0), Candidate(0, 0), Candidate(9000, 50, long_lane=True)]
     assert choose(lanes, 2000, policy) == Choice(2, RouteReason.ONLY)
     assert choose(lanes, 10, policy).index in (0, 1)

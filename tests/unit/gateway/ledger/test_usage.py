@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.identity import Identity
 from gateway.ledger.__main__ import main
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import usage
+from gateway.types.identity import Identity
 
 from .test_writer import finished, writer
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, text
 
+from contract.outputs import ChoiceStatistics
 from gateway.config import LedgerConfig, PriceConfig
-from gateway.identity import Identity
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
+from gateway.types.identity import Identity
 from observability.metrics import Metrics
 from services.errors import ConfigError
 
@@ -39,11 +40,9 @@ def finished(request_id: str, **fields: Any) -> FinishedRequest:
         "reasoning_tokens": 0,
         "num_choices": 1,
         "num_engines_lost": 0,
-        "drafted_tokens": 9,
-        "accepted_tokens": 5,
-        "recomputed_tokens": 3,
-        "num_preemptions": 1,
-        "grammar_s": 0.001,
+        "statistics": ChoiceStatistics(
+            drafted_tokens=9, accepted_tokens=5, recomputed_tokens=3, num_preemptions=1, grammar_s=0.001
+        ),
         "queue_s": 0.02,
         "ttft_s": 0.1,
         "duration_s": 1.5,

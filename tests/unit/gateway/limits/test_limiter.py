@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gateway.auth.directory import KeyDirectory, hash_key
-from gateway.identity import Identity
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
@@ -16,6 +15,7 @@ from gateway.limits.requests import RequestLimiter
 from gateway.limits.store import Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
+from gateway.types.identity import Identity
 from services.errors import MillraceError, Reason
 
 NOW_S = 1_790_000_000.0

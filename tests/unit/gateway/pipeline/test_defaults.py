@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.engines.types import ChoiceStatistics, EngineOutput, FirstToken
+from contract.chat import TextPrompt
+from contract.outputs import ChoiceStatistics, FirstToken
+from contract.sampling import SamplingOptions
+from gateway.engines.types import EngineOutput
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.metering import Meter
-from gateway.pipeline.request import GenerationRequest, SamplingOptions, TextPrompt
+from gateway.types.request import GenerationRequest
 from services.errors import MillraceError
 
 

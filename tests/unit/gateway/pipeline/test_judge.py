@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.engines.types import FinishReason
+from contract.grammar import Verdict
+from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta, by_choice
 from gateway.pipeline.judge import OutputJudge
-from gateway.tokenizer.types import Verdict
 from services.errors import MillraceError, Reason
 
 

@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.engines.types import FinishReason
+from contract.chat import Conversation, Message, Role, TokenPrompt, ToolCall
+from contract.outputs import FinishReason
 from gateway.pipeline import transcript
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.pipeline.request import Conversation, Message, Role, TokenPrompt, ToolCall
 from gateway.pipeline.transcript import Transcript
 from gateway.text.delta import ToolCallDelta
 from observability import genai, names

@@ -7,9 +7,9 @@ from millrace.common.v1 import context_pb2
 
 from gateway.auth.convert import write_tier
 from gateway.config import TierConfig
-from gateway.identity import Identity
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
+from gateway.types.identity import Identity
 from services.errors import MillraceError, Reason
 
 SETTINGS = load_settings(

@@ -1,4 +1,4 @@
-"""What is too much for the messages of the tokenizer service is refused before it is written."""
+"""What is too much for the messages of a conversation is refused before it is written, or read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from google.protobuf import struct_pb2
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from gateway.pipeline.request import Conversation, Message, Role
-from gateway.tokenizer import convert
+from contract.chat import Conversation, Message, Role
+from contract.proto import chat
 from services.errors import MillraceError, Reason
 
 
@@ -38,7 +38,7 @@ def on_the_stream(fields: Any) -> bytes:
 @pytest.mark.parametrize("levels", range(1, 16))
 def test_the_service_can_read_what_is_nested_as_deeply_as_is_allowed(levels: int) -> None:
     for document, options in ((nested(levels), {}), ({}, nested(levels))):
-        wire = on_the_stream(convert.conversation_fields(conversation(document, options)))
+        wire = on_the_stream(chat.conversation_fields(conversation(document, options)))
         assert tokenizer_pb2.PrepareStreamRequest.FromString(wire).calls[0].id == 1
 
 
@@ -50,15 +50,15 @@ def test_what_is_nested_more_deeply_is_refused(levels: int) -> None:
         ({}, nested(levels), "template_options"),
     ):
         with pytest.raises(MillraceError, match="nested more than 16 levels") as refused:
-            convert.conversation_fields(conversation(document, options))
+            chat.conversation_fields(conversation(document, options))
         assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
 
 
 def test_more_values_than_are_written_in_a_moment_are_refused() -> None:
-    assert convert.conversation_fields(conversation({"a": [1] * 16_000, "b": "x" * 1_000_000}, {}))
+    assert chat.conversation_fields(conversation({"a": [1] * 16_000, "b": "x" * 1_000_000}, {}))
     for document, options in (({"a": [1] * 17_000}, {}), ({}, {"a": [{"b": 1}] * 9_000})):
         with pytest.raises(MillraceError, match="more than 16384 values") as refused:
-            convert.conversation_fields(conversation(document, options))
+            chat.conversation_fields(conversation(document, options))
         assert refused.value.reason is Reason.INVALID_ARGUMENT
 
 
@@ -72,9 +72,9 @@ def test_the_same_is_refused_in_messages_before_it_is_read(document: dict[str, A
         ("template_options", chat_pb2.Conversation(messages=[turn], template_options=struct)),
     ):
         with pytest.raises(MillraceError) as refused:
-            convert.conversation(message, "conversation")
+            chat.conversation(message, "conversation.")
         assert refused.value.field == f"conversation.{name}"
     small = struct_pb2.Struct()
     small.update({"a": [{"b": None}, "c"]})
-    read = convert.conversation(chat_pb2.Conversation(messages=[turn], documents=[small]), "conversation")
+    read = chat.conversation(chat_pb2.Conversation(messages=[turn], documents=[small]), "conversation.")
     assert read.documents == ({"a": [{"b": None}, "c"]},)

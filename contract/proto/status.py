@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from millrace.common.v1 import error_pb2
 
-from services.errors import ERROR_DOMAIN, MillraceError, Reason
+from contract.errors import ERROR_DOMAIN, MillraceError, Reason, RequestFailure
 
 
 def to_status(error: MillraceError) -> status_pb2.Status:
@@ -66,10 +66,10 @@ def from_code(code: grpc.StatusCode, details: str, *, unavailable: Reason = Reas
     return MillraceError(_REASON_OF_CODE.get(code.value[0], Reason.INTERNAL), details)
 
 
-def to_detail(error: MillraceError) -> error_pb2.ErrorDetail:
+def to_detail(error: MillraceError | RequestFailure) -> error_pb2.ErrorDetail:
     """The form that travels inside a long-lived stream."""
     return error_pb2.ErrorDetail(
-        reason=error.reason.value,
+        reason=str(error.reason),
         message=error.message,
         field=error.field,
         metadata=error.metadata,

@@ -1,41 +1,19 @@
-"""Who calls: the context that the edge signed, verified; and the context signed again for what follows."""
+"""The context that the edge signed, verified; and the context signed again for what follows."""
 
 from __future__ import annotations
 
-import math
 import time
 
-import msgspec
 from millrace.common.v1 import context_pb2
-from opentelemetry.trace import Span
 
 from gateway.auth.convert import context_of, identity_from_context, write_tier
-from gateway.identity import MAX_CLIENT_REQUEST_ID, Identity
 from gateway.tiers import Tier, Tiers
+from gateway.types.caller import Caller
+from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.tracing import RequestIdentity, remote_span
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 from services.errors import MillraceError, Reason
-
-
-class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """A verified caller and its call. Moments are monotonic seconds."""
-
-    identity: Identity
-    # When the call's first byte was read.
-    received_s: float
-    # Parent of this call's spans, with the request's identity for every span below.
-    trace: Span
-    # When nobody wants the answer any more.
-    deadline_s: float | None = None
-    # The client's own x-request-id, cut to a length that every span can carry.
-    client_request_id: str = ""
-    # The context as it came, of a call that somebody in front has authenticated, counted and signed.
-    context: context_pb2.RequestContext | None = None
-
-    def remaining_s(self) -> float:
-        """Seconds until the deadline, at least 0; infinity without one."""
-        return math.inf if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
 
 class CallerVerifier:

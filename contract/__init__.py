@@ -1,0 +1,1 @@
+"""What the services agree on, said once; see DESIGN.md."""

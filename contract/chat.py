@@ -1,0 +1,143 @@
+"""What a model is asked: conversations, prompts, tools, and the form that the answer must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import msgspec
+
+
+class Role(StrEnum):
+    """Who speaks. Names equal OpenAI's, and are what templates compare with."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+    DEVELOPER = "developer"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made in an earlier turn; `arguments_json` is JSON text."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str = ""
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call; `parameters_json` is the JSON Schema of its arguments, or ""."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = ""
+    strict: bool = False
+
+
+class ToolChoiceMode(StrEnum):
+    """Whether tools are called."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`name` is set with NAMED only."""
+
+    mode: ToolChoiceMode = ToolChoiceMode.AUTO
+    name: str = ""
+
+    @property
+    def forces(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a chat template renders, and how the answer may use tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    # Extra variables of the template, JSON values.
+    template_options: Mapping[str, Any] = {}
+    documents: tuple[Mapping[str, Any], ...] = ()
+    template_name: str = ""
+    continue_final_message: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tool calls are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice.mode is not ToolChoiceMode.NONE
+
+
+class TextPrompt(msgspec.Struct, frozen=True):
+    """A text to be continued."""
+
+    text: str
+
+
+class TokenPrompt(msgspec.Struct, frozen=True):
+    """A prompt that is already encoded."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt: TypeAlias = Conversation | TextPrompt | TokenPrompt
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, tag="json_schema"):
+    """A value that a JSON Schema describes; `strict` refuses what cannot be enforced exactly."""
+
+    schema_json: str
+    name: str = ""
+    strict: bool = True
+
+
+class RegexFormat(msgspec.Struct, frozen=True, tag="regex"):
+    """The whole answer matches a regular expression (Rust `regex` syntax)."""
+
+    pattern: str
+
+
+class ChoiceFormat(msgspec.Struct, frozen=True, tag="choice"):
+    """The answer is one of these texts."""
+
+    options: tuple[str, ...]
+
+
+class LarkFormat(msgspec.Struct, frozen=True, tag="lark"):
+    """A Lark grammar as llguidance understands it."""
+
+    grammar: str
+
+
+class EbnfFormat(msgspec.Struct, frozen=True, tag="ebnf"):
+    """A grammar in the GBNF dialect."""
+
+    grammar: str
+
+
+ResponseFormat: TypeAlias = (
+    JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | LarkFormat | EbnfFormat
+)

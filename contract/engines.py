@@ -1,0 +1,66 @@
+"""What an engine says of itself to those who send it requests, and why they take one back."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+
+class CancelReason(IntEnum):
+    """Why the gateway cancels. Numbers equal those of millrace.engine.v1.CancelReason."""
+
+    CLIENT = 1
+    DEADLINE = 2
+    STOP_STRING = 3
+    BUDGET = 4
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What an engine says of itself when a gateway attaches."""
+
+    engine_id: str
+    model: str
+    vocabulary_fingerprint: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # LoRA adapters that it serves beside the base model.
+    adapters: tuple[str, ...] = ()
+    # Label that its operator gave it, for routing.
+    pool: str = ""
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """An engine's report; rides on every step and comes once a second when it is idle."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    # Prompt tokens that are not computed yet, of waiting and running requests.
+    pending_prefill_tokens: int = 0
+    # Not referenced by any sequence: free and cached ones.
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    oldest_wait_s: float = 0.0
+    draining: bool = False
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
+    """Prefix blocks that became reusable, first to last; `parent_hash` is 0 at the start of a prompt."""
+
+    block_hashes: tuple[int, ...]
+    parent_hash: int = 0
+
+
+class BlocksEvicted(msgspec.Struct, frozen=True, tag="evicted"):
+    """Prefix blocks whose content is gone."""
+
+    block_hashes: tuple[int, ...]
+
+
+KvEvent: TypeAlias = BlocksStored | BlocksEvicted

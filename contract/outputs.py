@@ -1,0 +1,72 @@
+"""What comes back from an engine for one choice: tokens, their log-probabilities, why it ended, what it took.
+
+Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import msgspec
+
+
+class FinishReason(IntEnum):
+    """Why a choice ended. Numbers equal those of millrace.common.v1.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+    TOOL_CALLS = 3
+    CANCELLED = 4
+    DEADLINE = 5
+    ERROR = 6
+    BUDGET = 7
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural) of one token and of its most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    @property
+    def top(self) -> Iterator[tuple[int, float]]:
+        """(id, log-probability) of the alternatives."""
+        return zip(self.top_ids, self.top_logprobs, strict=True)
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """Where the engine's part of the time to the first token went."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    first_decode_s: float = 0.0
+    cached_prompt_tokens: int = 0
+    num_prefill_chunks: int = 0
+
+
+class ChoiceStatistics(msgspec.Struct):
+    """What one choice took over its whole life, counted while it goes on."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decode_s: float = 0.0
+    grammar_s: float = 0.0
+    # Named cause to seconds lost.
+    delayed_by_s: dict[str, float] = {}
+
+    def add(self, other: ChoiceStatistics) -> None:
+        """Counts what another choice, or the same one on another engine, took."""
+        for name in NUMBERS[:-1]:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for cause, seconds in other.delayed_by_s.items():
+            self.delayed_by_s[cause] = self.delayed_by_s.get(cause, 0.0) + seconds
+
+
+# What is told of a choice; the causes of delay come last.
+NUMBERS: tuple[str, ...] = ChoiceStatistics.__struct_fields__

@@ -1,0 +1,109 @@
+"""What goes between gateways and engines. Each token passes here, so messages are made of plain fields:
+protobuf copies a message into another by writing and reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+from millrace.common.v1 import output_pb2
+from millrace.engine.v1 import engine_pb2
+
+from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
+from contract.outputs import NUMBERS, ChoiceStatistics, FirstToken, TokenLogprobs
+
+_INFO = EngineInfo.__struct_fields__
+_FIRST_TOKEN = FirstToken.__struct_fields__
+_numbers_of = attrgetter(*NUMBERS)
+_load_of = attrgetter(*EngineLoad.__struct_fields__)
+_first_token_of = attrgetter(*_FIRST_TOKEN)
+
+
+def logprobs_fields(logprobs: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    """The fields of messages with log-probabilities and their alternatives."""
+    return [
+        {
+            "token_id": each.token_id,
+            "logprob": each.logprob,
+            "top": [{"token_id": token_id, "logprob": value} for token_id, value in each.top],
+        }
+        for each in logprobs
+    ]
+
+
+def logprobs(messages: Iterable[output_pb2.TokenLogprob]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities from the wire."""
+    return tuple(
+        TokenLogprobs(
+            each.token_id,
+            each.logprob,
+            tuple([top.token_id for top in each.top]),
+            tuple([top.logprob for top in each.top]),
+        )
+        for each in messages
+    )
+
+
+def first_token_fields(first: FirstToken) -> dict[str, Any]:
+    """The fields of the engine's part of the time to the first token."""
+    return dict(zip(_FIRST_TOKEN, _first_token_of(first), strict=True))
+
+
+def first_token(message: engine_pb2.FirstTokenTimings) -> FirstToken:
+    """The engine's part of the time to the first token, from the wire."""
+    return FirstToken(*_first_token_of(message))
+
+
+def statistics_fields(statistics: ChoiceStatistics) -> dict[str, Any]:
+    """The fields of what a choice took, of whatever more detailed record this is."""
+    return dict(zip(NUMBERS, _numbers_of(statistics), strict=True))
+
+
+def statistics(message: engine_pb2.ChoiceStatistics) -> ChoiceStatistics:
+    """What a choice took, from the wire."""
+    found = ChoiceStatistics(*_numbers_of(message))
+    found.delayed_by_s = dict(message.delayed_by_s)
+    return found
+
+
+def info(message: engine_pb2.EngineInfo) -> EngineInfo:
+    """An engine's description from the wire."""
+    values = {name: getattr(message, name) for name in _INFO}
+    return EngineInfo(**values | {"adapters": tuple(message.adapters)})
+
+
+def load_fields(load: EngineLoad, *, draining: bool) -> dict[str, Any]:
+    """The fields of an engine's report, of whatever more detailed report this is."""
+    return {
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "pending_prefill_tokens": load.pending_prefill_tokens,
+        "num_free_blocks": load.num_free_blocks,
+        "num_total_blocks": load.num_total_blocks,
+        "prefill_tokens_per_s": load.prefill_tokens_per_s,
+        "decode_tokens_per_s": load.decode_tokens_per_s,
+        "oldest_wait_s": load.oldest_wait_s,
+        "draining": draining,
+    }
+
+
+def load(message: engine_pb2.EngineLoad) -> EngineLoad:
+    """An engine's report from the wire."""
+    return EngineLoad(*_load_of(message))
+
+
+def kv_event_message(event: KvEvent) -> engine_pb2.KvEvent:
+    """A change of an engine's prefix cache for the wire."""
+    if isinstance(event, BlocksStored):
+        stored = engine_pb2.BlocksStored(block_hashes=event.block_hashes, parent_hash=event.parent_hash)
+        return engine_pb2.KvEvent(stored=stored)
+    return engine_pb2.KvEvent(evicted=engine_pb2.BlocksEvicted(block_hashes=event.block_hashes))
+
+
+def kv_event(message: engine_pb2.KvEvent) -> KvEvent:
+    """A change of an engine's prefix cache from the wire."""
+    if message.HasField("stored"):
+        return BlocksStored(tuple(message.stored.block_hashes), message.stored.parent_hash)
+    return BlocksEvicted(tuple(message.evicted.block_hashes))

@@ -1,0 +1,20 @@
+"""A prompt made ready by the tokenizer service."""
+
+from __future__ import annotations
+
+import msgspec
+
+from contract.grammar import EnforcementReport, GrammarSpec
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine needs of a prompt."""
+
+    token_ids: tuple[int, ...]
+    grammar: GrammarSpec | None = None
+    enforcement: EnforcementReport | None = None
+    vocabulary_fingerprint: str = ""
+    compile_s: float = 0.0
+    grammar_cached: bool = False
+    # Text that the template placed at the start of the assistant turn, for the output parsers.
+    assistant_prefix: str = ""

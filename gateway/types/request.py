@@ -1,0 +1,83 @@
+"""What a client asks for, in plain data. Unset options are None: the checkpoint's defaults are applied
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from contract.chat import Prompt, ResponseFormat
+from contract.sampling import SamplingOptions
+from services.errors import MillraceError
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of either face."""
+
+    model: str
+    prompt: Prompt
+    sampling: SamplingOptions = SamplingOptions()
+    response_format: ResponseFormat | None = None
+    service_tier: str = ""
+    # Requests with the same one had better meet on one engine.
+    prompt_cache_key: str = ""
+    metadata: Mapping[str, str] = {}
+    # Return the prompt before the completion.
+    echo: bool = False
+    streaming: bool = True
+    # For metrics: http or grpc.
+    face: str = "http"
+    # Our field name to the face's own, for error messages; and parts of names such as ".function.name".
+    field_names: Mapping[str, str] = {}
+    field_parts: Mapping[str, str] = {}
+
+    def field(self, name: str) -> str:
+        """The name under which the caller knows a field, or a part of one as in "messages[0].role"."""
+        head, rest = _split(name)
+        known = self.field_names.get(head, head)
+        if head == "response_format" and known != head:
+            # The face has several names for a constraint, and has put down the one that was used.
+            return name if name.startswith(f"{known}.") else known
+        for part, own in self.field_parts.items():
+            rest = rest.replace(part, own)
+        return known + rest
+
+    def tell(self, error: MillraceError) -> MillraceError:
+        """A refusal of a service behind, in the caller's terms: services name their own protocols' fields, or
+        leave the name out of the message.
+        """
+        if not error.field:
+            return error
+        head, rest = _split(error.field.removeprefix("sampling.").removeprefix("conversation."))
+        known = self.field(_PROTOCOL_FIELDS.get(head, head) + rest)
+        message = error.message
+        if message.startswith(error.field):
+            message = known + message.removeprefix(error.field)
+        elif known not in message:
+            message = f"{known}: {message}"
+        return MillraceError(
+            error.reason,
+            message,
+            field=known,
+            metadata=error.metadata,
+            retry_after_s=error.retry_after_s,
+        )
+
+
+# Fields of the protocols behind the gateway that have another name in GenerationRequest.
+_PROTOCOL_FIELDS: Mapping[str, str] = {
+    "prompt_token_ids": "prompt",
+    "output_token_ids": "prompt",
+    "grammar": "response_format",
+    "adapter": "model",
+}
+
+
+def _split(field: str) -> tuple[str, str]:
+    """ "messages" and "[0].role" of "messages[0].role"."""
+    for index, character in enumerate(field):
+        if character in ".[":
+            return field[:index], field[index:]
+    return field, ""
