@@ -1,10 +1,11 @@
 """What a change costs on the whole path: several checkouts under the loads of gateway_overhead, in turns.
 
-`python -m benchmarks.gateway_turns NAME=CHECKOUT NAME=CHECKOUT ... [--rounds 8] [--quick] [--output FILE]`
+`python -m benchmarks.gateway_turns NAME=CHECKOUT[,VARIABLE=VALUE] ... [--rounds 8] [--quick] [--output FILE]`
 
 Each checkout is a working tree with its own environment in `.venv` (`git worktree add`, `make install`). The
 first is what the others are held against. One client, that of the checkout in which this runs, asks all of
-them: every request is sampled and traced, and one gateway process answers. A round runs every checkout once,
+them: every request is sampled and traced, and one gateway process answers. An environment variable for one of
+them is written behind a comma. A round runs every checkout once,
 and the next one in the opposite order, so that a machine whose speed drifts treats all alike. Printed are the
 medians over the rounds, and the median of the ratios to the first within a round, with the smallest and the
 largest.
@@ -13,8 +14,10 @@ largest.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -46,15 +49,46 @@ class Row(msgspec.Struct, frozen=True):
     met: bool
 
 
-def run_round(checkouts: Mapping[str, Path], names: Sequence[str], wanted: dict[str, Load]) -> Round:
+class Checkout(msgspec.Struct, frozen=True):
+    """A working tree, and the environment variables that its stack gets."""
+
+    folder: Path
+    environment: dict[str, str]
+
+
+def checkout_of(text: str) -> Checkout:
+    """Of `FOLDER[,VARIABLE=VALUE]`."""
+    folder, _, variable = text.partition(",")
+    name, _, value = variable.partition("=")
+    return Checkout(Path(folder).resolve(), {name: value} if name else {})
+
+
+def run_round(checkouts: Mapping[str, Checkout], names: Sequence[str], wanted: dict[str, Load]) -> Round:
     """Every checkout once, and what the client and the back end need by themselves."""
     with peers.backend(0.0) as port:
         found: Round = {
             _FLOOR: uvloop.run(run_loads(peers.direct(port), {"alone": wanted["alone"]})),
         }
     for name in names:
-        found[name] = run_millrace(wanted, checkouts[name])
+        checkout = checkouts[name]
+        with patched(checkout.environment):
+            found[name] = run_millrace(wanted, checkout.folder)
     return found
+
+
+@contextmanager
+def patched(variables: Mapping[str, str]) -> Iterator[None]:
+    """The process's environment with these variables, for those that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def rows(rounds: Sequence[Round], names: Sequence[str]) -> list[Row]:
@@ -88,16 +122,18 @@ def rows(rounds: Sequence[Round], names: Sequence[str]) -> list[Row]:
 def main() -> None:
     """Prints the table after each round, and writes it with every round's figures when asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("checkouts", nargs="+", help="NAME=FOLDER; the first is the baseline")
+    parser.add_argument(
+        "checkouts", nargs="+", help="NAME=FOLDER[,VARIABLE=VALUE]; the first is the baseline"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
     pairs = [each.partition("=") for each in arguments.checkouts]
-    checkouts = {name: Path(folder).resolve() for name, _, folder in pairs}
-    for name, folder in checkouts.items():
-        if not (folder / ".venv" / "bin" / "python").exists():
-            parser.error(f"{name}: {folder} has no .venv; run `make install` there")
+    checkouts = {name: checkout_of(text) for name, _, text in pairs}
+    for name, checkout in checkouts.items():
+        if not (checkout.folder / ".venv" / "bin" / "python").exists():
+            parser.error(f"{name}: {checkout.folder} has no .venv; run `make install` there")
     names = list(checkouts)
     wanted = loads(10 if arguments.quick else 1)
     rounds: list[Round] = []

@@ -16,7 +16,7 @@ from observability.store import SpanReader, StoredSpan
 from observability.tree import delays_of, request_span, ttft_of
 
 # A delay is blamed when it is at least this much, and at least this share of the whole time.
-MIN_DELAY_MS = names.LONG_MS
+MIN_DELAY_MS = names.DELAY_MS
 MIN_DELAY_SHARE = 0.1
 
 _REFUSED_BY_LIMITS = {

@@ -18,11 +18,12 @@ from services.errors import ConfigError
 
 
 class OwnRandomIds(IdGenerator):
-    """Ids from the system's randomness. The SDK's come from Python's global generator: an engine that seeds
-    it would repeat them, as would a process that forks.
+    """Ids from a generator of the provider's own, which begins with the system's randomness. The SDK's come
+    from Python's global one: an engine that seeds it would repeat them.
     """
 
-    _bits = random.SystemRandom().getrandbits
+    def __init__(self) -> None:
+        self._bits = random.Random(os.urandom(32)).getrandbits
 
     def generate_span_id(self) -> int:
         """64 bits, not all 0."""

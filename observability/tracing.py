@@ -194,12 +194,15 @@ class Telemetry:
     ) -> None:
         """Something that `of` went through, in monotonic seconds: an event of it with the time that it took.
 
-        It is a span below `of` where it is notable, failed, has links, or took LONG_MS: what is shorter
-        explains no delay, while samplers and searches look at spans alone.
+        It is a span below `of` where it is notable, failed, has links, or took LONG_MS: samplers and
+        searches look at spans alone, and what is shorter explains little.
 
-        The caller's span (`remote_span`) takes no events: below it short steps leave nothing.
+        The caller's span (`remote_span`) takes no events: below it steps leave spans from DELAY_MS on, and
+        nothing where they were shorter.
         """
-        if is_notable or links or error or (end_s - start_s) * 1000 >= names.LONG_MS:
+        takes_events = of.is_recording()
+        long_ms = names.LONG_MS if takes_events else names.DELAY_MS
+        if is_notable or links or error or (end_s - start_s) * 1000 >= long_ms:
             self.record(
                 name,
                 parent=of,
@@ -209,7 +212,7 @@ class Telemetry:
                 links=links,
                 error=error,
             )
-        elif of.is_recording():
+        elif takes_events:
             duration_ms = max(0.0, end_s - start_s) * 1000
             of.add_event(name, {**(attributes or {}), names.DURATION_MS: duration_ms}, unix_ns(start_s))
 

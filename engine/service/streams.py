@@ -25,9 +25,9 @@ class GatewayStream:
         self.last_sent_s = 0.0
         self.kv_events: list[engine_pb2.KvEvent] = []
         self._max_backlog = max_backlog
-        # A step's outputs are one message; messages of several steps are not joined.
+        # A step's outputs are one message; steps that end while one is written go together.
         self._outbox: Outbox[engine_pb2.AttachResponse] = Outbox(
-            engine_pb2.AttachResponse.ByteSize, max_together=1, max_waiting=max_backlog
+            engine_pb2.AttachResponse.ByteSize, max_together=None, max_waiting=max_backlog
         )
 
     @property
@@ -82,4 +82,20 @@ class GatewayStream:
     async def messages(self) -> AsyncIterator[engine_pb2.AttachResponse]:
         """What to send, until the end; raises the error that the stream ends with."""
         while messages := await self._outbox.take():
-            yield messages[0]
+            if messages[0].HasField("welcome"):
+                yield messages.pop(0)
+            if messages:
+                yield _joined(messages)
+
+
+def _joined(steps: list[engine_pb2.AttachResponse]) -> engine_pb2.AttachResponse:
+    """The outputs of all of them in their order, as of the last step."""
+    first, *others = steps
+    into = first.outputs
+    for step in others:
+        into.step_id = step.outputs.step_id
+        into.outputs.extend(step.outputs.outputs)
+        into.kv_events.extend(step.outputs.kv_events)
+        if step.outputs.HasField("load"):
+            into.load.CopyFrom(step.outputs.load)
+    return first

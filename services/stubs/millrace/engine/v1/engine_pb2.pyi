@@ -358,7 +358,9 @@ Global___MemoryPlan: _TypeAlias = MemoryPlan  # noqa: Y015
 
 @_typing.final
 class StepOutputs(_message.Message):
-    """StepOutputs is everything that one engine step produced for one gateway."""
+    """StepOutputs is everything that one engine step produced for one gateway, or several that ended while the
+    gateway was not ready for more: outputs then stand in the order of the steps, and the rest is of the last.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
