@@ -21,7 +21,8 @@ from engine.model.plan import (
     plan_input,
 )
 from engine.model.plan_command import decoding_blocks
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from services.config import ModelConfig
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
@@ -67,8 +68,8 @@ def test_configured_size_is_taken() -> None:
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
-    runner, plan, facts = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, facts = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     try:
         tensors = [tensor for layer in runner.storage.layers for tensor in layer.tensors()]
         allocated = sum(tensor[:-1].nbytes for tensor in tensors)
@@ -88,8 +89,8 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
         quantize=quantize,
         quantization=QuantizationConfig(head=head, group_size=32),
     )
-    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, _ = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     try:
         model = runner.model
         loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in linears(layer))
@@ -108,8 +109,8 @@ def test_packed_weights_take_what_was_planned(quantize: str) -> None:
     config = EngineConfig(
         dtype="bfloat16", quantize=quantize, quantization=QuantizationConfig(head="int8", group_size=32)
     )
-    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, _ = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     runner.close()
     if not isinstance(runner.model, NativeDecoder):
         pytest.skip("no native kernels here")

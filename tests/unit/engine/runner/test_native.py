@@ -18,7 +18,7 @@ from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import Program, StepStruct, load_level
 from engine.model.lowering import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams, SchedulerOutput
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -37,7 +37,7 @@ except NativeUnavailableError as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
 
 
-def generate(runner: TorchRunner, vocab_size: int, *, num_tokens: int = 24) -> list[Job]:
+def generate(runner: ModelRunner, vocab_size: int, *, num_tokens: int = 24) -> list[Job]:
     """Greedy outputs of prompts of many lengths, together and in chunks."""
     jobs = [
         Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
