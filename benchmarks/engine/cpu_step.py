@@ -44,7 +44,7 @@ from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.runner.build import build_here
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.runner import ModelRunner

@@ -14,11 +14,11 @@ import msgspec
 from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
 from engine.kernels.native import NativeLibrary
+from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import folder_of, resolve_checkpoint
 from engine.model.device import choose_device
 from engine.model.loader import load_apart, load_here
-from engine.model.loading import Load, Model, load_model, native_library
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import Progress
 from engine.runner.executors.executor import Executor

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from engine.kernels.attention.ragged import RaggedBatch
 from engine.kernels.transfer import on_device
+from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
-from engine.model.loading import Model
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarMasks

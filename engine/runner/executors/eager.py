@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.model.loading import Model
+from engine.model.back_end import Model
 from engine.runner.inputs import StepInputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from engine.model.loading import Model
+from engine.model.back_end import Model
 from engine.runner.inputs import StepInputs
 from engine.runner.outcomes import Sampled
 from engine.types import ScheduledSequence

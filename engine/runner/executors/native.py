@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.eager import EagerSteps
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.executors.native_decode import NativeDecode

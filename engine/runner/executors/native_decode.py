@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable

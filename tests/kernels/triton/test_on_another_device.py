@@ -20,8 +20,8 @@ from engine.kernels import selection
 from engine.kernels.attention import triton_attention
 from engine.kernels.attention.triton_attention import TritonAttention
 from engine.kernels.transfer import on_device
-from engine.model.decoder import load_decoder
 from engine.model.families import read_spec
+from engine.model.reading import load_decoder
 from engine.runner.base import RunnerBroken
 from engine.runner.cuda.build import _dummy_step, make_device_table
 from engine.runner.cuda.decode_graphs import DecodeGraphs

@@ -11,8 +11,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
 from engine.kernels.linear import DenseWeight
-from engine.model.calibration import linears
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
     PlanInput,
@@ -93,7 +92,7 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
     assert isinstance(runner, ModelRunner)
     try:
         model = runner.model
-        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in linears(layer))
+        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in layer.linears())
         loaded += model.embedding.nbytes
         if not isinstance(model.head.weight, DenseWeight):
             loaded += model.head.weight.num_bytes()
