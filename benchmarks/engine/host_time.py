@@ -34,7 +34,7 @@ from engine.runner.executors.device import DeviceExecutor
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.on_device import DeviceDrawn, row_options
-from engine.sampling.sampler import SamplingRows
+from engine.sampling.rows import SamplingRows
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, Request, SamplingParams
 from services.config import ModelConfig

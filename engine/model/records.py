@@ -9,7 +9,6 @@ Shape letters: E hidden size, V vocabulary, L positions, R rotated dimensions of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,11 +187,11 @@ def host_arrays(record: Any) -> Any:
     of the embedding.
     """
     if isinstance(record, _RECORDS):
-        fields = {
+        fields: dict[str, Any] = {
             name: _bits(value) if name == "embedding" else host_arrays(value)
             for name, value in vars(record).items()
         }
-        return dataclasses.replace(record, **fields)
+        return type(record)(**fields)
     if isinstance(record, list | tuple):
         return type(record)(map(host_arrays, record))
     if hasattr(record, "data_ptr"):

@@ -19,7 +19,7 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.verification import LogitRows, confirmed
 from engine.sampling.grammar import GrammarError, GrammarMasks
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drawn
+from engine.sampling.rows import Drawn
 from engine.types import SequenceResult, TokenLogprobs
 
 

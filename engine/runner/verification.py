@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.runner.inputs import StepInputs
 from engine.sampling.grammar import GrammarMasks
-from engine.sampling.sampler import SamplingRows
+from engine.sampling.rows import SamplingRows
 
 _NONE = np.array([], np.int64)
 

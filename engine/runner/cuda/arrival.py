@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.staging import Mark
 from engine.runner.outcomes import Sampled
-from engine.sampling.sampler import Drawn
+from engine.sampling.rows import Drawn
 from engine.types import TokenLogprobs
 
 

@@ -28,22 +28,25 @@ from engine.runner.cuda.arrival import DeviceArrival, LogprobsOnTheWay
 from engine.runner.cuda.decode_graphs import UNREAD, DecodeGraphs
 from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.staging import NUM_BUFFERS, Mark, pinned
-from engine.runner.executors.executor import StepTooLargeError
+from engine.runner.executors.executor import Executor, StepTooLargeError
 from engine.runner.executors.torch import TorchExecutor
 from engine.runner.inputs import StepInputs, gather_rows, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
 from engine.sampling.on_device import DeviceDrawn, sample_on_device
-from engine.sampling.sampler import SamplingRows, sample
+from engine.sampling.rows import SamplingRows
+from engine.sampling.sampler import sample
 from engine.types import ScheduledSequence
 
 # What torch's, Triton's and the libraries' errors say when the device is lost.
 LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "CUDA driver error")
 
 
-class DeviceExecutor:
+class DeviceExecutor(Executor):
     """See Executor. `graphs` captures decode steps, or says None."""
+
+    model: Decoder
 
     def __init__(
         self,
@@ -78,9 +81,6 @@ class DeviceExecutor:
             if state.slot >= self.table.num_rows:
                 return False
         return True
-
-    def following(self, scheduled: Sequence[ScheduledSequence]) -> None:
-        return None
 
     def prepare(self, scheduled: list[ScheduledSequence], *, ahead: bool) -> StepInputs:
         if self._ran_out and self.model.device.type == "cuda":

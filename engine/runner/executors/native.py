@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.eager import EagerSteps
+from engine.runner.executors.executor import Executor
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.executors.native_decode import NativeDecode
 from engine.runner.inputs import StepInputs, prepare_inputs
@@ -21,8 +22,10 @@ from engine.types import ScheduledSequence
 _MODE = nullcontext()
 
 
-class NativeExecutor:
+class NativeExecutor(Executor):
     """See Executor."""
+
+    model: NativeDecoder
 
     def __init__(self, model: NativeDecoder, storage: KvStorage, table: SequenceTable) -> None:
         self.model = model
@@ -36,9 +39,6 @@ class NativeExecutor:
 
     def mode(self) -> AbstractContextManager[object]:
         return _MODE
-
-    def runs_ahead(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        return False
 
     def following(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
         last = self.steps.follows(scheduled)
@@ -71,9 +71,6 @@ class NativeExecutor:
 
     def forget(self) -> None:
         self.steps.forget()
-
-    def raise_if_broken(self, error: Exception) -> None:
-        """A CPU is not lost."""
 
 
 def _all_succeeded(step: Sampled) -> bool:

@@ -24,7 +24,7 @@ from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 from engine.sampling.native import NativeDraws
-from engine.sampling.sampler import Drawn, SamplingRows
+from engine.sampling.rows import Drawn, SamplingRows
 
 _NONE = np.array([], np.int64)
 

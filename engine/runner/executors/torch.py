@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from engine.kernels.attention import AttentionBackend
 from engine.model.decoder import Decoder
 from engine.runner.executors.eager import EagerSteps
+from engine.runner.executors.executor import Executor
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
@@ -17,8 +17,10 @@ from engine.runner.sequence_table import SequenceTable
 from engine.types import ScheduledSequence
 
 
-class TorchExecutor:
+class TorchExecutor(Executor):
     """See Executor."""
+
+    model: Decoder
 
     def __init__(
         self, model: Decoder, attention: AttentionBackend, storage: KvStorage, table: SequenceTable
@@ -31,20 +33,8 @@ class TorchExecutor:
     def mode(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
 
-    def runs_ahead(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        return False
-
-    def following(self, scheduled: Sequence[ScheduledSequence]) -> None:
-        return None
-
     def prepare(self, scheduled: list[ScheduledSequence], *, ahead: bool) -> StepInputs:
         return prepare_inputs(scheduled, self._table, self._storage, self.model)
 
     def execute(self, inputs: StepInputs) -> Sampled:
         return self._eager.compute(inputs)
-
-    def forget(self) -> None:
-        """Nothing is kept from one step to the next."""
-
-    def raise_if_broken(self, error: Exception) -> None:
-        """A CPU is not lost."""

@@ -26,7 +26,8 @@ from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarError
-from engine.sampling.sampler import SamplingRows, sample
+from engine.sampling.rows import SamplingRows
+from engine.sampling.sampler import sample
 
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend

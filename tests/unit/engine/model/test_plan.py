@@ -161,7 +161,7 @@ def test_command_prints_the_plan_and_names_what_is_wrong(tmp_path: Path) -> None
     def run(text: str, *flags: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "config.toml"
         path.write_text(text)
-        command = [sys.executable, "-m", "engine.model.plan", "--config", str(path), *flags]
+        command = [sys.executable, "-m", "engine.model.plan_command", "--config", str(path), *flags]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     found = run('[model]\npath = "models/millrace-nano"\n[engine]\ndevice = "cpu"\n', "--json")
