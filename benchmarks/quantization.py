@@ -35,7 +35,8 @@ from tokenizers import Tokenizer
 from benchmarks.engine.report import publish
 from benchmarks.peers.tables import FORMS
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from models.batches import encode
 from models.corpus import Mixture, documents
@@ -82,8 +83,8 @@ def score(folder: Path, options: dict[str, Any], prompts: list[list[int]]) -> Sc
     """Runs every prompt through the engine's own runner."""
     cache = CacheConfig(kv_cache_bytes=64 << 20, **options.pop("cache", {}))
     config = EngineConfig(**{"cache": cache, **options})
-    runner, plan, _ = build(config, ModelConfig(path=str(folder)), lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, _ = build_here(config, ModelConfig(path=str(folder)), lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     logprobs: list[float] = []
     best: list[int] = []
     try:

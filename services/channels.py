@@ -9,9 +9,9 @@ from opentelemetry import propagate
 
 from services import tls
 
-# gRPC's asyncio has one thread that waits for completions. In these releases the event engine reads sockets on
-# threads of its own, which wake that one, which wakes the event loop: two changes of threads more for every
-# message than with the pollers before it (benchmarks/results/grpc_experiments.json). What other releases do is
+# gRPC's asyncio has one thread that waits for completions. In these releases the event engine reads sockets
+# on threads of its own, which wake that one, which wakes the event loop: more changes of threads for every
+# message than with the pollers before it (benchmarks/results/gateway_parts.json). What other releases do is
 # theirs to decide. Read when the first channel or server is made.
 MEASURED_RELEASES = ("1.85.",)
 if grpc.__version__.startswith(MEASURED_RELEASES):

@@ -44,9 +44,10 @@ from engine.core.__main__ import make_scheduler
 from engine.core.loop import EngineLoop
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
-from engine.model.lowering import NativeDecoder
-from engine.runner.steady import SteadyDecode
-from engine.runner.torch_runner import TorchRunner, build
+from engine.model.native_decoder import NativeDecoder
+from engine.runner.build import build_here
+from engine.runner.executors.following import FollowingSteps
+from engine.runner.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from services.config import ModelConfig
 
@@ -124,8 +125,8 @@ class Bench:
                 settings[key] = value
         self.config = msgspec.convert(settings, EngineConfig)
         self.model = ModelConfig(path=str(make_checkpoint(checkpoint, folder)))
-        runner, self.memory, self.facts = build(self.config, self.model, lambda stage, part: None)
-        assert isinstance(runner, TorchRunner)
+        runner, self.memory, self.facts = build_here(self.config, self.model, lambda stage, part: None)
+        assert isinstance(runner, ModelRunner)
         assert isinstance(runner.model, NativeDecoder), "there are no native kernels here"
         self.runner = runner
         self.watch = _Watch()
@@ -163,7 +164,9 @@ class Bench:
 
     def decode_row(self, num_sequences: int, machine: Machine, *, anew: bool) -> Row:
         """Medians of the parts of a step in microseconds; `anew` puts every step together as a whole."""
-        with patch.object(SteadyDecode, "follows", lambda steady, scheduled: None) if anew else nullcontext():
+        with (
+            patch.object(FollowingSteps, "follows", lambda steps, scheduled: None) if anew else nullcontext()
+        ):
             return self._decode_row(num_sequences, machine, "baseline: anew" if anew else "ours")
 
     def _decode_row(self, num_sequences: int, machine: Machine, name: str) -> Row:

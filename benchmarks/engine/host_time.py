@@ -28,11 +28,13 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedC
 from engine.core.loop import EngineLoop
 from engine.runner import simulated
 from engine.runner.base import Runner
+from engine.runner.cuda.build import make_device_table
 from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
-from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.executors.device import DeviceExecutor
+from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.on_device import DeviceDrawn, row_options
-from engine.sampling.sampler import SamplingRows
+from engine.sampling.rows import SamplingRows
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, Request, SamplingParams
 from services.config import ModelConfig
@@ -47,7 +49,7 @@ _MAX_LEN = 2048
 _STEP_US = 7000.0
 
 
-class _NullRunner(DeviceRunner):
+class _NullExecutor(DeviceExecutor):
     """Everything but the arithmetic."""
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,7 @@ class _NullRunner(DeviceRunner):
 
     def _sampled(self, logits: torch.Tensor, rows: SamplingRows) -> DeviceDrawn:
         # What the draw would be told is put together and sent all the same.
-        row_options(self.table.sampling, rows, self.device)
+        row_options(self.table.sampling, rows, self.model.device)
         yes = torch.ones(rows.slots.size, dtype=torch.bool)
         return DeviceDrawn(
             tokens=torch.full_like(yes, 7, dtype=torch.int64), finite=yes, allowed=yes, processed=logits
@@ -89,6 +91,7 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
         max_model_len=_MAX_LEN,
         device=device,
         row_multiple=1,
+        kernels=SimpleNamespace(names={"sampling": "torch"}),
         embedding=torch.zeros(1, hidden),
         forward=lambda batch, caches, attention: torch.zeros(batch.token_ids.shape[0], hidden),
         wake=lambda: None,
@@ -104,12 +107,15 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
     )
     grammar = SimpleNamespace(close=lambda: None, fill=lambda wanted: Future())
 
-    def graphs(runner: DeviceRunner) -> DecodeGraphs:
+    table = make_device_table(cast(Any, model), cast(Any, storage), cast(Any, grammar), max_num_seqs=batch)
+    table.sampling.native = False
+
+    def graphs(executor: DeviceExecutor) -> DecodeGraphs:
         made = DecodeGraphs(
             cast(Any, model),
             cast(Any, SimpleNamespace(plan_decode=lambda batch: None)),
             [],
-            runner.device_table,
+            table,
             sizes=ladder(batch),
             block_size=_BLOCK,
             spare_slot=storage.spare_slot,
@@ -117,16 +123,13 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
         made.capture(_NullRecorder())
         return made
 
-    runner = _NullRunner(
-        max_num_seqs=batch,
-        graphs=graphs,
-        model=model,
-        attention=None,
-        storage=storage,
-        grammar=grammar,
+    executor = _NullExecutor(cast(Any, model), cast(Any, None), cast(Any, storage), table, graphs=graphs)
+    runner = ModelRunner(
+        executor=executor,
+        table=table,
+        storage=cast(Any, storage),
+        grammar=cast(Any, grammar),
         proposer=Proposer(SpeculationConfig()),
-        num_threads=1,
-        native_sampling=False,
     )
     return runner, memory
 
@@ -191,7 +194,7 @@ def measure(batch: int, name: str) -> Row:
     watch.around(scheduler, "update", "results")
     watch.around(runner, "launch", "launch")
     watch.around(mailbox, "send", "publish")
-    if isinstance(runner, DeviceRunner):
+    if isinstance(runner, ModelRunner):
         watch.around(runner, "_results", "read")
     # As the core does before it serves.
     gc.collect()

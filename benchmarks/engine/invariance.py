@@ -16,7 +16,7 @@ import transformers
 from benchmarks.engine.report import Row, arguments, publish
 from benchmarks.engine.speculation import _MODEL
 from engine.config import EngineConfig
-from engine.runner.torch_runner import build
+from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from services.config import ModelConfig
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 class _Engine:
     def __init__(self) -> None:
         self._config = EngineConfig(dtype="bfloat16", num_threads=1)
-        self._runner, self._memory, _ = build(
+        self._runner, self._memory, _ = build_here(
             self._config, ModelConfig(path=str(_MODEL)), lambda stage, part: None
         )
 

@@ -41,7 +41,7 @@ def load(checkpoint: str, quantize: str, *, gives_back: bool) -> list[dict[str, 
 
     from engine.config import EngineConfig
     from engine.model import mapped_pages, weights
-    from engine.runner.torch_runner import build
+    from engine.runner.build import build_here
     from services.config import ModelConfig
     from services.memory import give_back
 
@@ -64,7 +64,7 @@ def load(checkpoint: str, quantize: str, *, gives_back: bool) -> list[dict[str, 
         "max_model_len": 4096,
         "cache": {"kv_cache_bytes": _CACHE_BYTES, "kv_dtype": "int8" if quantize == "w8a8" else "auto"},
     }
-    runner, _, _ = build(msgspec.convert(config, EngineConfig), ModelConfig(path=checkpoint), progress)
+    runner, _, _ = build_here(msgspec.convert(config, EngineConfig), ModelConfig(path=checkpoint), progress)
     time.sleep(_AHEAD_S)
     gc.collect()
     if gives_back:

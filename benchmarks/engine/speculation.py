@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.engine.report import arguments, publish
 from engine.config import EngineConfig, SpeculationConfig
-from engine.runner.torch_runner import build
+from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from models.chat_format import segments
@@ -74,7 +74,7 @@ class Side:
 
     def __init__(self, speculation: SpeculationConfig) -> None:
         self._config = EngineConfig(speculation=speculation, num_threads=1)
-        self._runner, self._memory, self._facts = build(
+        self._runner, self._memory, self._facts = build_here(
             self._config, ModelConfig(path=str(_MODEL)), lambda phase, part: None
         )
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.random_model import LLAMA_8B, TINY, drawn_weights, write_che
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import messages
 from engine.core.loop import EngineLoop
-from engine.runner.torch_runner import build
+from engine.runner.build import build_here
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
 from services.config import ModelConfig
@@ -115,7 +115,7 @@ def opened(gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int) -> Ite
         write_checkpoint(folder, shape)
         began = time.monotonic()
         with drawn_weights():
-            runner, memory, facts = build(config, ModelConfig(path=str(folder)), _quiet)
+            runner, memory, facts = build_here(config, ModelConfig(path=str(folder)), _quiet)
         print(
             f"  {kind}: attention {facts.attention_backend}, {memory.num_blocks} blocks, "
             f"ready after {time.monotonic() - began:.0f} s",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model import decoder
+from engine.model import reading
 from engine.model.weights import WeightReader
 
 LLAMA_8B: dict[str, Any] = {
@@ -115,9 +115,9 @@ class RandomReader(WeightReader):
 @contextlib.contextmanager
 def drawn_weights() -> Iterator[None]:
     """Models that are loaded inside get random weights."""
-    plain = decoder.WeightReader
-    decoder.WeightReader = RandomReader  # type: ignore[misc]
+    plain = reading.WeightReader
+    reading.WeightReader = RandomReader  # type: ignore[misc]
     try:
         yield
     finally:
-        decoder.WeightReader = plain  # type: ignore[misc]
+        reading.WeightReader = plain  # type: ignore[misc]

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 # Modules with a `build`, imported only when asked for. This process imports no torch where the native kernels
 # serve: another one loads for it.
-RUNNERS = {"torch": "engine.runner.apart", "simulated": "engine.runner.simulated"}
+RUNNERS = {"torch": "engine.runner.build", "simulated": "engine.runner.simulated"}
 
 # Exit codes beyond 0: 2 is a configuration error, as for every main; 70 is a runner that broke.
 _EXIT_CONFIG = 2

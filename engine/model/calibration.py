@@ -13,29 +13,24 @@ Shape letters: T tokens, E hidden size, K inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.kernels.attention import BACKENDS, RaggedBatch
 from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, Product
 from engine.kernels.paged_cache import allocate_layer
 from engine.model.checkpoint import folder_of
-from engine.model.experts import SparseFeedForward
-from engine.model.latent_attention import LatentAttention
-from engine.model.layers import Attention, FeedForward, Linear, StepContext
+from engine.model.decoder import advance
+from engine.model.layers import StepContext
+from engine.model.records import Layer
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
+from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
-
-if TYPE_CHECKING:
-    from engine.model.decoder import DecoderLayer
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +61,11 @@ because the air presses less. La mer était calme. Der Hund schläft unter dem T
 class Calibration:
     """Quantizes layers one after another, each with the ranges that its inputs have."""
 
-    def __init__(
-        self, folder: Path, spec: ModelSpec, embedding: Tensor, config: EngineConfig, max_model_len: int
-    ) -> None:
-        self.spec, self.config = spec, config
-        token_ids = _token_ids(folder, spec, min(NUM_TOKENS, max_model_len // ROW_MULTIPLE * ROW_MULTIPLE))
+    def __init__(self, weights: WeightReader, spec: ModelSpec, embedding: Tensor, max_model_len: int) -> None:
+        self.spec, self.config, self.kernels = spec, weights.config, weights.kernels
+        token_ids = _token_ids(
+            weights.folder, spec, min(NUM_TOKENS, max_model_len // ROW_MULTIPLE * ROW_MULTIPLE)
+        )
         count = token_ids.shape[0]
         device = embedding.device
         self.x = embedding.index_select(0, token_ids.to(device))  # [T, E]
@@ -87,6 +82,7 @@ class Calibration:
         positions = torch.arange(count)
         tables = [rope_table(rope, max_model_len) for rope in spec.ropes]
         self.step = StepContext(
+            kernels=weights.kernels,
             slots=positions.to(device),
             rotations=[(cos[positions].to(device), sin[positions].to(device)) for cos, sin in tables],
             attention=attention,
@@ -94,7 +90,7 @@ class Calibration:
         )
 
     @torch.inference_mode()
-    def finish(self, layer: DecoderLayer) -> None:
+    def finish(self, layer: Layer) -> None:
         """Runs a dense layer and quantizes its linear layers."""
         spec = self.spec
         cache = allocate_layer(
@@ -107,17 +103,17 @@ class Calibration:
             dtype=torch.float32,
             device=self.x.device,
         )
-        watched = [(linear, _Watch(linear.product)) for linear in linears(layer)]
-        for linear, watch in watched:
-            linear.product = watch
-        self.x = layer(self.x, cache, self.step)
+        watched = []
+        for linear in (*layer.linears(), *layer.routed_linears()):
+            linear.product = self.kernels.linear.pack(linear.weight)
+        for linear in layer.linears():
+            linear.product = _Watch(linear.product)
+            watched.append((linear, linear.product))
+        x, change = advance(layer, self.x, None, cache, self.step)
+        self.x = x + change
         for linear, watch in watched:
             assert isinstance(linear.weight, DenseWeight), "dense until it is calibrated"
-            linear.use(quantize(linear.weight.values, self.config, watch.range))
-
-
-# What a layer is made of.
-PARTS = (Attention, LatentAttention, FeedForward, SparseFeedForward)
+            linear.weight = quantize(linear.weight.values, self.config, watch.range)
 
 
 class _Watch:
@@ -131,15 +127,6 @@ class _Watch:
         seen = x.float().abs().amax(0)
         self.range = seen if self.range is None else torch.maximum(self.range, seen)
         return self.product(x, bias)
-
-
-def linears(part: object) -> Iterator[Linear]:
-    """Every Linear inside a layer, but for those of experts and their router."""
-    for value in vars(part).values():
-        if isinstance(value, Linear):
-            yield value
-        elif isinstance(value, PARTS):
-            yield from linears(value)
 
 
 def _token_ids(folder: Path, spec: ModelSpec, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.model.spec import CheckpointError
+from engine.model.spec import CheckpointError, TensorHeader
 
 ELEMENT_BYTES = {
     "F64": 8,
@@ -35,19 +35,6 @@ ELEMENT_BYTES = {
 }
 # A header is a few hundred bytes per tensor; a larger number means that the file is something else.
 MAX_HEADER_BYTES = 100_000_000
-
-
-class TensorHeader(msgspec.Struct, frozen=True):
-    """One stored tensor."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return math.prod(self.shape)
 
 
 class _StoredTensor(msgspec.Struct):

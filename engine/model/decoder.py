@@ -5,152 +5,73 @@ Shape letters: T tokens, E hidden size, R rows whose logits are wanted, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.kernels.attention import AttentionBackend
-from engine.kernels.linear import DenseWeight
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.selection import Kernels
 from engine.kernels.transfer import on_device
-from engine.model.calibration import Calibration, linears
-from engine.model.experts import SparseFeedForward
+from engine.model.experts import feed_sparse
 from engine.model.forward_batch import ForwardBatch
-from engine.model.latent_attention import LatentAttention
-from engine.model.layers import Attention, FeedForward, Linear, Norm, StepContext
-from engine.model.rope import rope_table
-from engine.model.spec import ModelSpec
-from engine.model.weights import WeightReader
+from engine.model.latent_attention import attend_latents
+from engine.model.layers import StepContext, attend, entering, feed, multiply, normed
+from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, SparseFeedForward
 
 
-class DecoderLayer:
-    """Attention and feed-forward, each added to the residual stream, with norms where the family has them."""
-
-    def __init__(self, weights: WeightReader, layer: int, spec: ModelSpec) -> None:
-        prefix = f"model.layers.{layer}"
-        attention = LatentAttention if spec.latent else Attention
-        self.attention = attention(weights, f"{prefix}.self_attn", spec, layer)
-        self.feed_forward: FeedForward | SparseFeedForward
-        if spec.experts and layer in spec.experts.layers:
-            self.feed_forward = SparseFeedForward(weights, prefix, spec)
-        else:
-            self.feed_forward = FeedForward(weights, f"{prefix}.mlp", spec)
-        before, after = NORM_NAMES[spec.norm_placement]
-        norms = [
-            Norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
-            for name in before + after
-        ]
-        self.before, self.after = norms[:2], norms[2:]
-
-    def linears(self) -> Iterator[Linear]:
-        """Every linear layer, those of experts included."""
-        yield from linears(self)
-        if isinstance(self.feed_forward, SparseFeedForward):
-            yield from self.feed_forward.routed_linears()
-
-    def __call__(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        x, change = self.advance(x, None, cache, step)
-        return x + change
-
-    def advance(
-        self, x: Tensor, change: Tensor | None, cache: LayerCache, step: StepContext
-    ) -> tuple[Tensor, Tensor]:
-        """The stream x [T, E] and what is to be added to it, before the layer -> the same after it. Adding is
-        left to the norm that follows, which has the numbers at hand.
-        """
-        x, inner = self._enter(0, x, change, self.attention.entry)
-        change = self._leave(0, self.attention(inner, cache, step))
-        x, inner = self._enter(1, x, change, self.feed_forward.entry)
-        return x, self._leave(1, self.feed_forward(inner))
-
-    def _enter(self, half: int, x: Tensor, change: Tensor | None, entry: Linear | None) -> tuple[Tensor, Any]:
-        before = self.before[half]
-        if before is None:
-            x = x if change is None else x + change
-            return x, x
-        return before.entering(x, change, entry)
-
-    def _leave(self, half: int, change: Tensor) -> Tensor:
-        after = self.after[half]
-        return change if after is None else after(change)
+def advance(
+    layer: Layer, x: Tensor, change: Tensor | None, cache: LayerCache, step: StepContext
+) -> tuple[Tensor, Tensor]:
+    """The stream x [T, E] and what is to be added to it, before the layer -> the same after it. Adding is
+    left to the norm that follows, which has the numbers at hand.
+    """
+    attention, feed_forward = layer.attention, layer.feed_forward
+    x, inner = _enter(layer, 0, x, change, attention.entry, step)
+    if isinstance(attention, LatentAttention):
+        change = attend_latents(attention, inner, cache, step)
+    else:
+        change = attend(attention, inner, cache, step)
+    x, inner = _enter(layer, 1, x, _leave(layer, 0, change, step), feed_forward.entry, step)
+    if isinstance(feed_forward, SparseFeedForward):
+        change = feed_sparse(feed_forward, inner, step.kernels)
+    else:
+        change = feed(feed_forward, inner, step.kernels)
+    return x, _leave(layer, 1, change, step)
 
 
-# Placement to the names of norms (before attention, before feed-forward), (after attention, after
-# feed-forward).
-NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
-    "pre": (("input_layernorm", "post_attention_layernorm"), ("", "")),
-    "post": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
-    "sandwich": (
-        ("input_layernorm", "pre_feedforward_layernorm"),
-        ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-}
+def _enter(
+    layer: Layer, half: int, x: Tensor, change: Tensor | None, entry: Linear | None, step: StepContext
+) -> tuple[Tensor, Any]:
+    before = layer.before[half]
+    if before is None:
+        x = x if change is None else x + change
+        return x, x
+    return entering(before, x, change, entry, step.kernels)
 
 
-class Packing(Protocol):
-    """Turns weights into products while a model is loaded, so that no more than a layer is held twice."""
-
-    # Whether float16 weights lose nothing by it; else they are rounded to the serving type.
-    keeps_float16: bool
-
-    def pack(self, linear: Linear) -> None:
-        """Makes the product of one linear layer."""
-
-
-class TorchPacking:
-    """Products of torch. Which one serves a shape is found out while loading, not in the first step."""
-
-    keeps_float16 = False
-
-    def pack(self, linear: Linear) -> None:
-        _ = linear.product
+def _leave(layer: Layer, half: int, change: Tensor, step: StepContext) -> Tensor:
+    after = layer.after[half]
+    return change if after is None else normed(after, change, step.kernels)
 
 
 class Decoder:
-    """A loaded model. Not thread-safe; nothing in it changes after loading."""
+    """A loaded model as torch computes it. Not thread-safe; nothing in it changes."""
 
-    def __init__(
-        self, weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None = None
-    ) -> None:
-        packing = packing or TorchPacking()
-        self.kernels = weights.kernels
+    def __init__(self, record: ModelRecord, kernels: Kernels) -> None:
+        self.record = record
+        self.kernels = kernels
         # Rows of a step are padded to a multiple of this.
-        self.row_multiple = self.kernels.linear.row_multiple
-        self.spec = spec
-        self.max_model_len = max_model_len
-        self.embedding = weights.keep(
-            "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
-        )  # [V, E]
-        calibration = None
-        if weights.calibrates:
-            calibration = Calibration(weights.folder, spec, self.embedding, weights.config, max_model_len)
-        self.layers = []
-        for layer in range(spec.num_layers):
-            self.layers.append(DecoderLayer(weights, layer, spec))
-            if calibration is not None:
-                calibration.finish(self.layers[-1])
-            for linear in self.layers[-1].linears():
-                packing.pack(linear)
-        self.norm = Norm(weights, "model.norm", spec.hidden_size, spec)
-        if spec.tied_embeddings:
-            weights.discard("lm_head.weight")
-            head = weights.quantized_head(DenseWeight(values=self.embedding))
-        else:
-            head = weights.head("lm_head", (spec.vocab_size, spec.hidden_size))
-        self.head = Linear.of(head, self.kernels.linear)  # [V, E]
-        packing.pack(self.head)
-        device = weights.device
-        self.ropes = [
-            tuple(part.to(device) for part in rope_table(rope, max_model_len)) for rope in spec.ropes
-        ]
+        self.row_multiple = kernels.linear.row_multiple
+        self.spec = record.spec
+        self.max_model_len = record.max_model_len
+        self.embedding = cast("Tensor", record.embedding)  # [V, E]
+        self.layers = record.layers
+        self.head = record.head  # [V, E]
+        self.ropes = cast("list[tuple[Tensor, Tensor]]", record.ropes)
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +101,7 @@ class Decoder:
         so that it can be captured (see `captures`).
         """
         step = StepContext(
+            kernels=self.kernels,
             slots=slots,
             rotations=[
                 (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.ropes
@@ -189,10 +111,9 @@ class Decoder:
         )
         x, change = self.embedding.index_select(0, token_ids), None
         if self.spec.embedding_scale != 1.0:
-            # As a number that is rounded to x's type first.
-            x = x * float(torch.tensor(self.spec.embedding_scale, dtype=x.dtype))
+            x = x * self.record.embedding_scale
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, change = layer.advance(x, change, cache, step)
+            x, change = advance(layer, x, change, cache, step)
         return x if change is None else x + change
 
     @property
@@ -208,7 +129,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], R a multiple of row_multiple -> [R, V] in float32."""
-        logits = self.head(self.norm(hidden)).float()
+        logits = multiply(self.head, normed(self.record.norm, hidden, self.kernels)).float()
         cap = self.spec.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -218,36 +139,3 @@ class Decoder:
         padded = np.pad(rows, (0, -rows.size % self.row_multiple))
         chosen = hidden.index_select(0, on_device(padded, hidden.device))
         return self.logits(chosen)[: rows.size]
-
-
-def load_decoder(
-    folder: Path,
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    progress: Callable[[str, float], None],
-    config: EngineConfig | None = None,
-    packing: Packing | None = None,
-    kernels: Kernels | None = None,
-) -> Decoder:
-    """Reads a checkpoint; `config` says whether its weights are quantized, `kernels` what it computes with
-    (torch unless given).
-
-    Raises CheckpointError naming a tensor that is missing, misshapen or unexpected.
-    """
-    with WeightReader(
-        folder,
-        dtype=dtype,
-        device=device,
-        progress=progress,
-        scheme=spec.quantization,
-        config=config,
-        kernels=kernels,
-        is_packed=packing is not None,
-        keeps_float16=packing is not None and packing.keeps_float16,
-    ) as weights:
-        model = Decoder(weights, spec, max_model_len=max_model_len, packing=packing)
-        weights.finish()
-    return model

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.model.checkpoint import TensorHeader
-from engine.model.spec import CheckpointError
+from engine.model.spec import CheckpointError, TensorHeader
 
 # Types that have a form in kernels/linear; those in TensorHeader's own names are dense.
 DENSE_TYPES = ("F32", "F16", "BF16", "F64")

@@ -36,15 +36,14 @@ from engine.kernels.host import empty
 from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.library import load_level
-from engine.model.lowered import LoweredModel
 from engine.model.mapped_pages import FilePart, file_of, version_of
+from engine.model.records import Linear, ModelRecord, host_arrays
 from engine.model.spec import CheckpointError, ModelSpec
 from services.errors import ConfigError
 from services.memory import keep_freed_memory, one_heap
 
 if TYPE_CHECKING:
     from engine.kernels.linear.native import NativePacker
-    from engine.model.layers import Linear
 
 _log = logging.getLogger(__name__)
 
@@ -70,16 +69,16 @@ class LoaderLostError(Exception):
     """The process that loads ended without a word; the log has what it said."""
 
 
-def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) -> LoweredModel:
+def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """Loads with this process's torch. Raises CheckpointError."""
     from engine.kernels.linear.native import NativePacker
-    from engine.model.lower import NativePacking
+    from engine.model.reading import NativePacking
 
     packing = NativePacking(NativePacker(library, num_threads=request.config.num_threads))
     return _load(request, packing, progress)
 
 
-def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress) -> LoweredModel:
+def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """As `load_here`, by a process that is gone afterwards. Raises LoaderLostError, too."""
     ours, theirs = socket.socketpair()
     flags = ("-P",) if sys.flags.safe_path else ()
@@ -107,18 +106,17 @@ def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress)
         process.wait()
 
 
-def _load(request: LoadRequest, packing: Any, progress: Progress) -> LoweredModel:
+def _load(request: LoadRequest, packing: Any, progress: Progress) -> ModelRecord:
     import torch
 
     from engine.kernels.selection import choose_kernels
-    from engine.model.decoder import load_decoder
-    from engine.model.lower import lower
+    from engine.model.reading import read_checkpoint
 
     dtype: torch.dtype = getattr(torch, request.dtype)
     if request.spec.dtype == "float16" and dtype == torch.bfloat16:
         _log.info("float16 weights are %s", "kept" if packing.keeps_float16 else "rounded to bfloat16")
     device = torch.device("cpu")
-    decoder = load_decoder(
+    record: ModelRecord = read_checkpoint(
         request.folder,
         request.spec,
         dtype=dtype,
@@ -129,13 +127,14 @@ def _load(request: LoadRequest, packing: Any, progress: Progress) -> LoweredMode
         packing=packing,
         kernels=choose_kernels(request.config.kernels, device),
     )
-    return lower(decoder)
+    packed: ModelRecord = host_arrays(record)
+    return packed
 
 
 # The core's end.
 
 
-def _receive_model(connection: socket.socket, library: NativeLibrary, progress: Progress) -> LoweredModel:
+def _receive_model(connection: socket.socket, library: NativeLibrary, progress: Progress) -> ModelRecord:
     arena = Arena(library)
     weights: list[PackedWeight] = []
     while True:
@@ -154,7 +153,7 @@ def _receive_model(connection: socket.socket, library: NativeLibrary, progress: 
                 arrays.append(empty((num_bytes,), np.uint8))
                 _receive_into(connection, arrays[-1].data)
             found = _Unpickler(io.BytesIO(pickled), weights, arrays).load()
-            assert isinstance(found, LoweredModel)
+            assert isinstance(found, ModelRecord)
             return found
 
 
@@ -232,9 +231,6 @@ class _HandingOver:
 
     def pack(self, linear: Linear) -> None:
         """Packs weight and bias of a layer, and lets them go."""
-        from engine.kernels.linear.native import NativeProduct
-
-        assert linear.weight is not None, "packed once"
         packed = self._packer().pack(linear.weight, linear.bias)
         _send(self._connection, _WEIGHT, pickle.dumps((bytes(packed.struct), packed.sizes)))
         for part, num_bytes in packed.sizes.items():
@@ -242,7 +238,7 @@ class _HandingOver:
         handed = PackedWeight(packed.struct, self._none.arena, packed.sizes)
         self.numbers[id(handed)] = len(self._handed)
         self._handed.append(handed)
-        linear.use_packed(NativeProduct(handed))
+        linear.weight, linear.bias, linear.product = handed, None, None
 
 
 class _Pickler(pickle.Pickler):

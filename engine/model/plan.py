@@ -1,7 +1,7 @@
 """The memory plan: where the bytes go, computed from headers before anything is loaded. No torch.
 
-The same function serves start-up, admission and `millrace plan` (`python -m engine.model.plan --config FILE
-[--json]`).
+The same function serves start-up, admission and `millrace plan` (`python -m engine.model.plan_command
+--config FILE [--json]`).
 
     total = weights + workspace + headroom + KV cache (+ what is left unused)
 
@@ -19,8 +19,6 @@ the plan is made again with the numbers found.
 """
 
 from __future__ import annotations
-
-import sys
 
 import msgspec
 
@@ -268,9 +266,3 @@ def human(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
-
-
-if __name__ == "__main__":
-    from engine.model.plan_command import main
-
-    sys.exit(main())

@@ -6,28 +6,29 @@ Shape letters: T tokens, E hidden size, H query heads, I and M inputs and output
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
 from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
 from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
-from engine.kernels.host import address_of, empty, row_stride
-from engine.kernels.linear.packed import PackedWeight, gemm_args, make_workspace, product_ops
+from engine.kernels.host import Values, address_of, empty, row_stride
+from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import Storage, describe
 from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
-from engine.model.lowered import (
+from engine.model.records import (
+    Attention,
+    FeedForward,
     Floats,
-    LoweredAttention,
-    LoweredFeedForward,
-    LoweredLatentAttention,
-    LoweredLayer,
-    LoweredModel,
-    LoweredNorm,
-    LoweredSparseFeedForward,
+    LatentAttention,
+    Layer,
+    Linear,
+    ModelRecord,
+    Norm,
+    SparseFeedForward,
 )
 from engine.model.spec import INNER_NORM_EPS
 
@@ -38,7 +39,7 @@ class ProgramBuilder:
     """Appends ops layer by layer. `stream` [T, E] is the residual stream."""
 
     def __init__(
-        self, model: LoweredModel, library: NativeLibrary, step: StepStruct, max_tokens: int, num_threads: int
+        self, model: ModelRecord, library: NativeLibrary, step: StepStruct, max_tokens: int, num_threads: int
     ) -> None:
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
@@ -47,9 +48,9 @@ class ProgramBuilder:
         self._buffers: dict[str, Floats] = {}
         self.stream = self.buffer("stream", model.spec.hidden_size)
         # A half layer's output that is normed before it joins the stream, and that norm.
-        self.pending: LoweredNorm | None = None
+        self.pending: Norm | None = None
         # Each thread converts few rows for itself, more of narrow ones: the widest need not take most room.
-        widths = {weight.inputs for layer in model.layers for weight in _products(layer)}
+        widths = {linear.packed.inputs for layer in model.layers for linear in layer.linears()}
         rooms = [make_workspace(library, max_tokens, width, num_threads) for width in widths]
         self.workspace = max(rooms, key=lambda room: room.size)
         self.num_threads = num_threads
@@ -79,18 +80,18 @@ class ProgramBuilder:
         )
         self.add("embedding", args, model.embedding)
 
-    def layer(self, layer: LoweredLayer, cache: Storage) -> None:
+    def layer(self, layer: Layer, cache: Storage) -> None:
         """Attention and feed-forward."""
         attention, feed_forward = layer.attention, layer.feed_forward
 
         def attend(x: Floats, out: Floats, join: bool) -> None:
-            if isinstance(attention, LoweredLatentAttention):
+            if isinstance(attention, LatentAttention):
                 self.latent_attention(attention, cache, x, out, join)
             else:
                 self.attention(attention, cache, x, out, join)
 
         def feed(x: Floats, out: Floats, join: bool) -> None:
-            if isinstance(feed_forward, LoweredSparseFeedForward):
+            if isinstance(feed_forward, SparseFeedForward):
                 self.sparse_feed_forward(feed_forward, x, out, join)
             else:
                 self.feed_forward(feed_forward, x, out, join)
@@ -100,8 +101,8 @@ class ProgramBuilder:
 
     def half(
         self,
-        before: LoweredNorm | None,
-        after: LoweredNorm | None,
+        before: Norm | None,
+        after: Norm | None,
         compute: Callable[[Floats, Floats, bool], None],
     ) -> None:
         """One half layer: compute(input, output, whether the output is added to what is there)."""
@@ -112,7 +113,7 @@ class ProgramBuilder:
             compute(x, self.buffer("change", self.spec.hidden_size), False)
             self.pending = after
 
-    def enter(self, norm: LoweredNorm | None) -> Floats:
+    def enter(self, norm: Norm | None) -> Floats:
         """What a half layer computes upon; a pending change joins the stream on the way."""
         normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         if norm is None and self.pending is None:
@@ -138,8 +139,9 @@ class ProgramBuilder:
         """Lets the last change join the stream."""
         self.enter(None)
 
-    def product(self, weight: PackedWeight, x: Floats, out: Floats, join: bool) -> None:
+    def product(self, linear: Linear, x: Floats, out: Floats, join: bool) -> None:
         """out (+)= x W^T + b; x and out may be wider than the product."""
+        weight = linear.packed
         args = gemm_args(
             weight,
             self.step + NUM_TOKENS,
@@ -152,9 +154,7 @@ class ProgramBuilder:
         )
         self.ops.extend(product_ops(self.library, args, weight, x, out, self.workspace))
 
-    def attention(
-        self, attention: LoweredAttention, cache: Storage, x: Floats, out: Floats, join: bool
-    ) -> None:
+    def attention(self, attention: Attention, cache: Storage, x: Floats, out: Floats, join: bool) -> None:
         """Projections, rotation, cache write, attention, output."""
         qkv = self.buffer("qkv", sum(attention.sizes))
         mixed = self.buffer("mixed", attention.sizes[0])
@@ -165,12 +165,12 @@ class ProgramBuilder:
 
     def attend(
         self,
-        attention: LoweredAttention | LoweredLatentAttention,
+        attention: Attention | LatentAttention,
         cache: Storage,
         num_kv_heads: int,
         q: Floats,
         mixed: Floats,
-        sinks: Floats | None = None,
+        sinks: Values | None = None,
     ) -> None:
         """mixed [T, H * value dim] from the queries at the beginning of each row of q, over the cache."""
         if self.plan is None:
@@ -199,14 +199,14 @@ class ProgramBuilder:
         )
         self.add("attention", args, attention, cache, q, mixed)
 
-    def rotate(self, attention: LoweredAttention, described: ctypes.Structure, qkv: Floats) -> None:
+    def rotate(self, attention: Attention, described: ctypes.Structure, qkv: Floats) -> None:
         """Norms of queries and keys, rotation, and the write to the cache."""
         cos, sin = self.model.ropes[attention.rope]
         args = RopeCacheArgs(
             step=self.step,
             qkv=address_of(qkv),
-            q_norm=None if attention.q_norm is None else address_of(attention.q_norm),
-            k_norm=None if attention.k_norm is None else address_of(attention.k_norm),
+            q_norm=None if attention.q_norm is None else address_of(attention.q_norm.weight),
+            k_norm=None if attention.k_norm is None else address_of(attention.k_norm.weight),
             cos=address_of(cos),
             sin=address_of(sin),
             cache=described,
@@ -219,7 +219,7 @@ class ProgramBuilder:
         self.add("rope_cache", args, attention, cos, sin)
 
     def latent_attention(
-        self, attention: LoweredLatentAttention, cache: Storage, x: Floats, out: Floats, join: bool
+        self, attention: LatentAttention, cache: Storage, x: Floats, out: Floats, join: bool
     ) -> None:
         """Queries and one latent per token, both absorbed projections, attention over the latents, output."""
         latent, heads = attention.latent, attention.num_heads
@@ -253,7 +253,7 @@ class ProgramBuilder:
         self._head_product(mixed, attention.value_up, values)
         self.product(attention.output, values, out, join)
 
-    def _query_input(self, attention: LoweredLatentAttention, x: Floats) -> Floats:
+    def _query_input(self, attention: LatentAttention, x: Floats) -> Floats:
         """x, or its normed projection to the rank of the queries."""
         if attention.query_down is None or attention.query_norm is None:
             return x
@@ -271,7 +271,7 @@ class ProgramBuilder:
         self.add("rms_norm", args, attention, inner)
         return inner
 
-    def _head_product(self, x: Floats, weight: Floats, out: Floats) -> None:
+    def _head_product(self, x: Floats, weight: Values, out: Floats) -> None:
         """out[t, h, :M] = x[t, h, :I] weight[h]; weight [H, I, M], and rows of heads may be wider."""
         heads, inputs, outputs = weight.shape
         args = HeadProductArgs(
@@ -287,9 +287,9 @@ class ProgramBuilder:
         )
         self.add("head_product", args, x, weight, out)
 
-    def feed_forward(self, feed_forward: LoweredFeedForward, x: Floats, out: Floats, join: bool) -> None:
+    def feed_forward(self, feed_forward: FeedForward, x: Floats, out: Floats, join: bool) -> None:
         """Gate and up, their activation in place, down."""
-        width = feed_forward.down.inputs
+        width = feed_forward.down.packed.inputs
         gate_up = self.buffer("gate_up", 2 * width)
         self.product(feed_forward.gate_up, x, gate_up, False)
         args = ActivationArgs(
@@ -304,7 +304,7 @@ class ProgramBuilder:
         self.product(feed_forward.down, gate_up, out, join)
 
     def sparse_feed_forward(
-        self, feed_forward: LoweredSparseFeedForward, x: Floats, out: Floats, join: bool
+        self, feed_forward: SparseFeedForward, x: Floats, out: Floats, join: bool
     ) -> None:
         """The router's choice of experts, and the feed-forward that all tokens share."""
         experts = feed_forward.spec
@@ -329,9 +329,9 @@ class ProgramBuilder:
             )
         layer = SparseLayer(
             routing=routing,
-            router=feed_forward.router,
-            gate_up=feed_forward.gate_up,
-            down=feed_forward.down,
+            router=feed_forward.router.packed,
+            gate_up=[expert.gate_up.packed for expert in feed_forward.experts],
+            down=[expert.down.packed for expert in feed_forward.experts],
             activation=feed_forward.activation,
             correction=feed_forward.correction,
         )
@@ -339,17 +339,3 @@ class ProgramBuilder:
         self.ops += sparse_ops(self.library, layer, self.expert_buffers, rows, x, out, accumulate=join)
         if feed_forward.shared is not None:
             self.feed_forward(feed_forward.shared, x, out, True)
-
-
-def _products(layer: LoweredLayer) -> Iterator[PackedWeight]:
-    """Every product of rows of all tokens: those of experts have rooms of their own."""
-    attention, feed_forward = layer.attention, layer.feed_forward
-    if isinstance(attention, LoweredLatentAttention):
-        yield from (attention.query_up, attention.down, attention.output)
-        if attention.query_down is not None:
-            yield attention.query_down
-    else:
-        yield from (attention.qkv, attention.output)
-    dense = feed_forward.shared if isinstance(feed_forward, LoweredSparseFeedForward) else feed_forward
-    if dense is not None:
-        yield from (dense.gate_up, dense.down)

@@ -23,6 +23,19 @@ class CheckpointError(ConfigError):
     """The checkpoint cannot be served; the message names the file and the key or tensor at fault."""
 
 
+class TensorHeader(msgspec.Struct, frozen=True):
+    """One stored tensor."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding of one kind of layer. `parameters` holds the numbers of the scaling rule."""
 

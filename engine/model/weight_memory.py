@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.model.checkpoint import ELEMENT_BYTES, TensorHeader
-from engine.model.spec import ModelSpec
+from engine.model.checkpoint import ELEMENT_BYTES
+from engine.model.spec import ModelSpec, TensorHeader
 from engine.quantization.grouping import group_size_for
 
 FLOAT_BYTES = 4

@@ -24,10 +24,10 @@ from engine.kernels.linear import DenseWeight, WeightFormat
 from engine.kernels.linear.formats import is_finite, scales_of, stack
 from engine.kernels.paged_cache.memory import empty_on_huge_pages
 from engine.kernels.selection import Kernels, torch_kernels
-from engine.model.checkpoint import TensorHeader, folder_of, is_gguf, read_headers
+from engine.model.checkpoint import folder_of, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
 from engine.model.mapped_pages import MappedPages
-from engine.model.spec import CheckpointError
+from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
 from engine.quantization.scheme import Scheme
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight

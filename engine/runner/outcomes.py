@@ -6,8 +6,8 @@ Shape letters: R rows of logits, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,19 +19,41 @@ from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.runner.verification import LogitRows, confirmed
 from engine.sampling.grammar import GrammarError, GrammarMasks
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drawn
+from engine.sampling.rows import Drawn
 from engine.types import SequenceResult, TokenLogprobs
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledStep:
+class Arrival(Protocol):
+    """What a step drew, on its way from the device."""
+
+    def wait(self) -> None:
+        """Blocks until it is here, then completes the step's `Sampled` and puts tokens into the table."""
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Row to the report of its token, where one was asked for."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Sampled:
     """One step after the draw."""
 
     inputs: StepInputs
     rows: LogitRows
-    logits: Values  # [R, V]
-    drawn: Drawn
-    masks: GrammarMasks | None
+    # Both None where nobody samples; and logits where the device reports, draws until they arrive.
+    logits: Values | None = None  # [R, V]
+    drawn: Drawn | None = None
+    masks: GrammarMasks | None = None
+    # Log-probabilities of prompts, by index in the step.
+    scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    arrival: Arrival | None = None
+    # All draws succeeded, and none is under a grammar or after drafts.
+    sound: bool = False
+    # Tokens are in the table of sequences; penalties count them.
+    appended: bool = False
+    counted: bool = False
+    # When the forward began; when the rest did, where that was seen.
+    began_s: float
+    forwarded_s: float = 0.0
 
     @property
     def one_row_each(self) -> bool:
@@ -39,22 +61,40 @@ class SampledStep:
         return len(self.rows.members) == self.rows.tokens.size
 
 
-def conclude(step: SampledStep) -> list[SequenceResult]:
-    """Each sampling sequence's outcome, in the order of `rows.members`. Moves grammars along."""
-    drawn = step.drawn
-    if step.masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all():
+def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
+    """Each sampling sequence's outcome with its log-probabilities, in the order of `rows.members`. Moves
+    grammars along, and makes tokens part of their sequences.
+    """
+    if step.drawn is None:
+        return []
+    outcomes = _outcomes(step, step.drawn)
+    reports = _reports(step, outcomes, table) if step.arrival is None else _arrived(step.arrival, outcomes)
+    _append(step, step.drawn, outcomes, table)
+    if not reports:
+        return outcomes
+    return [
+        msgspec.structs.replace(outcome, logprobs=reports[index]) if index in reports else outcome
+        for index, outcome in enumerate(outcomes)
+    ]
+
+
+def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
+    masks, states = step.masks, step.inputs.states
+    if step.sound or (masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all()):
+        ids = step.inputs.ids
         return [
-            SequenceResult(step.inputs.scheduled[member].sequence_id, (token,))
+            SequenceResult(ids[member], (token,))
             for member, token in zip(step.rows.members, drawn.tokens.tolist(), strict=True)
         ]
-    problems = iter(step.masks.problems if step.masks else ())
-    grammar_s = step.masks.seconds / len(step.masks.problems) if step.masks else 0.0
+    problems = iter(masks.problems if masks else ())
+    grammar_s = masks.seconds / len(masks.problems) if masks else 0.0
     return [
         _conclude_one(
             step,
+            drawn,
             member,
             slice(start, end),
-            next(problems) if step.inputs.states[member].matcher is not None else "",
+            next(problems) if states[member].matcher is not None else "",
             grammar_s,
         )
         for member, start, end in zip(step.rows.members, step.rows.starts, step.rows.starts[1:], strict=False)
@@ -62,16 +102,18 @@ def conclude(step: SampledStep) -> list[SequenceResult]:
 
 
 def _conclude_one(
-    step: SampledStep, member: int, rows: slice, problem: str, grammar_s: float
+    step: Sampled, drawn: Drawn, member: int, rows: slice, problem: str, grammar_s: float
 ) -> SequenceResult:
     state, sequence = step.inputs.states[member], step.inputs.scheduled[member]
-    tokens = confirmed(sequence.draft_token_ids, step.drawn.tokens[rows].tolist())
+    tokens = confirmed(sequence.draft_token_ids, drawn.tokens[rows].tolist())
     num_confirmed = len(tokens) - 1
     used = slice(rows.start, rows.start + len(tokens))
-    field, matcher = "", state.matcher
-    if not problem and not step.drawn.finite[used].all():
+    option, matcher = "", state.matcher
+    # A step that was launched before the failure was known.
+    problem = problem or state.failure
+    if not problem and not drawn.finite[used].all():
         problem = "the model's logits are not finite"
-    allowed = step.drawn.allowed[used]
+    allowed = drawn.allowed[used]
     if not allowed.all():
         tokens = tokens[: int(allowed.argmin())]
     if not problem and matcher is not None:
@@ -81,10 +123,10 @@ def _conclude_one(
             problem = str(error)
     # Behind the grammar's end, where drafts lead as well, nothing has to be allowed.
     if not problem and not allowed.all() and not (matcher is not None and matcher.finished):
-        problem, field = no_token_allowed(state)
+        problem, option = _no_token_allowed(state)
     if problem:
         state.failure = problem
-        return SequenceResult(sequence.sequence_id, (), failure=problem, failure_field=field)
+        return SequenceResult(sequence.sequence_id, (), failure=problem, failure_field=option)
     return SequenceResult(
         sequence.sequence_id,
         tokens,
@@ -95,7 +137,7 @@ def _conclude_one(
     )
 
 
-def no_token_allowed(state: SequenceState) -> tuple[str, str]:
+def _no_token_allowed(state: SequenceState) -> tuple[str, str]:
     """What to say when masks leave a sequence no token, and the option that is to blame, if it is one."""
     excluding = [
         name
@@ -115,25 +157,31 @@ def no_token_allowed(state: SequenceState) -> tuple[str, str]:
     )
 
 
-def logprob_reports(
-    step: SampledStep, outcomes: list[SequenceResult], table: SequenceTable
-) -> list[tuple[TokenLogprobs, ...]]:
+def _arrived(arrival: Arrival, outcomes: list[SequenceResult]) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """Reports of outcomes that the device made beside the draw."""
+    return {row: (report,) for row, report in arrival.logprobs().items() if outcomes[row].token_ids}
+
+
+def _reports(
+    step: Sampled, outcomes: list[SequenceResult], table: SequenceTable
+) -> dict[int, tuple[TokenLogprobs, ...]]:
     """Log-probabilities of each outcome's tokens, where they were asked for.
 
     Beams continue with the alternatives, so for them those that masks exclude are left out.
     """
     wanted, slots = table.sampling.logprobs, step.rows.slots
     if not wanted:
-        return [()] * len(outcomes)
+        return {}
     picked = [
         (index, start + place, token, wanted[int(slots[start])])
         for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))
         if int(slots[start]) in wanted
         for place, token in enumerate(outcome.token_ids)
     ]
-    reports: list[tuple[TokenLogprobs, ...]] = [()] * len(outcomes)
     if not picked:
-        return reports
+        return {}
+    assert step.logits is not None, "rows were drawn"
+    assert step.drawn is not None, "as above"
     device: Any = HOST if isinstance(step.logits, np.ndarray) else step.logits.device
     rows = on_device(np.array([row for _, row, _, _ in picked], np.int64), device)
     beams = [step.inputs.states[step.rows.members[index]].sampling.beam_width > 0 for index, *_ in picked]
@@ -143,21 +191,26 @@ def logprob_reports(
         excluded = masked & on_device(np.array(beams), device)[:, None]
     tokens, counts = [token for *_, token, _ in picked], [count for *_, count in picked]
     found = token_logprobs(step.logits[rows], tokens, counts, excluded, native=table.sampling.native)
+    reports: dict[int, tuple[TokenLogprobs, ...]] = {}
     for (index, *_), entry in zip(picked, found, strict=True):
-        reports[index] = (*reports[index], entry)
+        reports[index] = (*reports.get(index, ()), entry)
     return reports
 
 
-def with_reports(
-    outcome: SequenceResult,
-    *,
-    logprobs: tuple[TokenLogprobs, ...],
-    prompt_logprobs: tuple[TokenLogprobs, ...],
-    drafts: tuple[int, ...],
-) -> SequenceResult:
-    """The outcome with its log-probabilities and proposals."""
-    if not logprobs and not prompt_logprobs and not drafts:
-        return outcome
-    return msgspec.structs.replace(
-        outcome, logprobs=logprobs, prompt_logprobs=prompt_logprobs, next_draft_token_ids=drafts
-    )
+def _append(step: Sampled, drawn: Drawn, outcomes: list[SequenceResult], table: SequenceTable) -> None:
+    """Makes the new tokens part of their sequences, as far as they are not."""
+    rows = step.rows
+    if step.appended or (step.one_row_each and all(outcome.token_ids for outcome in outcomes)):
+        if not step.appended:
+            table.append_one_each(rows.slots, drawn.tokens)
+        if not step.counted:
+            table.sampling.append(rows.slots, drawn.tokens)
+        return
+    slots: list[int] = []
+    tokens: list[int] = []
+    for member, outcome in zip(rows.members, outcomes, strict=True):
+        slot = int(step.inputs.slots[member])
+        table.append(slot, outcome.token_ids)
+        slots.extend([slot] * len(outcome.token_ids))
+        tokens.extend(outcome.token_ids)
+    table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.model.loading import Model
+from engine.model.back_end import Model
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
 from engine.sampling.logprobs import token_logprobs

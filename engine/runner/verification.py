@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runner.inputs import StepInputs
-from engine.runner.sequence_table import SequenceTable
 from engine.sampling.grammar import GrammarMasks
-from engine.sampling.sampler import SamplingRows
+from engine.sampling.rows import SamplingRows
 
 _NONE = np.array([], np.int64)
 
@@ -38,8 +37,10 @@ class LogitRows:
     positions: NDArray[np.int64]  # [R] output tokens before the draw
 
 
-def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
-    """The rows whose logits are wanted."""
+def logit_rows(inputs: StepInputs) -> LogitRows:
+    """The rows whose logits are wanted. Who samples computes up to the last token that is known, or drawn by
+    the step before.
+    """
     count = len(inputs.scheduled)
     if inputs.query_starts[-1] == count == sum(each.samples for each in inputs.scheduled):
         # Plain decoding: a row for each sequence, which is its only token.
@@ -49,14 +50,14 @@ def logit_rows(inputs: StepInputs, table: SequenceTable) -> LogitRows:
             starts=list(range(count + 1)),
             tokens=inputs.query_starts[:-1],
             slots=inputs.slots,
-            positions=table.num_tokens[inputs.slots] - num_prompt,
+            positions=inputs.ends - num_prompt,
         )
     members = [index for index, sequence in enumerate(inputs.scheduled) if sequence.samples]
     sampling = np.array(members, np.int64)
     slots, ends = inputs.slots[sampling], inputs.query_starts[sampling + 1]
     num_prompt = np.array([inputs.states[index].num_prompt for index in members], np.int64)
     num_drafts = np.array([len(inputs.scheduled[index].draft_token_ids) for index in members], np.int64)
-    first_rows, first_outputs = ends - num_drafts - 1, table.num_tokens[slots] - num_prompt
+    first_rows, first_outputs = ends - num_drafts - 1, inputs.ends[sampling] - num_drafts - num_prompt
     if not num_drafts.any():
         starts = list(range(len(members) + 1))
         return LogitRows(

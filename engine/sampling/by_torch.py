@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.noise import gumbel, row_keys
 from engine.sampling.on_device import DeviceDrawn, sample_on_device
-from engine.sampling.sampler import Drawn, SamplingRows
+from engine.sampling.rows import Drawn, SamplingRows
 from engine.sampling.table import NO_ROW, SamplingTable
 
 

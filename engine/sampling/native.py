@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int64, c_void_p
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +16,8 @@ from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
 from engine.sampling.noise import row_keys, sequence_streams
+from engine.sampling.rows import SamplingRows
 from engine.sampling.table import NO_ROW, SamplingTable
-
-if TYPE_CHECKING:
-    from engine.sampling.sampler import SamplingRows
 
 # Mirror of SampleRow.
 SAMPLE_ROW = np.dtype(

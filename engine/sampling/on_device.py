@@ -9,7 +9,7 @@ Shape letters: R rows, V vocabulary, W wide rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from engine.kernels.transfer import on_device
 from engine.sampling.noise import row_keys
+from engine.sampling.rows import SamplingRows
 from engine.sampling.table import NO_ROW, OPTIONS, SamplingTable
-
-if TYPE_CHECKING:
-    from engine.sampling.sampler import SamplingRows
 
 _FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
 

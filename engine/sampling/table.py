@@ -19,8 +19,6 @@ from engine.types import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from engine.sampling.native import NativeDraws
-
 OPTIONS = np.dtype(
     [
         ("temperature", np.float32),
@@ -96,8 +94,8 @@ class SamplingTable:
     def __init__(self, vocab_size: int, device: Device) -> None:
         self.vocab_size = vocab_size
         self.native = True
-        # Made with the first draw.
-        self.draws: NativeDraws | None = None
+        # The native sampler; made with the first draw.
+        self.draws: Any = None
         # Name of what draws on a GPU (engine/kernels/sampling).
         self.backend = "torch"
         self.options = np.zeros(0, OPTIONS)  # [N]

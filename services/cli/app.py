@@ -275,7 +275,7 @@ def plan(
     with _errors_told():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
-    raise typer.Exit(owners.run_module("engine.model.plan", arguments, settings=settings))
+    raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

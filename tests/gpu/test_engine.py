@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, EngineConfig, KernelsConfig
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from engine.types import ScheduledSequence, SchedulerOutput
 from services.config import ModelConfig
 from services.errors import ConfigError
@@ -18,7 +19,7 @@ from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint, reference_greedy
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
-from tests.unit.engine.runner.test_torch_runner import new_sequence
+from tests.unit.engine.runner.test_runner import new_sequence
 
 FAMILIES = (
     ["llama"]
@@ -28,7 +29,7 @@ FAMILIES = (
 KNOWN = [name for name in FAMILIES if name in CASES]
 
 
-def opened(folder: Path, **options: Any) -> TorchRunner:
+def opened(folder: Path, **options: Any) -> ModelRunner:
     """A runner on the device; a rehearsal has the torch path of the CPU instead."""
     place = {"device": "cpu", "native": "off"} if REHEARSES else {"device": "cuda"}
     return open_runner(folder, **(place | options))
@@ -118,7 +119,7 @@ def test_a_cache_that_cannot_fit_is_refused_with_numbers(tmp_path: Path) -> None
         device="cpu" if REHEARSES else "cuda", native="off", cache=CacheConfig(kv_cache_bytes=1 << 50)
     )
     with pytest.raises(ConfigError, match=r"kv_cache_bytes = .* left of"):
-        build(config, ModelConfig(path=str(tmp_path)), lambda phase, part: None)
+        build_here(config, ModelConfig(path=str(tmp_path)), lambda phase, part: None)
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +18,13 @@ from engine.model.decoder import Decoder
 from engine.model.forward_batch import ForwardBatch
 from engine.model.plan import PlanInput, human, make_plan
 from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
-from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.recorder import CudaGraphRecorder, GraphRecorder
+from engine.runner.executors.device import DeviceExecutor
 from engine.runner.kv_storage import KvStorage
+from engine.runner.runner import ModelRunner
+from engine.runner.speculation.proposer import Proposer
+from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan
 
 _log = logging.getLogger(__name__)
@@ -133,46 +136,75 @@ def make_device_runner(
     model: Decoder,
     attention: AttentionBackend,
     *,
+    storage: KvStorage,
+    grammar: GrammarEngine,
+    proposer: Proposer,
+    native_sampling: bool = True,
     recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder,
     progress: Callable[[str, float], None] = lambda phase, part: None,
-    **parts: Any,
-) -> DeviceRunner:
+) -> ModelRunner:
     """A runner over loaded parts, its decode steps captured where they can be."""
-
-    def capture(runner: DeviceRunner) -> DecodeGraphs | None:
-        reason = why_not_captured(config, model, attention)
-        if reason:
-            _log.info("graphs: decode steps are not captured: %s", reason)
-            return None
-        assert isinstance(attention, CapturedAttention), "found out above"
-        sizes = sizes_of(config, model)
-        graphs = DecodeGraphs(
-            model,
-            attention,
-            runner.storage.layers,
-            runner.device_table,
-            sizes=sizes,
-            block_size=runner.storage.block_size,
-            spare_slot=runner.storage.spare_slot,
-        )
-        try:
-            graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))
-        except RuntimeError:
-            # Slower, and the same tokens: better than not serving at all.
-            _log.exception("graphs: decode steps cannot be captured and stay eager")
-            return None
-        _log.info("graphs: decode steps of %s rows are captured", ", ".join(map(str, sizes)))
-        return graphs
-
     if model.kernels.names["sampling"] == "triton" and model.device.type == "cuda":
         from engine.kernels.sampling.triton_sampling import compile_draw
 
         progress("compile kernels", 0.0)
         compile_draw(model.spec.vocab_size, model.device)
-    return DeviceRunner(
-        model=model,
-        attention=attention,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        graphs=capture,
-        **parts,
+    table = make_device_table(model, storage, grammar, max_num_seqs=config.scheduler.max_num_seqs)
+    table.sampling.native = native_sampling
+    executor = DeviceExecutor(
+        model,
+        attention,
+        storage,
+        table,
+        graphs=lambda made: _captured(config, made, recorder, progress),
     )
+    return ModelRunner(executor=executor, table=table, storage=storage, grammar=grammar, proposer=proposer)
+
+
+def make_device_table(
+    model: Decoder, storage: KvStorage, grammar: GrammarEngine, *, max_num_seqs: int
+) -> DeviceTable:
+    """The table of the sequences of a model on a device."""
+    return DeviceTable(
+        # A slot is taken before that of a sequence that ended in the same plan is free.
+        num_rows=2 * max_num_seqs,
+        num_columns=-(-model.max_model_len // storage.block_size),
+        spare_block=storage.num_blocks,
+        vocab_size=model.spec.vocab_size,
+        max_model_len=model.max_model_len,
+        device=model.device,
+        grammar=grammar,
+    )
+
+
+def _captured(
+    config: EngineConfig,
+    executor: DeviceExecutor,
+    recorder: Callable[[torch.device], GraphRecorder],
+    progress: Callable[[str, float], None],
+) -> DecodeGraphs | None:
+    """Decode steps, captured; None where they cannot be."""
+    model, attention, storage = executor.model, executor.attention, executor.storage
+    reason = why_not_captured(config, model, attention)
+    if reason:
+        _log.info("graphs: decode steps are not captured: %s", reason)
+        return None
+    assert isinstance(attention, CapturedAttention), "found out above"
+    sizes = sizes_of(config, model)
+    graphs = DecodeGraphs(
+        model,
+        attention,
+        storage.layers,
+        executor.table,
+        sizes=sizes,
+        block_size=storage.block_size,
+        spare_slot=storage.spare_slot,
+    )
+    try:
+        graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))
+    except RuntimeError:
+        # Slower, and the same tokens: better than not serving at all.
+        _log.exception("graphs: decode steps cannot be captured and stay eager")
+        return None
+    _log.info("graphs: decode steps of %s rows are captured", ", ".join(map(str, sizes)))
+    return graphs

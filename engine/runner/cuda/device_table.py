@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.transfer import on_device
@@ -52,10 +51,6 @@ class DeviceTable(SequenceTable):
         if block_ids and slot < self.num_rows:
             self._changes.append((slot, int(self.num_blocks[slot]), block_ids))
         super().add_blocks(slot, block_ids)
-
-    def mirrors(self, slots: NDArray[np.int64]) -> bool:
-        """Whether all of these slots [S] have their rows on the device."""
-        return bool(slots.size == 0 or slots.max() < self.num_rows)
 
     def flush(self) -> None:
         """Queues what changed in block tables to the device."""

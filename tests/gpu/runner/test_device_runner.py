@@ -10,7 +10,8 @@ import torch
 
 from engine.config import GraphsConfig, KernelsConfig, SchedulerConfig
 from engine.runner.cuda.decode_graphs import DecodeGraphs
-from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.executors.device import DeviceExecutor
+from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams
 from tests.gpu.conftest import REHEARSES
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -23,18 +24,18 @@ TORCH = KernelsConfig(norm="torch", rope="torch", activation="torch", linear="to
 NUM_SEQS = 24
 
 
-def opened(folder: Path, **options: Any) -> DeviceRunner:
+def opened(folder: Path, **options: Any) -> ModelRunner:
     """A runner on the device; a rehearsal has captured steps held to the rules of graphs on the CPU."""
     if REHEARSES:
         graphs = options.get("graphs", GraphsConfig())
         return open_device_runner(folder, graphs=graphs.decode, max_num_seqs=NUM_SEQS)
     scheduler = SchedulerConfig(max_num_seqs=NUM_SEQS)
     runner = open_runner(folder, device="cuda", scheduler=scheduler, **options)
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner.executor, DeviceExecutor)
     return runner
 
 
-def outputs(runner: DeviceRunner, jobs: list[Job]) -> list[list[int]]:
+def outputs(runner: ModelRunner, jobs: list[Job]) -> list[list[int]]:
     try:
         OverlappedDriver(runner, seed=1).drive(jobs, 1, most=NUM_SEQS - 4)
         return [job.output for job in jobs]
@@ -56,10 +57,10 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(name: str, quantize: str, 
     make_checkpoint(tmp_path, model_type, **changes)
     quantized = {} if quantize == "off" else {"quantize": quantize}
     runner = opened(tmp_path, **quantized)
-    assert isinstance(runner.graphs, DecodeGraphs)
+    assert isinstance(runner.executor.graphs, DecodeGraphs)
     captured = outputs(runner, [job_of(number) for number in range(30)])
     eager = opened(tmp_path, graphs=GraphsConfig(decode="off"), **quantized)
-    assert eager.graphs is None
+    assert eager.executor.graphs is None
     assert captured == outputs(eager, [job_of(number) for number in range(30)])
 
 

@@ -19,7 +19,7 @@ from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary
-from engine.model.experts import Router
+from engine.model.experts import route
 
 HIDDEN, INTERMEDIATE = 96, 160
 ROUTINGS = {
@@ -136,12 +136,9 @@ class Layer:
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and shares by the router of the model."""
-        router: Any = Router.__new__(Router)
         fields: Any = SimpleNamespace(**vars_of(self.routing))
-        router.experts, router.correction = fields, self.correction
-        router.product = lambda rows: rows @ self.router.T
         padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
-        ids, shares = router(padded)
+        ids, shares = route(padded @ self.router.T, fields, self.correction)
         return ids[: len(x)], shares[: len(x)]
 
     def exact(self, x: Tensor) -> Tensor:

@@ -54,7 +54,6 @@ def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str) -> None
         storage=plain.storage,
         grammar=plain.grammar,
         proposer=plain.proposer,
-        num_threads=1,
         native_sampling=False,
     )
     jobs = [

@@ -20,13 +20,14 @@ from engine.kernels import selection
 from engine.kernels.attention import triton_attention
 from engine.kernels.attention.triton_attention import TritonAttention
 from engine.kernels.transfer import on_device
-from engine.model.decoder import load_decoder
 from engine.model.families import read_spec
+from engine.model.reading import load_decoder
 from engine.runner.base import RunnerBroken
-from engine.runner.cuda.build import _dummy_step
+from engine.runner.cuda.build import _dummy_step, make_device_table
 from engine.runner.cuda.decode_graphs import DecodeGraphs
-from engine.runner.cuda.device_runner import DeviceRunner, raise_if_broken
+from engine.runner.executors.device import DeviceExecutor, raise_if_broken
 from engine.runner.kv_storage import KvStorage
+from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
@@ -177,29 +178,29 @@ def test_devices_are_never_mixed(
         # Decode rows, prompts, and what is captured.
         _dummy_step(model, attention, storage, 5, 5)
         _dummy_step(model, attention, storage, 60, 2)
-        runner = DeviceRunner(
-            max_num_seqs=8,
-            graphs=lambda made: None,
-            model=model,
-            attention=attention,
+        grammar = GrammarEngine(tmp_path, spec.vocab_size, spec.eos_token_ids)
+        table = make_device_table(model, storage, grammar, max_num_seqs=8)
+        table.sampling.native = False
+        executor = DeviceExecutor(model, attention, storage, table, graphs=lambda made: None)
+        runner = ModelRunner(
+            executor=executor,
+            table=table,
             storage=storage,
-            grammar=GrammarEngine(tmp_path, spec.vocab_size, spec.eos_token_ids),
+            grammar=grammar,
             proposer=Proposer(config.speculation, None),
-            num_threads=1,
-            native_sampling=False,
         )
         assert model.captures
         graphs = DecodeGraphs(
             model,
             attention,
             storage.layers,
-            runner.device_table,
+            table,
             sizes=(1, 2, 4, 8),
             block_size=16,
             spare_slot=storage.spare_slot,
         )
         graphs.capture(Recorder())
-        runner.graphs = graphs
+        executor.graphs = graphs
         for plan in _plans():
             step = runner.launch(plan)
             if step.error is not None:

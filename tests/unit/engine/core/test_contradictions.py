@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.types import GrammarSpec, Request, SamplingParams, TokenEvent
 from tests.unit.engine.driver import memory_plan
@@ -26,7 +26,7 @@ DIGITS = GrammarSpec(
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
+def runner() -> Iterator[ModelRunner]:
     opened = open_runner(BUNDLED)
     yield opened
     opened.close()
@@ -37,7 +37,7 @@ def token_of(text: str) -> int:
     return int(token)
 
 
-def run(runner: TorchRunner, *jobs: tuple[SamplingParams, GrammarSpec | None]) -> dict[int, list[TokenEvent]]:
+def run(runner: ModelRunner, *jobs: tuple[SamplingParams, GrammarSpec | None]) -> dict[int, list[TokenEvent]]:
     """The events of each request, by its place; all run beside each other."""
     memory = memory_plan(64, runner.storage.block_size, 256)
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), memory, model="m")
@@ -65,7 +65,7 @@ def run(runner: TorchRunner, *jobs: tuple[SamplingParams, GrammarSpec | None]) -
     ids=["at the first token", "at the second token"],
 )
 def test_allowed_tokens_that_the_grammar_excludes_are_named(
-    runner: TorchRunner, allowed: tuple[str, ...], num_tokens: int
+    runner: ModelRunner, allowed: tuple[str, ...], num_tokens: int
 ) -> None:
     ids = tuple(map(token_of, allowed))
     plain = SamplingParams(temperature=0.0, max_tokens=4)
@@ -83,7 +83,7 @@ def test_allowed_tokens_that_the_grammar_excludes_are_named(
     assert not any(event.failure for event in events[1])
 
 
-def test_without_a_grammar_the_options_that_exclude_each_other_are_named(runner: TorchRunner) -> None:
+def test_without_a_grammar_the_options_that_exclude_each_other_are_named(runner: ModelRunner) -> None:
     token = token_of("b")
     sampling = SamplingParams(
         temperature=0.0, max_tokens=4, allowed_token_ids=(token,), logit_bias={token: -math.inf}
@@ -94,7 +94,7 @@ def test_without_a_grammar_the_options_that_exclude_each_other_are_named(runner:
     assert "and by logit_bias at this place" in failure.message
 
 
-def test_allowed_tokens_that_the_grammar_takes_are_no_contradiction(runner: TorchRunner) -> None:
+def test_allowed_tokens_that_the_grammar_takes_are_no_contradiction(runner: ModelRunner) -> None:
     ids = (token_of("7"), token_of("x"))
     sampling = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=ids)
     events = run(runner, (sampling, DIGITS))[0]

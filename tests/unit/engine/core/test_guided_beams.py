@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, SchedulerConfig
+from engine.runner.runner import ModelRunner
 from engine.runner.sequence_table import SequenceTable
-from engine.runner.torch_runner import TorchRunner
 from engine.scheduler import Scheduler
 from engine.types import GrammarSpec, NewSequence, Request, SamplingParams, TokenEvent
 from tests.unit.engine.driver import memory_plan
@@ -25,7 +25,7 @@ def guided_by(pattern: str) -> GrammarSpec:
     return GrammarSpec(digest="", payload=payload, backend="llguidance/1")
 
 
-def search(runner: TorchRunner, prompt: tuple[int, ...], grammar: GrammarSpec) -> list[TokenEvent]:
+def search(runner: ModelRunner, prompt: tuple[int, ...], grammar: GrammarSpec) -> list[TokenEvent]:
     """The events of one guided beam search, alone on the engine."""
     memory = memory_plan(64, runner.storage.block_size, 256)
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), memory, model="m")

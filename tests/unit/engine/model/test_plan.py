@@ -11,8 +11,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, QuantizationConfig, SchedulerConfig
 from engine.kernels.linear import DenseWeight
-from engine.model.calibration import linears
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import (
     CPU_CACHE_LIMIT_BYTES,
     PlanInput,
@@ -21,7 +20,8 @@ from engine.model.plan import (
     plan_input,
 )
 from engine.model.plan_command import decoding_blocks
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from services.config import ModelConfig
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
@@ -67,8 +67,8 @@ def test_configured_size_is_taken() -> None:
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 def test_what_is_allocated_is_what_was_planned(kv_dtype: str) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=64 << 20, kv_dtype=kv_dtype))
-    runner, plan, facts = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, facts = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     try:
         tensors = [tensor for layer in runner.storage.layers for tensor in layer.tensors()]
         allocated = sum(tensor[:-1].nbytes for tensor in tensors)
@@ -88,11 +88,11 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
         quantize=quantize,
         quantization=QuantizationConfig(head=head, group_size=32),
     )
-    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, _ = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     try:
         model = runner.model
-        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in linears(layer))
+        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in layer.linears())
         loaded += model.embedding.nbytes
         if not isinstance(model.head.weight, DenseWeight):
             loaded += model.head.weight.num_bytes()
@@ -108,8 +108,8 @@ def test_packed_weights_take_what_was_planned(quantize: str) -> None:
     config = EngineConfig(
         dtype="bfloat16", quantize=quantize, quantization=QuantizationConfig(head="int8", group_size=32)
     )
-    runner, plan, _ = build(config, BUNDLED, lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    runner, plan, _ = build_here(config, BUNDLED, lambda phase, part: None)
+    assert isinstance(runner, ModelRunner)
     runner.close()
     if not isinstance(runner.model, NativeDecoder):
         pytest.skip("no native kernels here")
@@ -161,7 +161,7 @@ def test_command_prints_the_plan_and_names_what_is_wrong(tmp_path: Path) -> None
     def run(text: str, *flags: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "config.toml"
         path.write_text(text)
-        command = [sys.executable, "-m", "engine.model.plan", "--config", str(path), *flags]
+        command = [sys.executable, "-m", "engine.model.plan_command", "--config", str(path), *flags]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     found = run('[model]\npath = "models/millrace-nano"\n[engine]\ndevice = "cpu"\n', "--json")

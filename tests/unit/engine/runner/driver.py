@@ -1,4 +1,4 @@
-"""Drives a real TorchRunner with a few lines of scheduler: chunks, shuffled blocks, prefix hits."""
+"""Drives a real runner with a few lines of scheduler: chunks, shuffled blocks, prefix hits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config import CacheConfig, EngineConfig
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from engine.types import (
     GrammarSpec,
     NewSequence,
@@ -25,19 +26,21 @@ from engine.types import (
 )
 from services.config import ModelConfig
 
-# How a runner is made: by `build` of torch_runner or of apart.
+# How a runner is made: loaded by this process or by another.
 Build = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
-def open_runner(folder: Path, *, poison: bool = True, build: Build = build, **options: Any) -> TorchRunner:
+def open_runner(
+    folder: Path, *, poison: bool = True, build: Build = build_here, **options: Any
+) -> ModelRunner:
     """A runner with a small cache, filled with NaN so that a slot which nobody wrote shows."""
     cache = CacheConfig(
         kv_cache_bytes=int(options.pop("kv_cache_bytes", 32 << 20)), **options.pop("cache", {})
     )
     config = EngineConfig(**({"dtype": "float32", "num_threads": 1, "cache": cache} | options))
     runner, _, _ = build(config, ModelConfig(path=str(folder)), lambda phase, part: None)
-    assert isinstance(runner, TorchRunner)
+    assert isinstance(runner, ModelRunner)
     if poison:
         for layer in runner.storage.layers:
             for tensor in layer.tensors():
@@ -85,7 +88,7 @@ class Job:
 class Driver:
     """Runs jobs to their end, all of them in every step."""
 
-    def __init__(self, runner: TorchRunner, *, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, *, seed: int = 0) -> None:
         self.runner = runner
         self._ids = iter(range(1, 1 << 30))
         self._steps = iter(range(1 << 30))

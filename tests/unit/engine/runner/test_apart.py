@@ -21,9 +21,8 @@ from engine.core.frames import FrameBuffer, encode
 from engine.kernels.native import NativeUnavailableError, load_native
 from engine.model.loader import LoaderLostError
 from engine.model.spec import CheckpointError
-from engine.runner import apart
-from engine.runner.torch_runner import TorchRunner
-from engine.runner.torch_runner import build as build_here
+from engine.runner.build import build, build_here
+from engine.runner.runner import ModelRunner
 from engine.types import GrammarSpec, Request, SamplingParams
 from services.config import ModelConfig
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -59,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tokens_of(runner: TorchRunner, vocab_size: int) -> list[tuple[list[int], list[float]]]:
+def tokens_of(runner: ModelRunner, vocab_size: int) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of a few prompts, and their log-probabilities."""
     sampling = SamplingParams(temperature=0.0, logprobs=2)
     jobs = [Job(prompt_of(length, vocab_size), num_tokens=12, sampling=sampling) for length in (3, 40, 7)]
@@ -74,9 +73,7 @@ def tokens_of(runner: TorchRunner, vocab_size: int) -> list[tuple[list[int], lis
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_the_same(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, **FAMILIES[family])
-    ours, theirs = (
-        open_runner(tmp_path, native="required", build=build) for build in (apart.build, build_here)
-    )
+    ours, theirs = (open_runner(tmp_path, native="required", build=way) for way in (build, build_here))
     assert tokens_of(ours, 199) == tokens_of(theirs, 199)
 
 
@@ -84,14 +81,14 @@ def test_a_family_is_the_same(family: str, tmp_path: Path) -> None:
 def test_the_bundled_model_is_the_same(quantize: str) -> None:
     """Calibrated smoothing, scales and minimums of groups, and bfloat16 arrive bit for bit."""
     options: dict[str, Any] = {"native": "required", "dtype": "bfloat16", "quantize": quantize}
-    ours, theirs = (open_runner(BUNDLED, build=build, **options) for build in (apart.build, build_here))
+    ours, theirs = (open_runner(BUNDLED, build=way, **options) for way in (build, build_here))
     assert tokens_of(ours, 2048) == tokens_of(theirs, 2048)
 
 
 def test_a_large_table_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of it are looked up there by the process that serves, though another read the checkpoint."""
     make_checkpoint(tmp_path, "llama", vocab_size=70_000, hidden_size=64)
-    ours = open_runner(tmp_path, native="required", build=apart.build, dtype="float32")
+    ours = open_runner(tmp_path, native="required", build=build, dtype="float32")
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path) in maps
     theirs = open_runner(tmp_path, native="off", dtype="float32")
@@ -104,7 +101,7 @@ def test_what_is_wrong_with_a_checkpoint_arrives(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 7}))
     with pytest.raises(CheckpointError, match=r"has shape .*config\.json implies"):
-        open_runner(tmp_path, native="required", build=apart.build)
+        open_runner(tmp_path, native="required", build=build)
 
 
 def test_a_loader_that_is_lost_is_an_error() -> None:
@@ -122,7 +119,7 @@ def test_a_loader_that_is_lost_is_an_error() -> None:
 
     config = EngineConfig(native="required", dtype="float32", num_threads=1)
     with pytest.raises(LoaderLostError, match=r"ended .*-9: killed"):
-        apart.build(config, ModelConfig(path=str(BUNDLED)), kill)
+        build(config, ModelConfig(path=str(BUNDLED)), kill)
     assert len(killed) == 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
@@ -20,7 +20,7 @@ KINDS = [GREEDY, SEEDED, PENALIZED]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "int8 cache"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     folder = tmp_path_factory.mktemp("qwen3")
     make_checkpoint(folder, "qwen3", head_dim=24, max_position_embeddings=1024)
     if request.param == "int8 cache":
@@ -40,7 +40,7 @@ def jobs_for(num_jobs: int, chunk: int) -> list[Job]:
     ]
 
 
-def test_alone_among_others_and_in_chunks(runner: TorchRunner) -> None:
+def test_alone_among_others_and_in_chunks(runner: ModelRunner) -> None:
     driver = Driver(runner, seed=1)
     alone = [driver.run([job])[0] for job in jobs_for(32, chunk=1 << 30)]
     together = driver.run(jobs_for(32, chunk=1 << 30))
@@ -50,7 +50,7 @@ def test_alone_among_others_and_in_chunks(runner: TorchRunner) -> None:
         assert one.logprobs == crowd.logprobs == pieces.logprobs
 
 
-def test_after_a_prefix_hit(runner: TorchRunner) -> None:
+def test_after_a_prefix_hit(runner: ModelRunner) -> None:
     """Blocks that another sequence computed serve a later one."""
     driver = Driver(runner, seed=2)
     shared = prompt_of(64, 199, seed=7)
@@ -66,7 +66,7 @@ def test_after_a_prefix_hit(runner: TorchRunner) -> None:
         assert before.logprobs == after.logprobs
 
 
-def test_recompute_after_preemption(runner: TorchRunner) -> None:
+def test_recompute_after_preemption(runner: ModelRunner) -> None:
     """Outputs known already are computed as prompt; the noise continues at the right position."""
     driver = Driver(runner, seed=3)
     for sampling in KINDS:
@@ -78,7 +78,7 @@ def test_recompute_after_preemption(runner: TorchRunner) -> None:
         assert resumed.logprobs == whole.logprobs[9:]
 
 
-def test_choices_and_seeds_draw_differently(runner: TorchRunner) -> None:
+def test_choices_and_seeds_draw_differently(runner: ModelRunner) -> None:
     driver = Driver(runner, seed=4)
     prompt = prompt_of(20, 199)
     hot = SamplingParams(temperature=1.5, seed=1)

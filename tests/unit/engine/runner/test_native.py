@@ -16,9 +16,9 @@ from engine.kernels.linear.native import NativeProduct
 from engine.kernels.native import NativeUnavailableError, load_native
 from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import Program, StepStruct, load_level
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.types import SamplingParams, SchedulerOutput
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -37,7 +37,7 @@ except NativeUnavailableError as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
 
 
-def generate(runner: TorchRunner, vocab_size: int, *, num_tokens: int = 24) -> list[Job]:
+def generate(runner: ModelRunner, vocab_size: int, *, num_tokens: int = 24) -> list[Job]:
     """Greedy outputs of prompts of many lengths, together and in chunks."""
     jobs = [
         Job(prompt_of(length, vocab_size, seed=length), num_tokens=num_tokens, sampling=GREEDY, chunk=29)
@@ -213,7 +213,7 @@ def test_what_cannot_be_lowered_is_served_by_torch_and_said(
     def unavailable() -> None:
         raise NativeUnavailableError("no C++ compiler (g++ or clang++) is installed")
 
-    monkeypatch.setattr("engine.model.loading.load_native", unavailable)
+    monkeypatch.setattr("engine.model.back_end.load_native", unavailable)
     with caplog.at_level(logging.WARNING):
         runner = open_runner(tmp_path)
     assert not isinstance(runner.model, NativeDecoder)
@@ -259,7 +259,7 @@ def test_a_step_that_memory_ends_for_leaves_the_program_that_was_there(
         raise MemoryError
 
     few, many = outputs(3, 10), outputs(3, 20)
-    for builder, length, count in (("lowering", 1, 60), ("program_builder", 90, 1)):
+    for builder, length, count in (("native_decoder", 1, 60), ("program_builder", 90, 1)):
         with monkeypatch.context() as patched:
             patched.setattr(f"engine.model.{builder}.make_workspace", no_memory)
             with pytest.raises(MemoryError):
@@ -302,15 +302,15 @@ def test_float16_checkpoints(level: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Served in 16 bits: exactly where float16 is multiplied, rounded to bfloat16 elsewhere."""
     if level not in machine_levels():
         pytest.skip(f"the processor has no {level}")
-    monkeypatch.setattr("engine.model.loading.load_native", lambda: load_level(level))
+    monkeypatch.setattr("engine.model.back_end.load_native", lambda: load_level(level))
     model = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True).half()
     model.save_pretrained(tmp_path)
     runner = open_runner(tmp_path, native="required", dtype="bfloat16")
     assert isinstance(runner.model, NativeDecoder)
     output = runner.model.model.layers[1].attention.output
     found = {
-        "model.layers.1.self_attn.o_proj.weight": NativeProduct(output)(torch.eye(48)).T,
-        "model.embed_tokens.weight": NativeProduct(runner.model.model.head)(torch.eye(48)).T,
+        "model.layers.1.self_attn.o_proj.weight": NativeProduct(output.packed)(torch.eye(48)).T,
+        "model.embed_tokens.weight": NativeProduct(runner.model.model.head.packed)(torch.eye(48)).T,
     }
     (job,) = Driver(runner).run([Job(prompt_of(30, 199), num_tokens=8, sampling=GREEDY)])
     runner.close()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native import NativeUnavailableError, load_native
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.test_stored import CASES, SIZES

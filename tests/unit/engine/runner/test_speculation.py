@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SpeculationConfig
+from engine.runner.runner import ModelRunner
 from engine.runner.speculation.economics import LEAST_MARGIN, Economics, StepCost
 from engine.runner.speculation.ngram import continuation
 from engine.runner.speculation.progress import DraftProgress
-from engine.runner.torch_runner import TorchRunner
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint, reference_logits
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
@@ -56,7 +56,7 @@ def oracle(folder: Path) -> transformers.PreTrainedModel:
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def runner(
     request: pytest.FixtureRequest, folder: Path, oracle: transformers.PreTrainedModel
-) -> Iterator[TorchRunner]:
+) -> Iterator[ModelRunner]:
     """The draft model is a noisy copy of the target: often right, not always."""
     draft = folder / "draft"
     with torch.no_grad():
@@ -87,7 +87,7 @@ def jobs_of(speculate: bool) -> list[Job]:
     ]
 
 
-def test_output_is_the_same_with_and_without(runner: TorchRunner) -> None:
+def test_output_is_the_same_with_and_without(runner: ModelRunner) -> None:
     plain = Driver(runner, seed=1).run(jobs_of(speculate=False))
     drafted = Driver(runner, seed=2).run(jobs_of(speculate=True))
     for one, other in zip(plain, drafted, strict=True):
@@ -114,7 +114,7 @@ def test_draft_model_agrees_with_itself(folder: Path, oracle: transformers.PreTr
     assert accepted == drafted
 
 
-def test_distribution_with_drafts_is_exact(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+def test_distribution_with_drafts_is_exact(runner: ModelRunner, oracle: transformers.PreTrainedModel) -> None:
     """Two tokens drawn with drafts for both, over many seeds, against the product of the exact softmaxes."""
     few, prompt, num_seeds = (3, 50, 120, 7), prompt_of(5, 199, seed=8), 2400
     jobs = [

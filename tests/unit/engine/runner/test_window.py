@@ -12,7 +12,8 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.__main__ import make_scheduler
 from engine.kernels.native import NativeUnavailableError, load_native
 from engine.model.families import read_spec
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams
 from services.config import ModelConfig
@@ -46,7 +47,7 @@ def prompts() -> list[list[int]]:
     return [prompt_of(length, 199, seed=length) for length in LENGTHS]
 
 
-def poison_free_blocks(scheduler: Scheduler, runner: TorchRunner) -> None:
+def poison_free_blocks(scheduler: Scheduler, runner: ModelRunner) -> None:
     """What nobody holds, and the spare block, turn into NaN: a weight of 0 would not hide it."""
     free = [*scheduler._state.cache._pool._free, runner.storage.num_blocks]
     for layer in runner.storage.layers:
@@ -56,7 +57,7 @@ def poison_free_blocks(scheduler: Scheduler, runner: TorchRunner) -> None:
 
 
 def generate(
-    runner: TorchRunner, *, window: int | None, prefix_caching: bool, num_host_blocks: int, n: int = 1
+    runner: ModelRunner, *, window: int | None, prefix_caching: bool, num_host_blocks: int, n: int = 1
 ) -> tuple[dict[tuple[int, int], list[int]], Counter[str], int]:
     """Tokens by (request, choice), preemptions by cause, and the most blocks that were held at once."""
     scheduler = Scheduler(
@@ -143,7 +144,7 @@ def test_choices_share_what_is_left_of_the_prompt(folder: Path, expected: list[l
 def test_the_scheduler_hears_of_the_window(folder: Path, oracle: transformers.PreTrainedModel) -> None:
     config = EngineConfig(cache=CacheConfig(kv_cache_bytes=1 << 20))
     model = ModelConfig(path=str(folder))
-    runner, memory, facts = build(config, model, lambda phase, part: None)
+    runner, memory, facts = build_here(config, model, lambda phase, part: None)
     runner.close()
     assert facts.window == WINDOW
     assert make_scheduler(config, model, memory, facts)._state.cache.window == WINDOW

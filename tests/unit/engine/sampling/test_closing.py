@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from engine.config import SpeculationConfig
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.sampling.grammar import GrammarEngine, Matcher
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.runner.driver import Driver, Job, open_runner
@@ -86,7 +86,7 @@ def engine() -> Iterator[GrammarEngine]:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
+def runner() -> Iterator[ModelRunner]:
     runner = open_runner(BUNDLED, speculation=SpeculationConfig(method="ngram", min_acceptance=0.0))
     yield runner
     runner.close()
@@ -177,7 +177,7 @@ def jobs_of(prompt: list[int], **options: object) -> list[Job]:
 
 
 def test_batch_speculation_and_resuming_change_no_token(
-    runner: TorchRunner, tokenizer: tokenizers.Tokenizer
+    runner: ModelRunner, tokenizer: tokenizers.Tokenizer
 ) -> None:
     prompt = tokenizer.encode("Describe a person:").ids
     together = Driver(runner).run(jobs_of(prompt))
@@ -195,7 +195,7 @@ def test_batch_speculation_and_resuming_change_no_token(
     assert sum(job.num_steps for job in drafted) < sum(job.num_steps for job in together)
 
 
-def test_a_banned_token_is_not_led_to(runner: TorchRunner, tokenizer: tokenizers.Tokenizer) -> None:
+def test_a_banned_token_is_not_led_to(runner: ModelRunner, tokenizer: tokenizers.Tokenizer) -> None:
     bias = {tokenizer.token_to_id('"'): float("-inf")}
     sampling = SamplingParams(temperature=1.0, max_tokens=20, logit_bias=bias)
     prompt = tokenizer.encode("Hello").ids

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.runner import ModelRunner
 from engine.sampling.grammar import GrammarEngine, GrammarError, Matcher
 from engine.types import GrammarSpec, SamplingParams
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner
@@ -51,7 +51,7 @@ def engine() -> Iterator[GrammarEngine]:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[TorchRunner]:
+def runner() -> Iterator[ModelRunner]:
     runner = open_runner(BUNDLED)
     yield runner
     runner.close()
@@ -100,7 +100,7 @@ def test_replay_continues_where_it_was(engine: GrammarEngine, tokenizer: tokeniz
         engine.matcher(DIGITS, ids)
 
 
-def test_generation_obeys_its_grammar(runner: TorchRunner, tokenizer: tokenizers.Tokenizer) -> None:
+def test_generation_obeys_its_grammar(runner: ModelRunner, tokenizer: tokenizers.Tokenizer) -> None:
     prompt = tokenizer.encode("Name and age of Ada:").ids
     hot = SamplingParams(temperature=1.2, seed=8)
     jobs = Driver(runner).run(
@@ -122,7 +122,7 @@ def test_generation_obeys_its_grammar(runner: TorchRunner, tokenizer: tokenizers
 
 
 def test_a_broken_grammar_fails_its_sequence_alone(
-    runner: TorchRunner, tokenizer: tokenizers.Tokenizer
+    runner: ModelRunner, tokenizer: tokenizers.Tokenizer
 ) -> None:
     prompt = tokenizer.encode("Hello").ids
     jobs = Driver(runner).run(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from engine.sampling.by_torch import sample_by_torch
 from engine.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.sampler import Drawn, SamplingRows, sample
+from engine.sampling.rows import Drawn, SamplingRows
+from engine.sampling.sampler import sample
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
 

@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
-from engine.runner.cuda.device_runner import DeviceRunner
+from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import (
@@ -44,8 +44,8 @@ def open_device_runner(
     max_num_seqs: int = 24,
     recorder: CheckedRecorder | None = None,
     **options: Any,
-) -> DeviceRunner:
-    """A DeviceRunner on the CPU, over NaN-poisoned blocks."""
+) -> ModelRunner:
+    """A runner of GPUs on the CPU, over NaN-poisoned blocks."""
     plain = open_runner(
         folder, **({"native": "off", "attention_backend": "torch", "kv_cache_bytes": 8 << 20} | options)
     )
@@ -61,7 +61,6 @@ def open_device_runner(
         storage=plain.storage,
         grammar=plain.grammar,
         proposer=plain.proposer,
-        num_threads=1,
         native_sampling=False,
     )
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.model.lowering import NativeDecoder
 from engine.runner.base import PendingStep
+from engine.runner.executors.following import FollowingSteps, LastStep
+from engine.runner.executors.native import NativeExecutor
+from engine.runner.executors.native_decode import NativeDecode
 from engine.runner.inputs import StepInputs, prepare_inputs
-from engine.runner.steady import LastStep
-from engine.runner.torch_runner import TorchRunner
+from engine.runner.outcomes import Sampled
+from engine.runner.runner import ModelRunner
 from engine.runner.verification import LogitRows, logit_rows
 from engine.sampling.native import sampling_library
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, TokenLogprobs
@@ -33,9 +35,20 @@ needs_native = pytest.mark.skipif(sampling_library() is None, reason="there are 
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> TorchRunner:
+def runner(tmp_path: Path) -> ModelRunner:
     make_checkpoint(tmp_path, "qwen3", head_dim=24, max_position_embeddings=1024)
     return open_runner(tmp_path)
+
+
+def steps_of(runner: ModelRunner) -> FollowingSteps:
+    assert isinstance(runner.executor, NativeExecutor)
+    return runner.executor.steps
+
+
+def decode_of(runner: ModelRunner) -> NativeDecode:
+    assert isinstance(runner.executor, NativeExecutor)
+    assert runner.executor.decode is not None
+    return runner.executor.decode
 
 
 def jobs(sampling: SamplingParams = SEEDED) -> list[Job]:
@@ -46,17 +59,15 @@ def jobs(sampling: SamplingParams = SEEDED) -> list[Job]:
     ]
 
 
-def anew(runner: TorchRunner, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows]:
+def anew(runner: ModelRunner, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows]:
     """The step put together as a whole."""
     inputs = prepare_inputs(
         scheduled,
         runner.table,
-        block_size=runner.storage.block_size,
-        spare_slot=runner.storage.spare_slot,
-        device=runner.device,
-        row_multiple=runner.model.row_multiple,
+        runner.storage,
+        runner.model,
     )
-    return inputs, logit_rows(inputs, runner.table)
+    return inputs, logit_rows(inputs)
 
 
 def assert_same(ours: tuple[StepInputs, LogitRows], theirs: tuple[StepInputs, LogitRows]) -> None:
@@ -85,31 +96,27 @@ def outcomes(done: list[Job]) -> list[tuple[list[int], list[TokenLogprobs]]]:
     return [(job.output, job.logprobs) for job in done]
 
 
-def run_anew(runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, wanted: list[Job]) -> list[Job]:
+def run_anew(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, wanted: list[Job]) -> list[Job]:
     """Every step put together as a whole."""
     with monkeypatch.context() as patched:
-        patched.setattr(runner._steady, "follows", lambda scheduled: None)
+        patched.setattr(steps_of(runner), "follows", lambda scheduled: None)
         return Driver(runner, seed=1).run(wanted)
 
 
 def test_it_is_what_would_have_been_put_together(
-    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    following = runner._steady.following
+    count_on = steps_of(runner).count_on
     compared = 0
 
-    def compare(scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows] | None:
+    def compare(last: LastStep) -> None:
         nonlocal compared
-        found = following(scheduled)
-        if found is None:
-            return None
-        assert found[0].scheduled == scheduled
-        assert_same(found, anew(runner, scheduled))
+        count_on(last)
+        assert_same((last.inputs, last.rows), anew(runner, list(last.inputs.scheduled)))
         compared += 1
-        return found
 
-    monkeypatch.setattr(runner._steady, "following", compare)
-    monkeypatch.setattr(runner, "_decode", None)
+    monkeypatch.setattr(steps_of(runner), "count_on", compare)
+    monkeypatch.setattr(runner.executor, "decode", None)
     together = Driver(runner, seed=1).run(jobs())
     # All but those that follow an end.
     assert compared > 60
@@ -119,22 +126,21 @@ def test_it_is_what_would_have_been_put_together(
 @needs_native
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_native_step_is_what_would_have_been_put_together(
-    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
 ) -> None:
-    decode = runner._decode
-    assert decode is not None
+    decode = decode_of(runner)
     run, launch = decode.run, runner.launch
     plans: list[SchedulerOutput] = []
     num_native = 0
 
-    def compare(last: LastStep) -> bool | None:
+    def compare(last: LastStep) -> Sampled | None:
         nonlocal num_native
         expected = anew(runner, list(plans[-1].scheduled))
-        appended = run(last)
-        if appended is not None:
+        step = run(last)
+        if step is not None:
             assert_same((last.inputs, last.rows), expected)
             num_native += 1
-        return appended
+        return step
 
     def note(plan: SchedulerOutput) -> PendingStep:
         plans.append(plan)
@@ -150,7 +156,7 @@ def test_a_native_step_is_what_would_have_been_put_together(
 
 @needs_native
 def test_a_sequence_outgrows_the_table_in_a_native_step(
-    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens fill the table's columns up and go on behind them; a neighbour's row begins there."""
     columns = runner.table.tokens.shape[1]
@@ -172,16 +178,14 @@ def test_a_sequence_outgrows_the_table_in_a_native_step(
 
 
 @needs_native
-def test_a_step_in_which_a_draw_fails_appends_nothing_natively(runner: TorchRunner) -> None:
+def test_a_step_in_which_a_draw_fails_appends_nothing_natively(runner: ModelRunner) -> None:
     """Logits that are not finite end one sequence; the others go on with the tokens that they would have."""
     driver = Driver(runner, seed=1)
     alone = [job.output for job in driver.run(jobs())]
-    model, decode = runner.model, runner._decode
-    assert isinstance(model, NativeDecoder)
-    assert decode is not None
+    decode = decode_of(runner)
     run, num_runs = decode.run, 0
 
-    def poisoned(last: LastStep) -> bool | None:
+    def poisoned(last: LastStep) -> Sampled | None:
         nonlocal num_runs
         num_runs += 1
         if num_runs == 7:
@@ -204,10 +208,9 @@ def test_a_step_in_which_a_draw_fails_appends_nothing_natively(runner: TorchRunn
         assert failed[index] or len(job.output) == job.num_tokens
 
 
-def test_a_sequence_that_comes_back_is_another_one(runner: TorchRunner) -> None:
+def test_a_sequence_that_comes_back_is_another_one(runner: ModelRunner) -> None:
     """Same number, same position, other blocks and another slot: as after a preemption."""
-    steady = runner._steady
     driver = Driver(runner, seed=1)
     driver.run([Job(prompt_of(40, 199, seed=1), num_tokens=4)])
     scheduled = [ScheduledSequence(1, 43, 1, (), True)]
-    assert steady.following(scheduled) is None
+    assert runner.executor.following(scheduled) is None

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
-from engine.runner.torch_runner import TorchRunner, build
+from engine.runner.build import build_here
+from engine.runner.runner import ModelRunner
 from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from services.config import ModelConfig
 from services.errors import ConfigError
@@ -31,7 +32,7 @@ def oracle(folder: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.fixture
-def runner(folder: Path, oracle: transformers.PreTrainedModel) -> Iterator[TorchRunner]:
+def runner(folder: Path, oracle: transformers.PreTrainedModel) -> Iterator[ModelRunner]:
     runner = open_runner(folder, cache={"host_bytes": 1 << 20})
     yield runner
     runner.close()
@@ -86,7 +87,7 @@ def test_smaller_caches_stay_close(kv_dtype: str, tolerance: float) -> None:
 
 
 def test_beams_get_only_alternatives_that_masks_allow(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel
+    runner: ModelRunner, oracle: transformers.PreTrainedModel
 ) -> None:
     prompt = prompt_of(20, 199)
     few = (9, 4, 77)
@@ -106,7 +107,7 @@ def test_beams_get_only_alternatives_that_masks_allow(
     assert len(plain.logprobs[0].top_ids) == 8
 
 
-def test_a_poisoned_sequence_fails_alone(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+def test_a_poisoned_sequence_fails_alone(runner: ModelRunner, oracle: transformers.PreTrainedModel) -> None:
     """An id outside the vocabulary, a bias outside it, and a contradiction of masks end their own sequence
     only.
     """
@@ -141,7 +142,7 @@ def test_a_poisoned_sequence_fails_alone(runner: TorchRunner, oracle: transforme
 
 
 def test_non_finite_logits_fail_their_own_row(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel
+    runner: ModelRunner, oracle: transformers.PreTrainedModel
 ) -> None:
     """Keys that are NaN, as after a fault of the memory, spoil one history and no other."""
     good, bad = prompt_of(20, 199, seed=1), prompt_of(20, 199, seed=2)
@@ -165,7 +166,7 @@ def test_non_finite_logits_fail_their_own_row(
 
 
 def test_overlapped_launch_finds_the_token_of_the_step_before(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel
+    runner: ModelRunner, oracle: transformers.PreTrainedModel
 ) -> None:
     prompt = prompt_of(30, 199)
     blocks = Driver(runner).take_blocks(60)
@@ -184,7 +185,7 @@ def test_overlapped_launch_finds_the_token_of_the_step_before(
     assert tokens == reference_greedy(oracle, prompt, 10)
 
 
-def test_fork_continues_both_ways(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+def test_fork_continues_both_ways(runner: ModelRunner, oracle: transformers.PreTrainedModel) -> None:
     """A child with a copied last block goes its own way: both continue from what they share."""
     prompt = prompt_of(20, 199)
     driver = Driver(runner)
@@ -214,7 +215,7 @@ def test_fork_continues_both_ways(runner: TorchRunner, oracle: transformers.PreT
 
 
 def test_fork_without_a_new_sequence_copies_everything(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel
+    runner: ModelRunner, oracle: transformers.PreTrainedModel
 ) -> None:
     prompt = prompt_of(16, 199)
     driver = Driver(runner)
@@ -229,7 +230,7 @@ def test_fork_without_a_new_sequence_copies_everything(
 
 
 def test_offload_and_restore_bring_a_history_back(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel
+    runner: ModelRunner, oracle: transformers.PreTrainedModel
 ) -> None:
     prompt = prompt_of(32, 199)
     driver = Driver(runner)
@@ -251,7 +252,7 @@ def test_offload_and_restore_bring_a_history_back(
     assert driver.step(plan).results[0].token_ids == (first[1],)
 
 
-def test_logprobs_are_the_models_own(runner: TorchRunner, oracle: transformers.PreTrainedModel) -> None:
+def test_logprobs_are_the_models_own(runner: ModelRunner, oracle: transformers.PreTrainedModel) -> None:
     """Log-probabilities are of the model's distribution, not of what penalties and temperature made of it."""
     prompt = prompt_of(25, 199)
     sampling = SamplingParams(temperature=2.0, seed=3, top_k=4, frequency_penalty=1.0, logprobs=5)
@@ -266,7 +267,7 @@ def test_logprobs_are_the_models_own(runner: TorchRunner, oracle: transformers.P
 
 
 def test_a_step_that_breaks_raises_and_the_next_one_works(
-    runner: TorchRunner, oracle: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, oracle: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = prompt_of(10, 199)
     driver = Driver(runner)
@@ -285,4 +286,6 @@ def test_unknown_attention_back_end_is_refused_by_name(
     folder: Path, oracle: transformers.PreTrainedModel
 ) -> None:
     with pytest.raises(ConfigError, match=r"attention_backend = 'warp'.*reference, torch"):
-        build(EngineConfig(attention_backend="warp"), ModelConfig(path=str(folder)), lambda phase, part: None)
+        build_here(
+            EngineConfig(attention_backend="warp"), ModelConfig(path=str(folder)), lambda phase, part: None
+        )

@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, load_native
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import LoadRequest, Progress, load_here
-from engine.model.lowered import LoweredModel
-from engine.model.lowering import NativeDecoder, why_not_lowered
+from engine.model.native_decoder import NativeDecoder, why_not_lowered
+from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
 from services.errors import ConfigError
 
@@ -48,7 +48,7 @@ class Model(Protocol):
         """Logits [R, V] of some rows of hidden [T, E], valid until the next call."""
 
 
-Load = Callable[[LoadRequest, NativeLibrary, Progress], LoweredModel]
+Load = Callable[[LoadRequest, NativeLibrary, Progress], ModelRecord]
 
 
 def native_library(config: EngineConfig, spec: ModelSpec, device: str) -> NativeLibrary | None:
@@ -113,7 +113,7 @@ def load_model(
     import torch
 
     from engine.kernels.selection import UnsuitableKernelsError, choose_kernels
-    from engine.model.decoder import load_decoder
+    from engine.model.reading import load_decoder
 
     place = torch.device(device)
     try:

@@ -3,7 +3,7 @@ and the drawn tokens' place in the table of sequences.
 
 Most steps are of this kind. Between two of them lies what the host does alone, upon caches that the weights
 have passed through: so it costs by how much code and data it touches. Here it touches none of the arrays.
-Whatever else may happen in a step goes the way of `SteadyDecode.following`, which gives the same.
+Whatever else may happen in a step goes the way of `FollowingSteps.count_on`, which gives the same.
 
 Shape letters: S sequences, V vocabulary.
 """
@@ -11,20 +11,20 @@ Shape letters: S sequences, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import time
 from ctypes import c_int64, c_void_p
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.host import empty
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
-from engine.model.lowered import Floats
-from engine.model.lowering import NativeDecoder
+from engine.model.native_decoder import NativeDecoder
+from engine.runner.executors.following import LastStep
+from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
-from engine.runner.steady import LastStep
 from engine.sampling.native import NativeDraws
-from engine.sampling.sampler import Drawn, SamplingRows
+from engine.sampling.rows import Drawn, SamplingRows
 
 _NONE = np.array([], np.int64)
 
@@ -72,39 +72,29 @@ class NativeDecode:
         self._first = Op(model.library, "decode_inputs", self._args)
         self._final = Op(model.library, "decode_tokens", self._args)
         self._program: Program | None = None
-        # What the args describe.
+        # What the args describe, and where the outcome of every such step lies.
         self._last: LastStep | None = None
         self._rows: SamplingRows | None = None
         self._tokens = self._blocks = np.zeros((0, 0), np.int64)
-        self._logits = self._processed = empty((0, 0))
+        self._step: Sampled | None = None
 
-    def run(self, last: LastStep) -> bool | None:
-        """Computes the step that follows `last`. Whether the drawn tokens were appended: none are where a
-        draw failed. None where the step cannot be computed here; then nothing has happened.
+    def run(self, last: LastStep) -> Sampled | None:
+        """Computes the step that follows `last`: its draws, whose tokens were appended where all succeeded,
+        else none; valid until the next step. None where the step cannot be computed here; then nothing has
+        happened.
         """
         self._table.ensure_columns(last.next_end)
         if not self._describes(last):
             self._program = self._describe(last)
         if self._program is None:
             return None
+        step = self._step
+        assert step is not None, "described with the program"
+        step.began_s = time.monotonic()
         last.num_steps += 1
         self._program.run(self._model.pool)
-        return self._appended.value != 0
-
-    def tokens(self) -> list[int]:
-        """[S] what was drawn, where all draws succeeded."""
-        tokens: list[int] = self._draws.tokens[: self._args.num_sequences].tolist()
-        return tokens
-
-    def drawn(self) -> tuple[Floats, Drawn]:
-        """Logits [S, V] and what was drawn from them, valid until the next step."""
-        draws, count = self._draws, self._args.num_sequences
-        return self._logits, Drawn(
-            tokens=draws.tokens[:count],
-            finite=draws.finite[:count],
-            allowed=draws.allowed[:count],
-            processed=self._processed,
-        )
+        step.sound = step.appended = self._appended.value != 0
+        return step
 
     def _describes(self, last: LastStep) -> bool:
         table = self._table
@@ -117,9 +107,9 @@ class NativeDecode:
 
     def _describe(self, last: LastStep) -> Program | None:
         """Points the args to the arrays of a step; None while the sampler cannot follow."""
-        table, args, draws, ragged = self._table, self._args, self._draws, last.inputs.batch.ragged
+        table, args, draws, ragged = self._table, self._args, self._draws, last.batch.ragged
         self._last = None
-        logits = self._model.point_to_rows(last.inputs.batch, last.rows.tokens)
+        logits = self._model.point_to_rows(last.batch, last.rows.tokens)
         rows = SamplingRows(
             slots=last.rows.slots,
             positions=last.rows.positions + 1,
@@ -132,14 +122,21 @@ class NativeDecode:
         if processed is None:
             return None
         self._last, self._rows, self._tokens, self._blocks = last, rows, table.tokens, table.blocks
-        self._logits, self._processed = logits, processed
+        count = len(last.inputs.ids)
+        drawn = Drawn(
+            tokens=draws.tokens[:count],
+            finite=draws.finite[:count],
+            allowed=draws.allowed[:count],
+            processed=processed,
+        )
+        self._step = Sampled(inputs=last.inputs, rows=last.rows, logits=logits, drawn=drawn, began_s=0.0)
         args.token_ids, args.positions = _address(last.token_ids), _address(last.positions)
         args.slots, args.context_lens = _address(last.places), _address(ragged.context_lens)
         args.block_tables, args.columns = _address(ragged.block_tables), ragged.block_tables.shape[1]
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
         args.blocks, args.block_columns = _address(table.blocks), table.blocks.shape[1]
-        args.num_tokens, args.num_sequences = _address(table.num_tokens), len(last.ids)
+        args.num_tokens, args.num_sequences = _address(table.num_tokens), count
         streams = draws.streams
         args.draws = None if streams is None else draws.described.ctypes.data
         args.streams = None if streams is None else streams.ctypes.data

@@ -2,7 +2,7 @@
 
 Most steps are of this kind, and for a small model putting one together takes as long as a tenth of computing
 it. `prepare_inputs` and `logit_rows` say what a step is; this gives the same arrays, changed in place
-(tests/unit/engine/runner/test_steady.py).
+(tests/unit/engine/runner/test_following.py).
 
 Shape letters: S sequences, C blocks of the longest sequence.
 """
@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kernels.host import as_array, on_host
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
 from engine.runner.sequence_table import SequenceTable
@@ -31,13 +30,13 @@ _SPARE_COLUMNS = 16
 class LastStep:
     """The step before, and views of its arrays."""
 
-    ids: list[int]
     # Where each sequence computed its token, when the step was put together as a whole.
     starts: list[int]
     # Steps since then, and how many there may be before a block table needs another column.
     num_steps: int
     most_steps: int
     inputs: StepInputs
+    batch: ForwardBatch
     rows: LogitRows
     token_ids: NDArray[np.int64]  # [S]
     positions: NDArray[np.int64]  # [S]
@@ -54,7 +53,7 @@ class LastStep:
         return max(self.starts)
 
 
-class SteadyDecode:
+class FollowingSteps:
     """The last step, if another like it may follow. Arrays of a step hold until the next one is asked for."""
 
     def __init__(self, table: SequenceTable, block_size: int) -> None:
@@ -67,53 +66,47 @@ class SteadyDecode:
         self.last = None
 
     def keep(self, inputs: StepInputs, rows: LogitRows) -> None:
-        """Takes note of a step that was put together as a whole."""
+        """Takes note of a step that was put together as a whole, and whose draws succeeded."""
         count, batch = len(inputs.scheduled), inputs.batch
         self.last = None
-        token_ids = on_host(batch.token_ids)
-        if token_ids is None or token_ids.size != count:
+        if batch is None or inputs.query_starts[-1] != count or not _is_plain(inputs.scheduled):
             return
-        if not _is_plain(inputs.scheduled):
+        if any(state.matcher is not None for state in inputs.states):
             return
-        if any(state.matcher is not None or state.failure for state in inputs.states):
-            return
-        starts = [sequence.start for sequence in inputs.scheduled]
+        starts = inputs.starts.tolist()
         batch = inputs.batch = _with_spare_columns(batch)
         self.last = LastStep(
-            ids=[sequence.sequence_id for sequence in inputs.scheduled],
             starts=starts,
             num_steps=0,
             most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
             inputs=inputs,
+            batch=batch,
             rows=rows,
-            token_ids=as_array(batch.token_ids),
-            positions=as_array(batch.positions),
-            places=as_array(batch.slots),
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            places=batch.slots,
         )
 
     def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:
         """The last step, where the next one is its sequences with their next tokens; else None."""
         last = self.last
-        if last is None or last.num_steps >= last.most_steps or len(scheduled) != len(last.ids):
+        if last is None or last.num_steps >= last.most_steps or len(scheduled) != len(last.starts):
             return None
         ahead = last.num_steps + 1
-        for each, sequence_id, start in zip(scheduled, last.ids, last.starts, strict=True):
+        for each, sequence_id, start in zip(scheduled, last.inputs.ids, last.starts, strict=True):
             if each.sequence_id != sequence_id or each.start != start + ahead:
                 return None
             if each.num_tokens != 1 or not each.samples or each.draft_token_ids:
                 return None
         return last
 
-    def following(self, scheduled: list[ScheduledSequence]) -> tuple[StepInputs, LogitRows] | None:
-        """The next step, where it is the last one's sequences with their next tokens; else None.
+    def count_on(self, last: LastStep) -> None:
+        """Makes the arrays of the last step those of the next one.
 
         The op `decode_inputs` (engine/kernels/native/decode.cc) does the same beside the model's.
         """
-        last = self.follows(scheduled)
-        if last is None:
-            return None
         last.num_steps += 1
-        ragged, size, rows = last.inputs.batch.ragged, self._block_size, last.rows
+        ragged, size, rows = last.batch.ragged, self._block_size, last.rows
         table, slots, positions = self._table, last.inputs.slots, last.positions
         np.add(positions, 1, out=positions)
         last.token_ids[:] = table.tokens[slots, positions]
@@ -126,8 +119,6 @@ class SteadyDecode:
             blocks = table.blocks[slots[entering], columns[entering]]
             ragged.block_tables[entering, columns[entering]] = blocks
             last.places[entering] = blocks * size
-        last.inputs.scheduled = scheduled
-        return last.inputs, rows
 
 
 def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:

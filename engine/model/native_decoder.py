@@ -1,4 +1,4 @@
-"""Turns a loaded decoder into a program of native ops: one call computes a whole step.
+"""A loaded model as a program of native ops: one call computes a whole step.
 
 The program is made once for the largest step seen so far; what changes from step to step goes through one
 StepStruct. Activations are float32 and row-major in buffers that all layers share. Families that cannot be
@@ -23,8 +23,8 @@ from engine.kernels.native.library import Program, StepStruct
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import Storage
 from engine.model.forward_batch import ForwardBatch
-from engine.model.lowered import Floats, LoweredModel
 from engine.model.program_builder import ProgramBuilder
+from engine.model.records import Floats, ModelRecord
 from engine.model.spec import ModelSpec
 
 # The native cache ops shift by block sizes, and hold one head's vector at a time.
@@ -49,7 +49,7 @@ class NativeDecoder:
     row_multiple = 1
 
     def __init__(
-        self, model: LoweredModel, library: NativeLibrary, *, num_threads: int, max_tokens: int = 256
+        self, model: ModelRecord, library: NativeLibrary, *, num_threads: int, max_tokens: int = 256
     ) -> None:
         self.model = model
         self.spec = model.spec
@@ -137,7 +137,7 @@ class NativeDecoder:
         return self._logits[: rows.size]
 
     def weight_bytes(self) -> int:
-        """See LoweredModel."""
+        """See ModelRecord."""
         return self.model.weight_bytes()
 
     def _build_head(self, max_rows: int) -> Program:
@@ -155,7 +155,7 @@ class NativeDecoder:
         )
         workspace = make_workspace(library, max_rows, spec.hidden_size, self.num_threads)
         head = gemm_args(
-            self.model.head,
+            self.model.head.packed,
             step + NUM_LOGIT_ROWS,
             address_of(normed),
             address_of(logits),

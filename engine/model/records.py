@@ -1,0 +1,208 @@
+"""What is read from a checkpoint: a model as records of plain fields, described once for all that compute it.
+
+Weights of linear layers are dense or quantized (`kernels/linear/formats`) where torch multiplies, packed
+where the native kernels do. Everything else is tensors to the one and arrays to the other (`host_arrays`):
+who serves natively holds these records without torch, and `loader` carries them from process to process.
+
+Shape letters: E hidden size, V vocabulary, L positions, R rotated dimensions of a head, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kernels.attention.ragged import AttentionOptions
+from engine.kernels.host import Values
+from engine.kernels.linear.packed import PackedWeight
+from engine.model.spec import ExpertSpec, LatentSpec, ModelSpec
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(kw_only=True)
+class Linear:
+    """x W^T + b [outputs, inputs]; several tensors of the checkpoint may be stacked into one."""
+
+    # A WeightFormat; or a PackedWeight, which holds the bias.
+    weight: Any
+    bias: Any = None
+    # What torch multiplies with, made of the weight when it is packed for torch.
+    product: Any = None
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as the native kernels take it."""
+        assert isinstance(self.weight, PackedWeight), "packed while it was loaded"
+        return self.weight
+
+
+@dataclass(kw_only=True)
+class Norm:
+    """A root-mean-square norm: its weight [E] in float32."""
+
+    weight: Values
+    eps: float
+
+
+@dataclass(kw_only=True)
+class Attention:
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    qkv: Linear
+    output: Linear
+    # Outputs of q, k and v.
+    sizes: Sequence[int]
+    num_heads: int
+    num_kv_heads: int
+    options: AttentionOptions
+    # Index of its table of angles.
+    rope: int
+    interleaved: bool
+    # Of queries and keys: "none", per "head", or over all heads together ("full").
+    qk_norm: str
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sinks: Values | None = None  # [H]
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.qkv
+
+
+@dataclass(kw_only=True)
+class LatentAttention:
+    """Attention over latents, in the absorbed form; see `latent_attention`."""
+
+    query_down: Linear | None
+    query_norm: Values | None
+    query_up: Linear
+    down: Linear
+    latent_norm: Values
+    key_up: Values  # [H, N, rank]
+    value_up: Values  # [H, rank, V]
+    output: Linear
+    num_heads: int
+    latent: LatentSpec
+    options: AttentionOptions
+    rope: int
+    interleaved: bool
+
+    # Its input goes to two products.
+    entry = None
+
+
+@dataclass(kw_only=True)
+class FeedForward:
+    """act(gate) * up, then down."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    @property
+    def entry(self) -> Linear:
+        """The only one that the layer's input goes to."""
+        return self.gate_up
+
+
+@dataclass(kw_only=True)
+class SparseFeedForward:
+    """Router, experts, and perhaps a shared feed-forward that every token passes."""
+
+    spec: ExpertSpec
+    router: Linear
+    correction: Values | None
+    # Empty where they are multiplied `together` (a back end of torch groups them).
+    experts: Sequence[FeedForward]
+    activation: str
+    shared: FeedForward | None
+    together: Any = None
+
+    # Its input goes to the router, too.
+    entry = None
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """Attention and feed-forward, and the norms before and after each of them."""
+
+    attention: Attention | LatentAttention
+    feed_forward: FeedForward | SparseFeedForward
+    before: Sequence[Norm | None]
+    after: Sequence[Norm | None]
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear layer that all tokens pass: all but router and experts."""
+        fed = self.feed_forward
+        dense = fed.shared if isinstance(fed, SparseFeedForward) else fed
+        for part in (self.attention, dense):
+            if part is not None:
+                yield from (value for value in vars(part).values() if isinstance(value, Linear))
+
+    def routed_linears(self) -> Iterator[Linear]:
+        """The router's product and the experts' own."""
+        if isinstance(self.feed_forward, SparseFeedForward):
+            yield self.feed_forward.router
+            for expert in self.feed_forward.experts:
+                yield from (expert.gate_up, expert.down)
+
+
+@dataclass(kw_only=True)
+class ModelRecord:
+    """A loaded model."""
+
+    spec: ModelSpec
+    max_model_len: int
+    embedding: Values  # [V, E], an array holds the bits of `embedding_type`
+    embedding_type: str
+    # As that type rounds it.
+    embedding_scale: float
+    layers: Sequence[Layer]
+    norm: Norm
+    head: Linear
+    ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
+
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights, absorbed projections, embedding table and tables of angles."""
+        absorbed = sum(
+            layer.attention.key_up.nbytes + layer.attention.value_up.nbytes
+            for layer in self.layers
+            if isinstance(layer.attention, LatentAttention)
+        )
+        tables = sum(part.nbytes for rope in self.ropes for part in rope)
+        return self.head.packed.arena.num_bytes() + self.embedding.nbytes + absorbed + tables
+
+
+_RECORDS = (Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, Layer, ModelRecord)
+
+
+def host_arrays(record: Any) -> Any:
+    """A record, or what is in one, with arrays over the memory of its tensors: in float32, but for the bits
+    of the embedding.
+    """
+    if isinstance(record, _RECORDS):
+        fields: dict[str, Any] = {
+            name: _bits(value) if name == "embedding" else host_arrays(value)
+            for name, value in vars(record).items()
+        }
+        return type(record)(**fields)
+    if isinstance(record, list | tuple):
+        return type(record)(map(host_arrays, record))
+    if hasattr(record, "data_ptr"):
+        return record.float().contiguous().numpy()
+    return record
+
+
+def _bits(table: Any) -> NDArray[Any]:
+    # numpy has no bfloat16.
+    import torch
+
+    bits = table.contiguous()
+    found: NDArray[Any] = (bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits).numpy()
+    return found

@@ -1,0 +1,235 @@
+"""Puts a runner together: plans the memory, loads the checkpoint, allocates the cache, chooses the executor.
+
+No torch is imported here where the native kernels serve: another process loads for them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from engine.config import EngineConfig, num_threads
+from engine.kernels.host import HOST, Device
+from engine.kernels.native import NativeLibrary
+from engine.model.back_end import Load, Model, load_model, native_library
+from engine.model.checkpoint import folder_of, resolve_checkpoint
+from engine.model.device import choose_device
+from engine.model.loader import load_apart, load_here
+from engine.model.native_decoder import NativeDecoder
+from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
+from engine.runner.base import Progress
+from engine.runner.executors.executor import Executor
+from engine.runner.executors.native import NativeExecutor
+from engine.runner.kv_storage import KvStorage
+from engine.runner.runner import ModelRunner
+from engine.runner.sequence_table import SequenceTable
+from engine.runner.speculation.draft_model import DraftModel
+from engine.runner.speculation.proposer import Proposer
+from engine.sampling.grammar import GrammarEngine
+from engine.types import MemoryPlan, ModelFacts
+from services.config import ModelConfig
+from services.memory import keep_freed_memory, one_heap
+
+if TYPE_CHECKING:
+    from engine.kernels.attention import AttentionBackend
+    from engine.model.decoder import Decoder
+    from engine.model.spec import ModelSpec
+
+# The cache's memory is had from the system for so many full steps ahead of its use.
+_AHEAD_STEPS = 2
+
+
+def build(
+    config: EngineConfig, model: ModelConfig, progress: Progress
+) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
+    """The runner of the core process (see Builder): what loading takes is left in a process that ends with
+    it.
+    """
+    return _build(config, model, progress, load_apart)
+
+
+def build_here(
+    config: EngineConfig, model: ModelConfig, progress: Progress
+) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
+    """The same, loaded with this process's torch: for tests and tools."""
+    return _build(config, model, progress, load_here)
+
+
+def _build(
+    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load
+) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
+    """`load` is how weights come here that are packed for the native kernels (engine/model/loader).
+
+    Raises ConfigError (CheckpointError) with one clear line.
+    """
+    if not config.num_threads:
+        config = msgspec.structs.replace(config, num_threads=num_threads())
+    device_name, available = choose_device(config)
+    given = plan_input(config, model, device=device_name, available_bytes=available)
+    plan = make_plan(given)
+    spec = given.spec
+    one_heap()
+    keep_freed_memory()
+    folder = resolve_checkpoint(model.path)
+    library = native_library(config, spec, device_name)
+    if library is None:
+        _set_threads(config.num_threads)
+    else:
+        library.usual_threads = config.num_threads
+    attention, device = _attention(given, spec, device_name, library)
+    decoder = load_model(
+        folder,
+        spec,
+        dtype=given.dtype,
+        device=device_name,
+        max_model_len=plan.max_model_len,
+        progress=progress,
+        config=config,
+        library=library,
+        load=load,
+    )
+    if device.type == "cuda":
+        from engine.runner.cuda.build import measured_plan
+
+        assert attention is not None
+        plan = measured_plan(given, cast("Decoder", decoder), attention)
+    progress("allocate KV cache", 0.0)
+    storage_options: dict[str, Any] = {
+        "block_size": plan.block_size,
+        "kv_dtype": given.kv_dtype,
+        "device": device,
+        "host_blocks": config.cache.host_bytes // (plan.kv_bytes_per_token * plan.block_size),
+    }
+    ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
+    storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
+    draft = _draft_model(given, plan, storage_options, progress, load)
+    progress("allocate KV cache", 1.0)
+    grammar = GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids)
+    proposer = Proposer(config.speculation, draft)
+    if device.type == "cuda":
+        from engine.runner.cuda.build import make_device_runner
+
+        assert attention is not None
+        runner = make_device_runner(
+            config,
+            cast("Decoder", decoder),
+            attention,
+            storage=storage,
+            grammar=grammar,
+            proposer=proposer,
+            native_sampling=config.native != "off",
+            progress=progress,
+        )
+    else:
+        runner = _host_runner(config, decoder, attention, storage, grammar, proposer)
+    facts = ModelFacts(
+        max_model_len=plan.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=given.dtype,
+        attention_backend="native" if attention is None else attention.name,
+        device=str(device),
+        num_layers=spec.num_layers,
+        # A draft model reads the same tables, as far back as it likes.
+        window=spec.window if draft is None else None,
+    )
+    return runner, plan, facts
+
+
+def _host_runner(
+    config: EngineConfig,
+    model: Model,
+    attention: AttentionBackend | None,
+    storage: KvStorage,
+    grammar: GrammarEngine,
+    proposer: Proposer,
+) -> ModelRunner:
+    """A runner whose steps are computed by the CPUs."""
+    table = SequenceTable(
+        vocab_size=model.spec.vocab_size,
+        max_model_len=model.max_model_len,
+        device=model.device,
+        grammar=grammar,
+    )
+    table.sampling.native = config.native != "off"
+    executor: Executor
+    if isinstance(model, NativeDecoder):
+        executor = NativeExecutor(model, storage, table)
+    else:
+        from engine.runner.executors.torch import TorchExecutor
+
+        assert attention is not None, "what computes the attention of a decoder of torch"
+        executor = TorchExecutor(cast("Decoder", model), attention, storage, table)
+    thread = None
+    if config.scheduler.overlap == "on":
+        # The native library has a pool of its own.
+        count = 0 if isinstance(model, NativeDecoder) else config.num_threads
+        thread = ThreadPoolExecutor(1, "runner", initializer=_set_threads, initargs=(count,))
+    return ModelRunner(
+        executor=executor,
+        table=table,
+        storage=storage,
+        grammar=grammar,
+        proposer=proposer,
+        thread=thread,
+    )
+
+
+def _draft_model(
+    given: PlanInput,
+    plan: MemoryPlan,
+    storage_options: dict[str, Any],
+    progress: Progress,
+    load: Load,
+) -> DraftModel | None:
+    """The draft model that the plan counts in, or None."""
+    if given.draft is None:
+        return None
+    spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
+    device = str(storage_options["device"])
+    library = native_library(given.config, spec, device)
+    attention, place = _attention(given, spec, device, library)
+    decoder = load_model(
+        Path(given.draft.folder),
+        spec,
+        dtype=given.dtype,
+        device=device,
+        max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
+        progress=lambda phase, part: progress("load draft model", part),
+        config=msgspec.structs.replace(given.config, quantize="off"),
+        library=library,
+        load=load,
+    )
+    # Its contents follow from the tokens, so nothing of it is kept on the host.
+    options = {**storage_options, "device": place, "host_blocks": 0}
+    return DraftModel(
+        decoder,
+        attention,
+        KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **options),
+        num_scratch_blocks=num_scratch,
+    )
+
+
+def _attention(
+    given: PlanInput, spec: ModelSpec, device: str, library: NativeLibrary | None
+) -> tuple[AttentionBackend | None, Device]:
+    """What computes a model's attention, and where; none where a native program does."""
+    if library is not None:
+        return None, HOST
+    import torch
+
+    from engine.runner.attention_choice import attention_of
+
+    place = torch.device(device)
+    return attention_of(given.config, spec, getattr(torch, given.dtype), place), place
+
+
+def _set_threads(num_threads: int) -> None:
+    """Threads of a forward of torch; 0 leaves torch out."""
+    if num_threads:
+        import torch
+
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,70 @@
+"""What a step drew on the device, until the host has it.
+
+Shape letters: R rows that sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.runner.cuda.device_table import DeviceTable
+from engine.runner.cuda.staging import Mark
+from engine.runner.outcomes import Sampled
+from engine.sampling.rows import Drawn
+from engine.types import TokenLogprobs
+
+
+@dataclass(kw_only=True)
+class LogprobsOnTheWay:
+    """Log-probabilities of some rows, being copied to the host."""
+
+    # Row, and number of alternatives that were asked for.
+    rows: list[tuple[int, int]]
+    chosen: Tensor  # [rows] on the host
+    ids: Tensor  # [rows, most alternatives]
+    values: Tensor
+
+
+class DeviceArrival:
+    """See Arrival."""
+
+    def __init__(self, step: Sampled, table: DeviceTable, mark: Mark) -> None:
+        self._step, self._table, self._mark = step, table, mark
+        # Tokens, whether logits were finite, whether anything was allowed: [3, R] on the host after the mark.
+        self.drawn: Tensor | None = None
+        self.reports: LogprobsOnTheWay | None = None
+
+    def wait(self) -> None:
+        """Takes the tokens in. They count for a sequence only while it is the same one: slots change hands
+        while steps are on their way.
+        """
+        self._mark.wait()
+        if self.drawn is None:
+            return
+        step, table = self._step, self._table
+        tokens, finite, allowed = self.drawn.numpy()
+        ids, states = step.inputs.ids, step.inputs.states
+        alive = np.array(
+            [table.states.get(ids[member]) is states[member] for member in step.rows.members], np.bool_
+        )
+        if alive.any():
+            slots = step.rows.slots[alive]
+            table.append_one_each(slots, tokens[alive])
+            table.num_unread[slots] -= 1
+        step.appended = True
+        step.drawn = Drawn(
+            tokens=tokens, finite=finite.astype(np.bool_), allowed=allowed.astype(np.bool_), processed=None
+        )
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        found, drawn = self.reports, self._step.drawn
+        if found is None or drawn is None:
+            return {}
+        parts = zip(found.rows, found.chosen.tolist(), found.ids.tolist(), found.values.tolist(), strict=True)
+        return {
+            row: TokenLogprobs(int(drawn.tokens[row]), chosen, tuple(ids[:count]), tuple(values[:count]))
+            for (row, count), chosen, ids, values in parts
+        }

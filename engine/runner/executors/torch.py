@@ -1,0 +1,40 @@
+"""Steps by torch, each put together as a whole: the oracle of the others, and whatever they do not take."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from engine.kernels.attention import AttentionBackend
+from engine.model.decoder import Decoder
+from engine.runner.executors.eager import EagerSteps
+from engine.runner.executors.executor import Executor
+from engine.runner.inputs import StepInputs, prepare_inputs
+from engine.runner.kv_storage import KvStorage
+from engine.runner.outcomes import Sampled
+from engine.runner.sequence_table import SequenceTable
+from engine.types import ScheduledSequence
+
+
+class TorchExecutor(Executor):
+    """See Executor."""
+
+    model: Decoder
+
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, storage: KvStorage, table: SequenceTable
+    ) -> None:
+        self.model = model
+        self._storage, self._table = storage, table
+        self._eager = EagerSteps(model, attention, storage, table)
+        table.sampling.backend = model.kernels.names["sampling"]
+
+    def mode(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def prepare(self, scheduled: list[ScheduledSequence], *, ahead: bool) -> StepInputs:
+        return prepare_inputs(scheduled, self._table, self._storage, self.model)
+
+    def execute(self, inputs: StepInputs) -> Sampled:
+        return self._eager.compute(inputs)

@@ -1,0 +1,333 @@
+"""Executes plans: applies each, has an executor compute it, and says what came of it. See DESIGN.md.
+
+Plans run strictly one after another; a plan that schedules the token which its predecessor samples finds it
+in the sequence table, or on the device. What goes wrong with one sequence (non-finite logits, a broken
+grammar, an id outside the vocabulary) is that sequence's `failure`; an exception is a step that failed as a
+whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from engine.runner.base import RunnerBroken
+from engine.runner.executors.executor import Executor, StepTooLargeError
+from engine.runner.halving import halves, joined
+from engine.runner.inputs import StepInputs, no_masks
+from engine.runner.kv_storage import KvStorage
+from engine.runner.outcomes import Sampled, conclude
+from engine.runner.sequence_table import SequenceTable
+from engine.runner.speculation.economics import StepCost
+from engine.runner.speculation.proposer import Proposer
+from engine.sampling.grammar import GrammarEngine, GrammarMasks
+from engine.types import GrammarSpec, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
+
+
+class LaunchedStep:
+    """A step on its way; see PendingStep."""
+
+    __slots__ = ("_finish", "error", "known", "result", "running", "sampled", "started_s", "step_id")
+
+    def __init__(self, step_id: int, finish: Callable[[LaunchedStep], StepResult]) -> None:
+        self.step_id = step_id
+        self._finish = finish
+        self.started_s = 0.0
+        # Where it runs in a thread.
+        self.running: Future[None] | None = None
+        # Results that were known before anything was computed.
+        self.known: Sequence[SequenceResult] = ()
+        self.sampled: Sampled | None = None
+        self.result: StepResult | None = None
+        self.error: Exception | None = None
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done; raises what made it fail as a whole."""
+        if self.running is not None:
+            self.running.result()
+        return self._finish(self)
+
+
+class ModelRunner:
+    """A model, its cache and the state of its sequences. `launch` from one thread, which also waits."""
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        table: SequenceTable,
+        storage: KvStorage,
+        grammar: GrammarEngine,
+        proposer: Proposer,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """`thread`: where steps run while the loop plans the next one. Where nobody plans meanwhile, it would
+        only cost the way to it and back.
+        """
+        self.executor = executor
+        self.model = executor.model
+        self.table = table
+        self.storage = storage
+        self.grammar = grammar
+        self.proposer = proposer
+        self._speculates = proposer.config.method != "off"
+        self._thread = thread
+        self._finished_s = 0.0
+        # A step that is still on the device.
+        self._outstanding: LaunchedStep | None = None
+
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        """See Runner."""
+        step = LaunchedStep(plan.step_id, self._finish)
+        self.storage.announce(plan)
+        if self._thread is None:
+            self._begin(plan, step)
+        else:
+            step.running = self._thread.submit(self._begin, plan, step)
+        return step
+
+    def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
+        """See Runner."""
+        return self.grammar.is_ready(grammar, tenant)
+
+    def num_states(self) -> int:
+        """Live sequences."""
+        return len(self.table.states)
+
+    def num_prefaulted_blocks(self) -> int:
+        """See Runner."""
+        return self.storage.num_prefaulted_blocks
+
+    def close(self) -> None:
+        """Ends the threads; the memory goes with the object."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self.storage.close()
+        self.grammar.close()
+
+    def _begin(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
+        """Does what can be done of a step without waiting for the device."""
+        step.started_s = time.monotonic()
+        try:
+            with self.executor.mode():
+                self._run(plan, step)
+        except Exception as error:
+            self.executor.raise_if_broken(error)
+            step.error = error
+
+    def _run(self, plan: SchedulerOutput, step: LaunchedStep) -> None:
+        """Apply, inputs, execute; and conclude, unless that has to wait."""
+        executor = self.executor
+        executor.model.wake()
+        if plan.forks:
+            # A child starts with its parent's tokens.
+            self._settle()
+        self._apply(plan)
+        inputs = executor.following(plan.scheduled)
+        if inputs is not None:
+            self._conclude(step, executor.execute(inputs))
+            return
+        sound, step.known = self._sorted_out(plan.scheduled)
+        if not sound:
+            self._book(step, (), 0.0)
+            return
+        ahead = not self._speculates and executor.runs_ahead(sound)
+        if not ahead:
+            self._settle()
+        sampled = None
+        # What an error keeps alive is let go before the next attempt.
+        with suppress(StepTooLargeError):
+            sampled = self._compute(sound, ahead=ahead)
+        if sampled is None:
+            # More is free once the device has nothing else to do.
+            self._settle()
+            self._book(step, self._in_parts(sound), 0.0)
+        elif sampled.arrival is None:
+            self._conclude(step, sampled)
+        else:
+            step.sampled = sampled
+            self._outstanding = step
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        """Everything that a plan says before its forward, in the order that base.py defines."""
+        table = self.table
+        if plan.released or plan.new_sequences or plan.forks:
+            self.executor.forget()
+        for sequence_id in plan.released:
+            table.release(sequence_id)
+        forked = {child for _, child in plan.forks}
+        for new in plan.new_sequences:
+            table.add(new, forked=new.sequence_id in forked)
+        for parent, child in plan.forks:
+            table.fork(parent, child)
+        self.storage.apply(plan)
+        for sequence in plan.scheduled:
+            if not sequence.new_block_ids and not sequence.num_given_up:
+                continue
+            slot = table.states[sequence.sequence_id].slot
+            table.add_blocks(slot, sequence.new_block_ids)
+            if sequence.num_given_up:
+                self.executor.forget()
+                table.blocks[slot, : sequence.num_given_up] = self.storage.num_blocks
+
+    def _sorted_out(
+        self, scheduled: Iterable[ScheduledSequence]
+    ) -> tuple[list[ScheduledSequence], list[SequenceResult]]:
+        """Those that can be computed, and the results of those that failed before."""
+        sound: list[ScheduledSequence] = []
+        failed: list[SequenceResult] = []
+        for sequence in scheduled:
+            failure = self.table.states[sequence.sequence_id].failure
+            if failure:
+                failed.append(SequenceResult(sequence.sequence_id, (), failure=failure))
+            else:
+                sound.append(sequence)
+        return sound, failed
+
+    def _compute(self, sound: list[ScheduledSequence], *, ahead: bool) -> Sampled:
+        inputs = self.executor.prepare(sound, ahead=ahead)
+        inputs.masks = self._masks(inputs)
+        return self.executor.execute(inputs)
+
+    def _in_parts(self, sound: list[ScheduledSequence]) -> list[SequenceResult]:
+        """Results of a step that is concluded at once, in halves where memory ends on the way."""
+        parts = halves(sound)
+        try:
+            return self._results(self._compute(sound, ahead=False))
+        except StepTooLargeError as error:
+            if parts is None:
+                raise (error.__cause__ or error) from None
+        return joined(*map(self._in_parts, parts))
+
+    def _masks(self, inputs: StepInputs) -> Callable[[], GrammarMasks | None]:
+        """Fills masks beside the forward; or after it, where they depend on tokens that the host has not
+        read.
+        """
+        wanted = [
+            (state.matcher, sequence.draft_token_ids)
+            for sequence, state in zip(inputs.scheduled, inputs.states, strict=True)
+            if sequence.samples and state.matcher is not None
+        ]
+        if not wanted:
+            return no_masks
+        if self._outstanding is None:
+            return self.grammar.fill(wanted).result
+
+        def settled() -> GrammarMasks:
+            self._settle()
+            return self.grammar.fill(wanted).result()
+
+        return settled
+
+    def _settle(self) -> None:
+        """Lets the outstanding step finish and takes its tokens in. What made it fail is its own affair."""
+        outstanding = self._outstanding
+        if outstanding is None:
+            return
+        try:
+            self._finish(outstanding)
+        except RunnerBroken:
+            raise
+        except Exception as error:
+            outstanding.error = error
+
+    def _finish(self, step: LaunchedStep) -> StepResult:
+        """The step's result, once the device has come so far."""
+        if step.error is not None:
+            raise step.error
+        if step.result is None:
+            if self._outstanding is step:
+                self._outstanding = None
+            assert step.sampled is not None, "launched"
+            try:
+                with self.executor.mode():
+                    self._conclude(step, step.sampled)
+            except Exception as error:
+                self.executor.raise_if_broken(error)
+                raise
+        assert step.result is not None, "concluded"
+        return step.result
+
+    def _conclude(self, step: LaunchedStep, sampled: Sampled) -> None:
+        results: Sequence[SequenceResult]
+        if sampled.sound and not self._speculates and not self.table.sampling.needs_tokens:
+            # What most native steps are: nothing but a token each, which the table has already.
+            assert sampled.drawn is not None, "sound draws"
+            results = tuple(map(_token_of, sampled.inputs.ids, sampled.drawn.tokens.tolist()))
+        else:
+            results = self._results(sampled)
+        self._book(step, results, sampled.forwarded_s)
+
+    def _book(self, step: LaunchedStep, results: Sequence[SequenceResult], forwarded_s: float) -> None:
+        now = time.monotonic()
+        # While the step before it ran, a device had not begun.
+        began_s = max(step.started_s, self._finished_s)
+        self._finished_s = now
+        step.result = StepResult(
+            step.step_id,
+            (*step.known, *results) if step.known else tuple(results),
+            compute_s=now - began_s,
+            sampling_s=now - forwarded_s if forwarded_s else 0.0,
+        )
+
+    def _results(self, sampled: Sampled) -> list[SequenceResult]:
+        """What a step means for its sequences, with drafts for those that go on."""
+        if sampled.arrival is not None:
+            sampled.arrival.wait()
+        outcomes = conclude(sampled, self.table)
+        # A step after one that arrives late begins with its token, so drafts would come to nothing.
+        drafts = self._propose(sampled, outcomes) if sampled.arrival is None else {}
+        scores = sampled.scores
+        if scores or drafts:
+            members = zip(sampled.rows.members, outcomes, strict=True)
+            outcomes = [
+                msgspec.structs.replace(
+                    outcome,
+                    prompt_logprobs=scores.get(member, ()),
+                    next_draft_token_ids=drafts.get(outcome.sequence_id, ()),
+                )
+                for member, outcome in members
+            ]
+        scheduled = sampled.inputs.scheduled
+        scored = [
+            SequenceResult(scheduled[index].sequence_id, (), prompt_logprobs=found)
+            for index, found in scores.items()
+            if not scheduled[index].samples
+        ]
+        return scored + outcomes if scored else outcomes
+
+    def _propose(self, sampled: Sampled, outcomes: list[SequenceResult]) -> dict[int, tuple[int, ...]]:
+        """Drafts for the next step of the sequences that go on."""
+        inputs = sampled.inputs
+        guided = any(state.matcher is not None for state in inputs.states)
+        if not outcomes or (not self._speculates and not guided):
+            return {}
+        alive = []
+        for member, outcome in zip(sampled.rows.members, outcomes, strict=True):
+            state = inputs.states[member]
+            if not outcome.failure and not outcome.grammar_finished:
+                self.proposer.judge(state, outcome.num_drafted, outcome.num_accepted)
+                alive.append((outcome.sequence_id, state))
+        if not alive:
+            return {}
+        drafts = [len(each.draft_token_ids) for each in inputs.scheduled]
+        step = StepCost(
+            seconds=time.monotonic() - sampled.began_s,
+            num_sequences=len(drafts),
+            num_drafts=sum(drafts),
+            num_accepted=sum(outcome.num_accepted for outcome in outcomes),
+            decodes_only=all(
+                each.samples and each.num_tokens == 1 + count
+                for each, count in zip(inputs.scheduled, drafts, strict=True)
+            ),
+        )
+        found = self.proposer.propose([state for _, state in alive], self.table, step)
+        return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
+
+
+def _token_of(sequence_id: int, token: int) -> SequenceResult:
+    return SequenceResult(sequence_id, (token,))
