@@ -74,7 +74,7 @@ ENGINE = "engine"
 SERVICES = (ENVOY, GATEWAY, TOKENIZER, ENGINE)
 
 # --- Spans -------------------------------------------------------------------------------------------------
-# A step of a request that took less is an event of its span: a span costs four times as much, and says no more.
+# A step of a request that took less is an event of its span: a span costs four times as much to say the same.
 LONG_MS = 25.0
 # No delay is blamed that was shorter.
 DELAY_MS = 5.0
