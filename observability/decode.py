@@ -1,4 +1,4 @@
-"""OTLP bytes as spans, and the steps that services write as events (`Telemetry.step`) as spans again.
+"""OTLP bytes as spans, and the steps that services tell in an attribute (`Telemetry.step`) as spans again.
 
 Only whoever reads traces pays for this, not the services that make them.
 """
@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
@@ -46,6 +47,15 @@ class StoredSpan:
         return str(found) if found else ""
 
 
+class _Step(msgspec.Struct, frozen=True, array_like=True):
+    """See names.STEPS."""
+
+    name: str
+    start_ns: int
+    duration_ms: float
+    attributes: dict[str, Any]
+
+
 def decode(
     data: bytes, *, trace_id: bytes = b"", wanted: Collection[str] = (), since_ns: int = 0
 ) -> Iterator[StoredSpan]:
@@ -75,29 +85,38 @@ def decode(
 def _spans(service: str, span: trace_pb2.Span, wanted: Collection[str]) -> Iterator[StoredSpan]:
     """A span, and its steps below it."""
     steps = [
-        (index, event)
-        for index, event in enumerate(span.events)
-        if event.name in names.SPANS and (not wanted or event.name in wanted)
+        (index, step)
+        for index, step in enumerate(_steps(span))
+        if step.name in names.SPANS and (not wanted or step.name in wanted)
     ]
     if wanted and span.name not in wanted and not steps:
         return
     stored = _stored(service, span)
     yield stored
     identity = {str(key): stored.attributes[key] for key in names.IDENTITY if key in stored.attributes}
-    for index, event in steps:
-        attributes = _attributes(event.attributes)
-        duration_ms = attributes.pop(names.DURATION_MS, 0.0)
+    for index, step in steps:
         yield StoredSpan(
             trace_id=stored.trace_id,
             # No other span's, as those are 16 hex digits.
             span_id=f"{stored.span_id}-{index}",
             parent_id=stored.span_id,
             service=service,
-            name=event.name,
-            start_ns=event.time_unix_nano,
-            end_ns=event.time_unix_nano + round(duration_ms * 1e6),
-            attributes={**identity, **attributes},
+            name=step.name,
+            start_ns=step.start_ns,
+            end_ns=step.start_ns + round(step.duration_ms * 1e6),
+            attributes={**identity, **step.attributes},
         )
+
+
+def _steps(span: trace_pb2.Span) -> list[_Step]:
+    for pair in span.attributes:
+        if pair.key == names.STEPS:
+            try:
+                return msgspec.json.decode(pair.value.string_value, type=list[_Step])
+            except msgspec.DecodeError:
+                # Not of our services.
+                return []
+    return []
 
 
 def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
@@ -111,7 +130,7 @@ def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
         error=(span.status.message or "error") if failed else "",
-        attributes=_attributes(span.attributes),
+        attributes={key: value for key, value in _attributes(span.attributes).items() if key != names.STEPS},
         links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
     )
 

@@ -10,7 +10,9 @@ for them (`Telemetry.step`). Readers of the local store get both back as spans (
 
 from __future__ import annotations
 
+import json
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeAlias
@@ -33,6 +35,8 @@ from observability.provider import make_provider
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
 _SHUTDOWN_LIMIT_S = 3.0
+# Names and keys are kinds of str of their own.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _W3C = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, AttributeValue]
@@ -111,6 +115,10 @@ class Telemetry:
         # Generation of the GenAI attribute names.
         self.semconv = config.semconv_generation()
         self._provider = provider
+        # Of spans that are open.
+        self._steps: weakref.WeakKeyDictionary[Span, list[tuple[str, int, float, Attributes]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.tracer: trace.Tracer = (
             trace.NoOpTracer() if provider is None else provider.get_tracer("millrace")
         )
@@ -156,6 +164,9 @@ class Telemetry:
         """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed."""
         if not span.is_recording():
             return
+        steps = self._steps.pop(span, None)
+        if steps:
+            attributes = {**(attributes or {}), names.STEPS: _to_json(steps)}
         if attributes:
             span.set_attributes(attributes)
         if error:
@@ -192,16 +203,15 @@ class Telemetry:
         error: str = "",
         is_notable: bool = False,
     ) -> None:
-        """Something that `of` went through, in monotonic seconds: an event of it with the time that it took.
+        """Something that `of` went through, in monotonic seconds: told in its attribute STEPS.
 
         It is a span below `of` where it is notable, failed, has links, or took LONG_MS: samplers and
         searches look at spans alone, and what is shorter explains little.
 
-        The caller's span (`remote_span`) takes no events: below it steps leave spans from DELAY_MS on, and
+        The caller's span (`remote_span`) takes nothing: below it steps leave spans from DELAY_MS on, and
         nothing where they were shorter.
         """
-        takes_events = of.is_recording()
-        long_ms = names.LONG_MS if takes_events else names.DELAY_MS
+        long_ms = names.LONG_MS if of.is_recording() else names.DELAY_MS
         if is_notable or links or error or (end_s - start_s) * 1000 >= long_ms:
             self.record(
                 name,
@@ -212,9 +222,24 @@ class Telemetry:
                 links=links,
                 error=error,
             )
-        elif takes_events:
-            duration_ms = max(0.0, end_s - start_s) * 1000
-            of.add_event(name, {**(attributes or {}), names.DURATION_MS: duration_ms}, unix_ns(start_s))
+        else:
+            self.tell_step(name, of=of, start_s=start_s, end_s=end_s, attributes=attributes)
+
+    def tell_step(
+        self,
+        name: SpanName,
+        *,
+        of: Span,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes | None = None,
+    ) -> None:
+        """The same, and never a span. All steps of a span are one attribute: events cost several times as
+        much to make, to keep and to encode (benchmarks.span_cost).
+        """
+        if of.is_recording():
+            duration_ms = round(max(0.0, end_s - start_s) * 1000, 6)
+            self._steps.setdefault(of, []).append((name, unix_ns(start_s), duration_ms, attributes or {}))
 
     def span(
         self,

@@ -37,7 +37,6 @@ from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability import names
-from observability.clock import unix_ns
 from observability.metrics import Metrics
 from observability.names import SpanName
 from observability.tracing import Telemetry, traceparent_of
@@ -344,10 +343,8 @@ class Pipeline:
     def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
         first_s = generation.meter.first_output_s
         if first_s is not None:
-            call.span.add_event(
-                names.GATEWAY_STREAM,
-                {names.DURATION_MS: (end.monotonic_s - first_s) * 1000},
-                unix_ns(first_s),
+            self._telemetry.tell_step(
+                names.GATEWAY_STREAM, of=call.span, start_s=first_s, end_s=end.monotonic_s
             )
         self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome, usage, end)
 

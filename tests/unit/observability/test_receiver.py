@@ -82,10 +82,10 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
     assert child.attributes[names.DELAYED_BY] == ["kv_pressure"]
     assert child.attributes[names.STREAMING] is True
     assert parent.attributes[names.TENANT] == "acme"
-    # A short step travels as an event and is read as a span.
+    # A short step travels as an attribute and is read as a span.
     assert (step.name, step.parent_id, step.request_id) == (names.GATEWAY_ROUTE, parent.span_id, "r-1")
     assert step.duration_ms == pytest.approx(2.0)
-    assert names.DURATION_MS not in step.attributes
+    assert names.STEPS not in {**parent.attributes, **step.attributes}
 
 
 async def test_it_is_healthy_when_ready_and_exposes_metrics(tmp_path: Path) -> None:
