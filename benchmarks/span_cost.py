@@ -5,8 +5,8 @@
 Below a request's span that carries an identity, spans of their own are made and ended, events are added, or
 short steps are told of (`Telemetry.step`); then the same for a trace that is not recorded. Each figure is CPU
 time a part, of the request's end and of encoding for OTLP as well, less that of a request without parts; the
-best of several rounds in one warm process. Beside `benchmarks.tracing_overhead`, which has everything, this has
-little noise.
+best of several rounds in one warm process. Beside `benchmarks.tracing_overhead`, which has everything, this
+has little noise.
 """
 
 from __future__ import annotations
