@@ -64,6 +64,17 @@ def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider |
     return provider
 
 
+def edge_resource() -> dict[str, str]:
+    """What Envoy's spans say of their maker: as those of the services, but for the process."""
+    named = {"service.name", "service.instance.id"}
+    resource = _resource("envoy").attributes
+    return {
+        key: str(value)
+        for key, value in resource.items()
+        if key not in named and not key.startswith("telemetry.")
+    }
+
+
 def _resource(service: str) -> Resource:
     """Who makes the spans, over which go OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
     own = {

@@ -18,6 +18,9 @@ from services.outbox import Outbox
 
 Item = TypeVar("Item")
 
+# Of grpc.aio's own status for a call that ended under a write (github.com/grpc/grpc/issues/36066).
+_WRITE_FAILED = "Internal error from Core"
+
 
 async def run_stream(
     target: str,
@@ -77,7 +80,8 @@ def _failure(writer: asyncio.Task[None] | None) -> BaseException | None:
 
 def _from_peer(error: grpc.RpcError, unavailable: Reason) -> MillraceError:
     failure = from_rpc_error(error, unavailable=unavailable)
-    if failure.reason is Reason.CANCELLED:
-        # Not by this side: the peer has stopped.
+    # Cancelled not by this side: the peer has stopped. And grpc.aio forgets what a peer said where a write is
+    # under way at that moment; if it was a refusal, the next attempt is told again.
+    if failure.reason is Reason.CANCELLED or failure.message.startswith(_WRITE_FAILED):
         return MillraceError(unavailable, failure.message, retry_after_s=1.0)
     return failure

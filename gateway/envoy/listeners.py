@@ -20,6 +20,7 @@ from gateway.envoy.filters import (
 from gateway.envoy.replies import local_reply_config
 from observability import names
 from observability.config import Export
+from observability.provider import edge_resource
 
 _HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _MAX_CONTENT_LENGTH = 2**63 - 1
@@ -279,6 +280,16 @@ def traced(config: EnvoyConfig, export: Export, sampled_share: float) -> dict[st
             "typed_config": typed(
                 "envoy.config.trace.v3.OpenTelemetryConfig",
                 service_name=names.ENVOY,
+                resource_detectors=[
+                    {
+                        "name": "envoy.tracers.opentelemetry.resource_detectors.static_config",
+                        "typed_config": typed(
+                            "envoy.extensions.tracers.opentelemetry.resource_detectors.v3."
+                            "StaticConfigResourceDetectorConfig",
+                            attributes=edge_resource(),
+                        ),
+                    }
+                ],
                 **_sender(export),
             ),
         },

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, cast
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.openai_error import error_body
 from services.errors import MillraceError, Reason
@@ -79,11 +79,25 @@ class Connection(HttpToolsProtocol):
     _num_pending_bytes = 0
     # Nothing more is read.
     _refused = False
+    # The request that is being answered; those behind it wait in the pipeline.
+    _active: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
         self.flow = _Flow(self.transport, self.pipeline)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol. uvicorn tells the newest request alone, and keeps its timer after a reset."""
+        super().connection_lost(exc)
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        if timer is not None:
+            timer.cancel()
+        self.pipeline.clear()
+        active, self._active = self._active, None
+        if active is not None and not active.response_complete:
+            active.disconnected = True
+            active.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -115,6 +129,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._num_pending_bytes = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._active = self.cycle
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -129,6 +145,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer is over. It goes at once: what the handler does next is nothing to wait for."""
         cast(JoiningTransport, self.transport).flush()
+        self._active = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:

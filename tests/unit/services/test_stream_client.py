@@ -200,6 +200,16 @@ async def test_a_refusal_says_everything() -> None:
     assert (error.message, error.metadata) == ("50 % ümlaut\nline", {"at": "3"})
 
 
+async def test_a_peer_that_refuses_under_a_write_is_no_fault_of_this_side() -> None:
+    async with serving() as (_, _, address):
+        for _ in range(20):
+            async with talking(address, "Refuse") as talk:
+                for _ in range(50):
+                    talk.outbox.put(b"x" * 10_000)
+                # Which of the two: grpc.aio forgets the status where a write fails first.
+                assert (await talk.failure()).reason in {Reason.TEMPLATE_FAILED, Reason.ENGINE_UNAVAILABLE}
+
+
 async def test_an_unexpected_failure_tells_no_secrets() -> None:
     async with serving() as (_, _, address), talking(address, "Break") as talk:
         talk.outbox.put(b"x")

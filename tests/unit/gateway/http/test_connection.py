@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import struct
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -122,6 +125,45 @@ async def test_client_that_leaves_is_noticed_while_it_is_served() -> None:
         writer.close()
         await asyncio.wait_for(echo.gone.wait(), 10)
         echo.proceed.set()
+
+
+async def test_client_that_leaves_is_noticed_while_others_of_its_requests_wait() -> None:
+    gone = asyncio.Event()
+    num_begun = 0
+
+    async def stream(exchange: Exchange) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        exchange.watch_client(gone.set)
+        await exchange.begin_events()
+        while not gone.is_set():
+            await exchange.write(b"data: 0\n\n")
+            await asyncio.sleep(0)
+
+    async with serving(stream) as server:
+        reader, writer = await connect(server)
+        writer.write(request("/a") + request("/a"))
+        await reader.readuntil(b"data: 0")
+        writer.transport.abort()
+        await asyncio.wait_for(gone.wait(), 10)
+    assert num_begun == 1, "what waits is not begun"
+
+
+async def test_a_connection_that_its_client_resets_leaves_nothing() -> None:
+    async with served() as (_, server):
+        reader, writer = await connect(server)
+        writer.write(request("/a"))
+        await answer(reader)
+        (connection,) = (each for each in gc.get_objects() if type(each) is Connection)
+        left = weakref.ref(connection)
+        del connection
+        reset = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            while left() is not None:
+                await asyncio.sleep(0.001)
+                gc.collect()
 
 
 async def test_answer_that_breaks_off_ends_the_connection_without_its_last_chunk() -> None:
