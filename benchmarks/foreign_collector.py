@@ -44,9 +44,9 @@ _DEVIATIONS = 4.0
 # How the names of spans begin that show that a service took part.
 _SERVICES = {
     "Envoy": "ingress",
-    "gateway": "chat ",
-    "tokenizer": "tokenizer",
-    "engine": "engine",
+    "gateway": "gateway.request",
+    "tokenizer": "tokenizer.prepare",
+    "engine": "engine.request",
 }
 
 
@@ -178,6 +178,8 @@ def run(
             for flags, traces in (("01", sampled), ("00", unsampled)):
                 for trace, span in traces.items():
                     ask(stack.url, state.api_key, state.model, f"00-{trace}-{span}-{flags}")
+            # Envoy sends its spans once a second, and none when it ends.
+            time.sleep(_SETTLE_S)
         # Every exporter has sent what it had; Phoenix writes behind.
         ends_s, num_before = time.monotonic() + _ARRIVAL_LIMIT_S, -1
         while time.monotonic() < ends_s:

@@ -290,11 +290,30 @@ def traced(config: EnvoyConfig, export: Export, sampled_share: float) -> dict[st
                         ),
                     }
                 ],
+                sampler=_sampler(config.trace_sampling_percent / 100 * sampled_share),
                 **_sender(export),
             ),
         },
-        "random_sampling": {"value": config.trace_sampling_percent * sampled_share},
+        # All go to the sampler: this one would leave out traces that the client wants recorded.
+        "random_sampling": {"value": 100.0},
         "custom_tags": tags,
+    }
+
+
+def _sampler(share: float) -> dict[str, Any]:
+    """As the client's span is; of requests without one this share."""
+    prefix, package = (
+        "envoy.tracers.opentelemetry.samplers",
+        "envoy.extensions.tracers.opentelemetry.samplers.v3",
+    )
+    percentage = {"numerator": round(share * 1_000_000), "denominator": "MILLION"}
+    by_share = {
+        "name": f"{prefix}.trace_id_ratio_based",
+        "typed_config": typed(f"{package}.TraceIdRatioBasedSamplerConfig", sampling_percentage=percentage),
+    }
+    return {
+        "name": f"{prefix}.parent_based",
+        "typed_config": typed(f"{package}.ParentBasedSamplerConfig", wrapped_sampler=by_share),
     }
 
 

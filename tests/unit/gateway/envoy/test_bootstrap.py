@@ -57,7 +57,13 @@ def test_spans_go_where_the_standards_variables_say(
     validate(text, tmp_path)
     manager = yaml.safe_load(text)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
     tracing = manager["typed_config"]["tracing"]
-    assert tracing["random_sampling"]["value"] == 12.5
+    assert tracing["random_sampling"]["value"] == 100.0
+    sampler = tracing["provider"]["typed_config"]["sampler"]
+    assert sampler["name"].endswith("parent_based")
+    assert sampler["typed_config"]["wrapped_sampler"]["typed_config"]["sampling_percentage"] == {
+        "numerator": 125_000,
+        "denominator": "MILLION",
+    }
     assert ("grpc_service" in tracing["provider"]["typed_config"]) == (protocol == "grpc")
     assert "secret" in text
     assert ("UpstreamTlsContext" in text) == endpoint.startswith("https")
