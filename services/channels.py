@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import grpc
 from opentelemetry import propagate
 
 from services import tls
-
-# gRPC's asyncio has one thread that waits for completions. In these releases the event engine reads sockets
-# on threads of its own, which wake that one, which wakes the event loop: more changes of threads for every
-# message than with the pollers before it (benchmarks/results/gateway_parts.json). What other releases do is
-# theirs to decide. Read when the first channel or server is made.
-MEASURED_RELEASES = ("1.85.",)
-if grpc.__version__.startswith(MEASURED_RELEASES):
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 # Vocabularies and long prompts travel in one message: some ten megabytes at most. Each may be kept whole.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

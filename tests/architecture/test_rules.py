@@ -87,8 +87,6 @@ def test_environment_is_read_by_configs_and_mains_only(source: Source) -> None:
     allowed = (
         source.name.endswith("config.py")
         or source.is_main
-        # gRPC takes its experiments from the environment alone, before it is imported.
-        or source.name == "services/channels.py"
         or source.name.startswith(("services/cli/", "services/supervisor/", "services/bench/"))
     )
     assert allowed or not _reads_environment(source.tree), (
