@@ -3,8 +3,8 @@
 `setup` is called once a process, in its main. Without a receiver no span is recorded, but the trace context
 still passes through, so that services behind this one may record.
 
-A span costs several times what an event does. So what a request goes through in a service is told by one
-span: its steps are events of it with their durations, and spans of their own only where somebody will look
+A span costs many times what a step of one does. So what a request goes through in a service is told by one
+span: its steps are one attribute of it, and spans of their own only where somebody will look
 for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`).
 """
 
