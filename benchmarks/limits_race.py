@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from pathlib import Path
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory
 from gateway.config import LimitsConfig
 from gateway.limits.limiter import TokenLimiter
@@ -35,7 +36,6 @@ from gateway.limits.requests import RequestLimiter
 from gateway.settings import load_settings
 from gateway.types.identity import Identity
 from services.bench.report import cpu_name
-from services.errors import MillraceError, Reason
 
 REQUESTS_PER_MINUTE = 3000
 TOKENS_PER_MINUTE = 200_000

@@ -20,9 +20,9 @@ import grpc
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks.tokenizer_requests import ATTACKS, Request, context
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail, from_rpc_error
 from services.channels import CLIENT_OPTIONS
-from services.errors import MillraceError, Reason
 from services.outbox import Outbox
 from services.server import GrpcServer
 from services.stream_client import run_stream

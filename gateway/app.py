@@ -11,6 +11,7 @@ from importlib import metadata
 
 from millrace.inference.v1 import inference_pb2_grpc
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.callers import HttpCallers
 from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
@@ -27,7 +28,6 @@ from gateway.tokenizer.client import TokenizerClient
 from observability import names
 from observability.metrics import Metrics, set_build_info
 from observability.tracing import Telemetry
-from services.errors import MillraceError, Reason
 from services.server import GrpcServer
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from services.errors import MillraceError
+from contract.errors import MillraceError
 
 _encoder = msgspec.json.Encoder()
 

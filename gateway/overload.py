@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from contract.errors import MillraceError, Reason
 from gateway.config import AdmissionConfig
 from gateway.tiers import Tier
-from services.errors import MillraceError, Reason
 
 # A hint below this would make clients come back into the same queue.
 _MIN_RETRY_AFTER_S = 0.25

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from contract.errors import MillraceError, Reason
 from gateway.config import TenantConfig, TierConfig
 from gateway.settings import OWN_TIER_ALIASES, Settings
 from gateway.types.identity import Identity
-from services.errors import MillraceError, Reason
 
 _NO_TENANT = TenantConfig()
 

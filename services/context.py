@@ -9,7 +9,7 @@ import hmac
 from google.protobuf.message import DecodeError
 from millrace.common.v1 import context_pb2
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 
 # Header in which Envoy hands the signed context from ext_authz to the gateway. Client copies are stripped.
 CONTEXT_HEADER = "x-millrace-context"

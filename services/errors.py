@@ -1,10 +1,6 @@
-"""Errors as the runtime and every service raise them: the contract's, and the one of a configuration."""
+"""The error of a configuration; what requests are refused with is the contract's (contract/errors.py)."""
 
 from __future__ import annotations
-
-from contract.errors import ERROR_DOMAIN, TABLE, FaceMapping, MillraceError, Reason
-
-__all__ = ["ERROR_DOMAIN", "TABLE", "ConfigError", "FaceMapping", "MillraceError", "Reason"]
 
 
 class ConfigError(Exception):

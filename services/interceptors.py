@@ -14,8 +14,8 @@ from grpc_status import rpc_status
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
-from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
 

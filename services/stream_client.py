@@ -11,9 +11,9 @@ import grpc
 # The stubs that mypy reads lack it.
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from services.channels import connect
-from services.errors import MillraceError, Reason
 from services.outbox import Outbox
 
 Item = TypeVar("Item")

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from contract.chat import JsonSchemaFormat
+from contract.errors import MillraceError
 from contract.grammar import EnforcementReport, KeywordStatus
 from services.config import ModelConfig
-from services.errors import ConfigError, MillraceError
+from services.errors import ConfigError
 from tokenizer_svc.checkpoint import load_checkpoint, locate
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend

@@ -14,7 +14,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import ResponseFormat
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, Refused, WorkerReply
 from tokenizer_svc.limits import no_input

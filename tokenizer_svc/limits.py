@@ -18,7 +18,7 @@ from contract.chat import (
     Role,
     Tool,
 )
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.types import LengthLimit, Truncation

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 
 # Bytes of large requests that a tenant may send at a time, and per second in the long run. Of English text
 # the latter is about a million tokens.

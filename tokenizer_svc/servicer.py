@@ -13,6 +13,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
 from contract.chat import Conversation, JsonSchemaFormat
+from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message, verdict_message
 from observability import names
@@ -26,7 +27,6 @@ from observability.tracing import (
 from services.config import ModelConfig
 from services.context import verify
 from services.deferred import Deferred
-from services.errors import MillraceError, Reason
 from tokenizer_svc import convert
 from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
 from tokenizer_svc.limits import no_input

@@ -12,8 +12,8 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
-from services.errors import MillraceError, Reason
 from services.outbox import Outbox
 from tokenizer_svc.wire import (
     MAX_CALLS,

@@ -15,7 +15,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
-from services.errors import ConfigError, MillraceError, Reason
+from contract.errors import MillraceError, Reason
+from services.errors import ConfigError
 from tokenizer_svc.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.control import ControlTokens

@@ -23,7 +23,7 @@ import grpc
 import httptools
 import uvloop
 
-from services.errors import Reason
+from contract.errors import Reason
 from services.outbox import Outbox
 from services.server import GrpcServer, wait_for_signal
 from services.stream_client import run_stream

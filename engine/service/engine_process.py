@@ -9,7 +9,7 @@ import socket
 
 from millrace.engine.v1 import engine_pb2
 
-from contract.errors import RequestFailure
+from contract.errors import MillraceError, Reason, RequestFailure
 from engine.config import EngineConfig
 from engine.core import messages
 from engine.service import convert
@@ -20,7 +20,7 @@ from observability.metrics import Metrics
 from observability.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
-from services.errors import ConfigError, MillraceError, Reason
+from services.errors import ConfigError
 from services.vocabulary import checkpoint_fingerprint
 
 _log = logging.getLogger(__name__)

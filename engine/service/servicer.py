@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
-from contract.errors import RequestFailure
+from contract.errors import MillraceError, Reason, RequestFailure
 from contract.proto.engine import load_fields
 from engine.service import convert
 from engine.service.dispatcher import Dispatcher
@@ -18,7 +18,6 @@ from engine.service.engine_process import EngineProcess
 from engine.service.streams import GatewayStream
 from engine.types import FinishReason
 from services import context as signed_context
-from services.errors import MillraceError, Reason
 from services.interceptors import ServicerContext as Context
 
 FULL_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
 from gateway.auth.convert import Authenticated, context_of, identity_of
 from gateway.auth.directory import KeyDirectory, Principal
@@ -27,7 +28,6 @@ from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.tracing import Telemetry, remote_span
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.deferred import Deferred
-from services.errors import MillraceError, Reason
 
 TENANT_HEADER = "x-millrace-tenant"
 KEY_HEADER = "x-millrace-key"

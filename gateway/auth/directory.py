@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.secret import KEY_PREFIX
 from gateway.config import KeyEntry, LimitValues, TenantConfig
 from gateway.settings import Settings
-from services.errors import MillraceError, Reason
 
 DEVELOPMENT_KEY_ID = "development"
 _UNLIMITED = LimitValues()

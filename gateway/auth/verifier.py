@@ -6,6 +6,7 @@ import time
 
 from millrace.common.v1 import context_pb2
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.convert import context_of, identity_from_context, write_tier
 from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
@@ -13,7 +14,6 @@ from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.tracing import RequestIdentity, remote_span
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
-from services.errors import MillraceError, Reason
 
 
 class CallerVerifier:

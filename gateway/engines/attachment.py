@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 from millrace.engine.v1 import engine_pb2
 
 from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
+from contract.errors import MillraceError, Reason
 from contract.proto import engine as wire
 from gateway.engines import convert
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineOutput, EngineState, Submission
 from services.channels import trace_metadata
-from services.errors import MillraceError, Reason
 from services.outbox import Outbox, OutboxFull
 from services.stream_client import run_stream
 

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from contract.engines import CancelReason
+from contract.errors import MillraceError, Reason
 from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Mailbox
 from gateway.engines.types import EngineOutput, Submission
-from services.errors import MillraceError, Reason
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
 # step that runs, which takes seconds where long prompts meet a slow processor. Nobody waits for this.

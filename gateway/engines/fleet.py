@@ -10,12 +10,12 @@ from hashlib import blake2b
 import msgspec
 
 from contract.engines import KvEvent
+from contract.errors import MillraceError, Reason
 from gateway.config import RoutingConfig
 from gateway.engines.attachment import Attachment
 from gateway.engines.prefix import PrefixIndex, PromptHashes
 from gateway.engines.router import Candidate, RouteReason, choose
 from gateway.engines.types import EngineState, Submission
-from services.errors import MillraceError, Reason
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 
 _NO_GATEWAY = "no gateway process answers; retry shortly"
 _NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"

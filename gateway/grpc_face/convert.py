@@ -8,6 +8,7 @@ from millrace.common.v1 import chat_pb2, output_pb2
 from millrace.inference.v1 import inference_pb2
 
 from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.errors import MillraceError, Reason
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
 from contract.proto.grammar import verdict_message
@@ -18,7 +19,6 @@ from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.validate import check_conversation, check_metadata, refuse
 from gateway.text.vocabulary import Vocabulary
 from gateway.types.request import GenerationRequest
-from services.errors import MillraceError, Reason
 
 _FIELD_NAMES: Mapping[str, str] = {name: f"sampling.{name}" for name in (*OPTIONS, "stop")}
 # Parts of names in the proto's own words.

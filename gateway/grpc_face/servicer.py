@@ -10,6 +10,7 @@ import grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.chat import TokenPrompt
+from contract.errors import MillraceError
 from contract.proto.grammar import report_message
 from gateway.grpc_face import convert
 from gateway.pipeline.delta import by_choice
@@ -18,7 +19,6 @@ from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
 from services.context import CONTEXT_HEADER
-from services.errors import MillraceError
 
 FULL_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf import unknown_fields
 from google.protobuf.message import Message
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 
 
 def refuse_unknown(message: Message) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
 from gateway.auth.callers import HttpCallers
 from gateway.http import openapi
@@ -21,7 +22,6 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.types.caller import Caller
 from observability.metrics import Metrics
 from services.deferred import Deferred
-from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
 

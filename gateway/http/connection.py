@@ -14,8 +14,8 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from contract.errors import MillraceError, Reason
 from gateway.openai_error import error_body
-from services.errors import MillraceError, Reason
 
 # What is written in one turn of the event loop goes out together, unless it is more than this.
 _FLUSH_BYTES = 65536

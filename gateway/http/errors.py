@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from contract.errors import MillraceError, Reason
 from gateway.openai_error import error_body, error_headers
-from services.errors import MillraceError, Reason
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
 from gateway.http.errors import Headers, retry_headers
 from gateway.openai_error import error_body
 from gateway.types.caller import Caller
-from services.errors import MillraceError, Reason
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from contract.chat import TextPrompt
+from contract.errors import MillraceError
 from gateway.http import chat, completions
 from gateway.http.answers import (
     FINISH_REASONS,
@@ -31,7 +32,6 @@ from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
-from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from contract.chat import Conversation, TextPrompt
-from contract.errors import invalid
+from contract.errors import MillraceError, invalid
 from gateway.http import chat
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
@@ -17,7 +17,6 @@ from gateway.pipeline.validate import check_conversation
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
-from services.errors import MillraceError
 
 _encode = msgspec.json.Encoder().encode
 MODELS_PREFIX = "/v1/models/"

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from contract.errors import TABLE, Reason
 from contract.sampling import RANGES
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
 from gateway.http.fields import UNSERVED
 from gateway.http.inspect import DetokenizeBody, TokenizeBody
-from services.errors import TABLE, Reason
 
 _REF = "#/components/schemas/{name}"
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)

@@ -8,11 +8,11 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
+from contract.errors import MillraceError, Reason
 from gateway.limits.requests import RequestLimiter
 from observability import names
 from observability.metrics import Metrics
 from observability.tracing import Telemetry
-from services.errors import MillraceError, Reason
 
 
 class RequestCounter:

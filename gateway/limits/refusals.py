@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contract.errors import MillraceError, Reason
 from gateway.limits.prices import NANOS_PER_UNIT
 from gateway.limits.store import Demand, Kind, LeaseDemand, MeterDemand, Refused, WindowDemand
-from services.errors import MillraceError, Reason
 
 # Advice where nothing but the end of another stream helps.
 _SLOT_RETRY_S = 1.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from contract.errors import MillraceError, Reason
 from gateway.limits.headers import WindowView, request_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.refusals import limits_unavailable
 from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
 from gateway.limits.store import Demand, Granted, LimitStore, Refused, StoreLostError, WindowDemand
-from services.errors import MillraceError, Reason
 
 
 class RequestLimiter:

@@ -8,10 +8,10 @@ import grpc
 from envoy_api.config.core.v3 import base_pb2
 from envoy_api.service.ratelimit.v3 import rls_pb2, rls_pb2_grpc
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import is_grpc, refusal_headers
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.openai_error import error_body
-from services.errors import MillraceError, Reason
 
 # Keys of the descriptor that Envoy is configured to send.
 TENANT_ENTRY = "tenant"

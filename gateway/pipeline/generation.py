@@ -10,6 +10,7 @@ from types import TracebackType
 import msgspec
 
 from contract.engines import CancelReason
+from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
@@ -19,7 +20,6 @@ from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.ports import Reservation
 from gateway.pipeline.transcript import Transcript
-from services.errors import MillraceError, Reason
 
 # Outcome of a request whose client went away.
 CANCELLED = Reason.CANCELLED.value

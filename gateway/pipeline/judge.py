@@ -6,10 +6,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
+from contract.errors import MillraceError
 from contract.grammar import Verdict
 from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
-from services.errors import MillraceError
 
 _log = logging.getLogger(__name__)
 

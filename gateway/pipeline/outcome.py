@@ -7,6 +7,7 @@ import time
 import msgspec
 from opentelemetry.trace import Span
 
+from contract.errors import MillraceError, Reason
 from gateway.pipeline import span_attributes
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
@@ -19,7 +20,6 @@ from observability import genai, names
 from observability.metrics import NO_EXEMPLAR, Metrics
 from observability.names import length_bucket
 from observability.tracing import Telemetry
-from services.errors import MillraceError, Reason
 
 # Finish reasons of answers that ended by themselves.
 _COMPLETE = frozenset({"stop", "tool_calls"})

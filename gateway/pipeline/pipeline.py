@@ -15,6 +15,7 @@ from opentelemetry.trace import Span
 
 from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
+from contract.errors import MillraceError, Reason
 from contract.sampling import SamplingParams
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
@@ -42,7 +43,6 @@ from observability.names import SpanName
 from observability.tracing import Telemetry, traceparent_of
 from services.config import ModelConfig
 from services.deferred import Deferred
-from services.errors import MillraceError, Reason
 
 
 class Pipeline:

@@ -13,6 +13,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from contract.chat import Conversation, Prompt, ResponseFormat, TextPrompt, TokenPrompt
+from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from contract.proto.chat import conversation_fields, format_fields
 from contract.proto.grammar import verdict
@@ -22,7 +23,6 @@ from gateway.tokenizer import convert
 from gateway.tokenizer.stream import PrepareStreams, Unanswered
 from gateway.types.prepared import Prepared
 from services.channels import connect
-from services.errors import MillraceError, Reason
 
 _log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from services.channels import MAX_MESSAGE_BYTES
-from services.errors import MillraceError, Reason
 from services.outbox import Outbox, OutboxFull
 from services.stream_client import run_stream
 

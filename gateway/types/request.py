@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from contract.chat import Prompt, ResponseFormat
+from contract.errors import MillraceError
 from contract.sampling import SamplingOptions
-from services.errors import MillraceError
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from contract.errors import MillraceError
 from services.bench.command import app as bench_app
 from services.cli import owners
 from services.cli.target import Target, find_target
-from services.errors import ConfigError, MillraceError
+from services.errors import ConfigError
 from services.supervisor.config import BUNDLED_MODEL, Options
 
 app = typer.Typer(

@@ -10,8 +10,8 @@ from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2
 from rich.console import Console
 
+from contract.errors import MillraceError
 from services.cli.inference import InferenceClient, message
-from services.errors import MillraceError
 
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 

@@ -10,10 +10,11 @@ import grpc
 from millrace.common.v1 import chat_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from services.channels import CLIENT_OPTIONS
 from services.cli.target import Target
-from services.errors import ConfigError, MillraceError, Reason
+from services.errors import ConfigError
 
 
 class InferenceClient:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.errors import TABLE, Reason
+from contract.errors import TABLE, Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 
 CHAT = "/v1/chat/completions"

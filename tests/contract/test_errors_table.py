@@ -10,8 +10,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from millrace.common.v1 import error_pb2
 
+from contract.errors import ERROR_DOMAIN, TABLE, MillraceError, Reason
 from contract.proto.status import from_detail, from_status, to_detail, to_status
-from services.errors import ERROR_DOMAIN, TABLE, MillraceError, Reason
 
 # The public promise: clients switch on these. A change here breaks somebody.
 PROMISED = {

@@ -11,8 +11,8 @@ from grpc_status import rpc_status
 from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from contract.errors import ERROR_DOMAIN, Reason
 from contract.proto.status import from_rpc_error
-from services.errors import ERROR_DOMAIN, Reason
 from tests.e2e.stack import CONCURRENT_KEY, LIMIT_S, LIMITED_GRPC_KEY, Stack
 
 Stub = inference_pb2_grpc.InferenceServiceStub

@@ -7,8 +7,8 @@ import hashlib
 import time
 from collections import OrderedDict
 
+from contract.errors import MillraceError
 from contract.grammar import GrammarSpec, Verdict
-from services.errors import MillraceError
 from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import (
     BACKEND,

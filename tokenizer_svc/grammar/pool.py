@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tokenizer_svc.config import CompileConfig
 from tokenizer_svc.grammar.accounts import Accounts
 from tokenizer_svc.grammar.nursery import Nursery, Payload, Worker

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from contract.chat import ResponseFormat, ToolChoiceMode
+from contract.errors import Reason
 from contract.grammar import EnforcementReport, Verdict
-from services.errors import Reason
 from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.types import LengthLimit

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from contract.errors import Reason
 from contract.proto.status import from_status
 from services.context import CONTEXT_HEADER
-from services.errors import Reason
 
 from .edge import GOOD_KEY, MAX_BODY_BYTES, REQUESTS_PER_MINUTE, REVOKED_KEY, SLOW_KEY, Edge, verified
 

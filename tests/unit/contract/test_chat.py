@@ -10,8 +10,8 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import Conversation, Message, Role
+from contract.errors import MillraceError, Reason
 from contract.proto import chat
-from services.errors import MillraceError, Reason
 
 
 def nested(levels: int) -> dict[str, Any]:

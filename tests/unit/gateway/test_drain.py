@@ -14,11 +14,11 @@ from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2
 from sqlalchemy import select
 
+from contract.errors import Reason
 from contract.proto.status import from_status
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.limits.memory import MemoryLimitStore
 from services.context import CONTEXT_HEADER
-from services.errors import Reason
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

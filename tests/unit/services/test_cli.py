@@ -18,12 +18,13 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from rich.console import Console
 from typer.testing import CliRunner
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
 from services.cli.app import app
 from services.cli.chat import ChatSettings, Conversation, talk
 from services.cli.inference import InferenceClient, response_format, sampling_options
 from services.cli.target import Target
-from services.errors import ConfigError, MillraceError, Reason
+from services.errors import ConfigError
 
 HERE = Path(__file__).resolve().parent
 SURFACE = HERE / "cli_surface.txt"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from millrace.common.v1 import context_pb2
 
+from contract.errors import MillraceError, Reason
 from services.context import MAX_CLOCK_SKEW_MS, from_header, sign, to_header, verify
-from services.errors import MillraceError, Reason
 
 SECRET = b"a secret of this deployment"
 NOW_MS = 1_800_000_000_000

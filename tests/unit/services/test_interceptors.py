@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import trace
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from services.channels import connect, trace_metadata
-from services.errors import MillraceError, Reason
 from services.interceptors import CallInterceptor
 from services.server import GrpcServer
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from services.outbox import MAX_TOGETHER_BYTES, Outbox, OutboxFull
 
 

@@ -14,9 +14,10 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from opentelemetry import trace
 
+from contract.errors import MillraceError, Reason
 from services import channels, server
 from services.channels import connect
-from services.errors import ConfigError, MillraceError, Reason
+from services.errors import ConfigError
 from services.outbox import Outbox
 from services.server import GrpcServer
 from services.stream_client import run_stream

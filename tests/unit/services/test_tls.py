@@ -15,10 +15,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from contract.errors import MillraceError
 from services import tls
 from services.channels import connect
 from services.config import SecurityConfig
-from services.errors import ConfigError, MillraceError
+from services.errors import ConfigError
 from services.server import GrpcServer
 from tests.unit.services.test_stream_client import SERVICE as STREAMS
 from tests.unit.services.test_stream_client import Streams, Talk, register

@@ -18,10 +18,10 @@ import pytest
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+from contract.errors import MillraceError
 from contract.proto.status import from_rpc_error
 from gateway.tokenizer.stream import PrepareStreams
 from services.context import sign
-from services.errors import MillraceError
 
 SECRET = "a secret of the tests"
 

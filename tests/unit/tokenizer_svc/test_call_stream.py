@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
-from services.errors import MillraceError, Reason
 from tokenizer_svc import stream
 from tokenizer_svc.stream import CallStream
 from tokenizer_svc.wire import Call, LargeAnswer, UnreadableCall

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import FAMILIES, make
 from tokenizer_svc.config import LimitsConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.test_accounts import Clock
 from tokenizer_svc.pace import Pace
 

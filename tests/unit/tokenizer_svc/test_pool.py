@@ -16,7 +16,7 @@ import pytest_asyncio
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import JsonSchemaFormat
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
 from tokenizer_svc.grammar.cache import GrammarCompiler

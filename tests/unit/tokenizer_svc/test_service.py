@@ -18,7 +18,7 @@ from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 from transformers import AutoTokenizer
 
-from services.errors import Reason
+from contract.errors import Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import make
 from tests.unit.tokenizer_svc.running import (

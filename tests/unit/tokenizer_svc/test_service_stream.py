@@ -13,10 +13,10 @@ import pytest
 from millrace.common.v1 import chat_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail, from_rpc_error
 from gateway.tokenizer.stream import PrepareStreams
 from observability import names
-from services.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.families import make
 from tests.unit.tokenizer_svc.running import Service, limited_service, signed, user
 

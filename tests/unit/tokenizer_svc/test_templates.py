@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from services.errors import ConfigError, MillraceError, Reason
+from contract.errors import MillraceError, Reason
+from services.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
 from tests.unit.tokenizer_svc.families import CALLED, CHATML, FAMILIES, PLAIN, TOOLS, WITH_TOOLS, make

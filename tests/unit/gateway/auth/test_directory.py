@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.config import KeyEntry
 from gateway.settings import load_settings
-from services.errors import MillraceError, Reason
 
 
 def directory(clock: float = 1000.0, **tables: Any) -> KeyDirectory:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from contract.errors import MillraceError
 from gateway.auth import keys
 from gateway.auth.directory import KeyDirectory
 from gateway.auth.key_store import KeyStore, KeyStoreError
@@ -17,7 +18,6 @@ from gateway.auth.key_watch import KeyWatch
 from gateway.config import KeyEntry
 from gateway.database import open_database
 from gateway.settings import load_settings
-from services.errors import MillraceError
 
 
 class Rig:

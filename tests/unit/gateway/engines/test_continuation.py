@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from millrace.common.v1 import context_pb2
 
+from contract.errors import MillraceError, Reason
 from gateway.engines import discovery
-from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import deployed, serve_engine
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode

@@ -13,9 +13,9 @@ from grpc_status import rpc_status
 from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
 from millrace.inference.v1 import inference_pb2
 
+from contract.errors import MillraceError
 from contract.proto.status import from_rpc_error
 from services.context import CONTEXT_HEADER
-from services.errors import MillraceError
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from contract.errors import MillraceError
 from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
-from services.errors import MillraceError
 
 LIMIT = 1000
 

@@ -15,11 +15,11 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.errors import MillraceError, Reason
 from gateway.http import server as server_module
 from gateway.http.connection import Connection, JoiningTransport
 from gateway.http.exchange import Exchange
 from gateway.http.server import HttpServer
-from services.errors import MillraceError, Reason
 from tests.unit.gateway.http.serving import (
     LIMIT,
     Echo,
@@ -154,7 +154,9 @@ async def test_a_connection_that_its_client_resets_leaves_nothing() -> None:
         reader, writer = await connect(server)
         writer.write(request("/a"))
         await answer(reader)
-        (connection,) = (each for each in gc.get_objects() if type(each) is Connection)
+        # Other tests' connections may not have been collected yet: it is known by its client's port.
+        own = writer.get_extra_info("sockname")
+        (connection,) = (each for each in gc.get_objects() if type(each) is Connection and each.client == own)
         left = weakref.ref(connection)
         del connection
         reset = struct.pack("ii", 1, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from millrace.engine.v1 import engine_pb2
 
-from services.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import END_ID, encode

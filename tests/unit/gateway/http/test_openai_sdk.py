@@ -12,9 +12,9 @@ from millrace.common.v1 import context_pb2
 from millrace.engine.v1 import engine_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
 from gateway.http.fields import REFUSED, WITHOUT_EFFECT
 from services.context import CONTEXT_HEADER
-from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

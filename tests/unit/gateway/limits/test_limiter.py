@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
@@ -16,7 +17,6 @@ from gateway.limits.store import Settlement, StoreLostError
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from gateway.types.identity import Identity
-from services.errors import MillraceError, Reason
 
 NOW_S = 1_790_000_000.0
 CHUNK = 100

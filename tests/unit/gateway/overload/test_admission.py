@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from contract.errors import MillraceError, Reason
 from gateway.config import AdmissionConfig, TierConfig
 from gateway.overload import Admission, EngineQueue, WaitingLine
 from gateway.tiers import Tier
-from services.errors import MillraceError, Reason
 
 GOLD = Tier("gold", TierConfig(priority=2, queue_limit_ms=10_000))
 SILVER = Tier("silver", TierConfig(priority=1))

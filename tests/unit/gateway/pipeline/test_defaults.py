@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from contract.chat import TextPrompt
+from contract.errors import MillraceError
 from contract.outputs import ChoiceStatistics, FirstToken
 from contract.sampling import SamplingOptions
 from gateway.engines.types import EngineOutput
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.metering import Meter
 from gateway.types.request import GenerationRequest
-from services.errors import MillraceError
 
 
 def asked(max_tokens: int | None) -> GenerationRequest:

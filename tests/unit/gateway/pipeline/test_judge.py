@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
 from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta, by_choice
 from gateway.pipeline.judge import OutputJudge
-from services.errors import MillraceError, Reason
 
 
 async def test_the_whole_text_of_each_choice_is_judged() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
-from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, encode
 
 Reply = Callable[[engine_pb2.Submit, int], list[int]]

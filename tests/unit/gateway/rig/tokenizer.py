@@ -6,8 +6,8 @@ from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
-from services.errors import MillraceError, Reason
 from tests.unit.gateway.rig.vocabulary import END_ID, FINGERPRINT, SPECIAL_IDS, TOKENS, encode
 
 

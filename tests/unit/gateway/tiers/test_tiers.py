@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from millrace.common.v1 import context_pb2
 
+from contract.errors import MillraceError, Reason
 from gateway.auth.convert import write_tier
 from gateway.config import TierConfig
 from gateway.settings import load_settings
 from gateway.tiers import Tier, Tiers
 from gateway.types.identity import Identity
-from services.errors import MillraceError, Reason
 
 SETTINGS = load_settings(
     {

@@ -12,11 +12,11 @@ import pytest
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from contract.chat import TextPrompt
+from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from gateway.tokenizer.client import TokenizerClient
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams
 from services.channels import MAX_MESSAGE_BYTES
-from services.errors import MillraceError, Reason
 from services.server import GrpcServer
 
 
