@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
 from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
+from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
 from engine.kernels.host import Values, address_of, empty, row_stride
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import Storage, describe

@@ -1,4 +1,4 @@
-"""Draws and reports by the native kernels (engine/kernels/native/sampling.h), for logits in main memory.
+"""Draws and reports by the native kernels (sampling.h), for logits in main memory.
 
 Shape letters: R rows, V vocabulary.
 """

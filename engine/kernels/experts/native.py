@@ -1,4 +1,4 @@
-"""The native ops of a sparse feed-forward layer (engine/kernels/native/experts.h).
+"""The native ops of a sparse feed-forward layer (experts.h).
 
 Shape letters: T tokens, E hidden size, X experts, A active experts, P = T A places, I intermediate size.
 """
