@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from engine.kernels.native import Op
 from engine.kernels.native.decode import DecodeArgs
 from engine.kernels.native.library import Program
+from engine.kernels.sampling.native import NativeDraws
+from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
-from engine.sampling.native import NativeDraws
-from engine.sampling.rows import Drawn, SamplingRows
 
 _NONE = np.array([], np.int64)
 

@@ -24,7 +24,7 @@ from engine.kernels.native.streaming import StreamArgs
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import KvCacheStruct
 from engine.kernels.rope.native import HeadProductArgs, LatentCacheArgs, RopeCacheArgs
-from engine.sampling.native import SAMPLE_ROW, LogprobArgs, SampleArgs
+from engine.kernels.sampling.native import SAMPLE_ROW, LogprobArgs, SampleArgs
 
 MIRRORS: tuple[Any, ...] = (
     ActivationArgs,

@@ -1,7 +1,7 @@
 """The draw by kernels on the device, without a word from the device to the host: what a row asks for goes
 there in one copy, and tokens stay until they are fetched.
 
-It draws what `by_torch.sample_by_torch` draws, which is its reference.
+It draws what `reference.sample_by_torch` draws, which is its reference.
 
 Shape letters: R rows, V vocabulary, W wide rows.
 """
@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.sampling.noise import row_keys
+from engine.kernels.sampling.rows import NO_ROW, OPTIONS, Drawn, SamplingRows, Tables
 from engine.kernels.transfer import on_device
-from engine.sampling.noise import row_keys
-from engine.sampling.rows import SamplingRows
-from engine.sampling.table import NO_ROW, OPTIONS, SamplingTable
 
 _FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
 
@@ -37,8 +36,13 @@ class DeviceDrawn:
         """Tokens, finite and allowed as one tensor [3, R] int64: one copy to the host takes them all."""
         return torch.stack((self.tokens, self.finite.long(), self.allowed.long()))
 
+    def fetched(self) -> Drawn:
+        """The same on the host, after one wait."""
+        tokens, finite, allowed = self.packed().cpu().numpy()
+        return Drawn(tokens=tokens, finite=finite != 0, allowed=allowed != 0, processed=self.processed)
 
-def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> DeviceDrawn:
+
+def sample_on_device(logits: Tensor, table: Tables, rows: SamplingRows) -> DeviceDrawn:
     """Draws one token per row of logits [R, V] (float32, left as it is). Nothing waits for the device."""
     from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
 
@@ -52,7 +56,7 @@ def sample_on_device(logits: Tensor, table: SamplingTable, rows: SamplingRows) -
     return DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
 
 
-def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) -> dict[str, Any]:
+def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict[str, Any]:
     """What each row asks for, on the device: the fields of the kernels' RowOptions. One copy for all of them
     but masks and drafts.
     """
@@ -96,7 +100,7 @@ def row_options(table: SamplingTable, rows: SamplingRows, device: torch.device) 
 
 
 def _with_drafts(
-    table: SamplingTable, rows: SamplingRows, options: NDArray[np.void], device: torch.device
+    table: Tables, rows: SamplingRows, options: NDArray[np.void], device: torch.device
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Counts and occurrences of the penalized rows with their drafts, and each row's place there."""
     chosen = np.flatnonzero(options["count_row"] != NO_ROW)
@@ -114,7 +118,7 @@ def _with_drafts(
     return counts, seen, place
 
 
-def _early_stops(table: SamplingTable, rows: SamplingRows) -> list[tuple[int, int]]:
+def _early_stops(table: Tables, rows: SamplingRows) -> list[tuple[int, int]]:
     """(row, token) of the stop tokens that min_tokens forbids."""
     if not table.stop_ids:
         return []

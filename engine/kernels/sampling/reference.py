@@ -11,15 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.on_device import DeviceDrawn, sample_on_device
-from engine.sampling.rows import Drawn, SamplingRows
-from engine.sampling.table import NO_ROW, SamplingTable
+from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from engine.kernels.sampling.noise import gumbel, row_keys
+from engine.kernels.sampling.on_device import DeviceDrawn
+from engine.kernels.sampling.rows import NO_ROW, Drawn, SamplingRows, Tables
 
 
-def sample_by_torch(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
-    """`sample` without native kernels."""
+def sample_by_torch(logits: Tensor, table: Tables, rows: SamplingRows) -> Drawn:
+    """Draws one token per row of logits [R, V] (float32, left as it is)."""
     options = table.options[rows.slots]
     device = logits.device
     finite = torch.isfinite(logits).all(-1)
@@ -39,18 +38,7 @@ def sample_by_torch(logits: Tensor, table: SamplingTable, rows: SamplingRows) ->
         index = torch.from_numpy(random).to(device)
         drawn = _draw(masked if everything else masked[index], chosen, rows.positions[random])
         tokens = drawn if everything else tokens.index_copy(0, index, drawn)
-    return _fetched(DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=masked))
-
-
-def sample_fetched(logits: Tensor, table: SamplingTable, rows: SamplingRows) -> Drawn:
-    """Draws by Triton."""
-    return _fetched(sample_on_device(logits, table, rows))
-
-
-def _fetched(there: DeviceDrawn) -> Drawn:
-    """What was drawn, on the host after one wait."""
-    tokens, finite, allowed = there.packed().cpu().numpy()
-    return Drawn(tokens=tokens, finite=finite != 0, allowed=allowed != 0, processed=there.processed)
+    return DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=masked).fetched()
 
 
 def _draw(logits: Tensor, options: NDArray[np.void], positions: NDArray[np.int64]) -> Tensor:
@@ -67,7 +55,7 @@ def _draw(logits: Tensor, options: NDArray[np.void], positions: NDArray[np.int64
     return (logits.double() + noise).argmax(-1)
 
 
-def _penalize(logits: Tensor, table: SamplingTable, rows: SamplingRows, options: NDArray[np.void]) -> Tensor:
+def _penalize(logits: Tensor, table: Tables, rows: SamplingRows, options: NDArray[np.void]) -> Tensor:
     chosen = np.flatnonzero(options["count_row"] != NO_ROW)
     if not chosen.size:
         return logits
@@ -96,7 +84,7 @@ def _penalize(logits: Tensor, table: SamplingTable, rows: SamplingRows, options:
     return logits.index_copy(0, index, values)
 
 
-def _add_biases(logits: Tensor, table: SamplingTable, options: NDArray[np.void]) -> Tensor:
+def _add_biases(logits: Tensor, table: Tables, options: NDArray[np.void]) -> Tensor:
     chosen = np.flatnonzero(options["bias_row"] != NO_ROW)
     if not chosen.size:
         return logits
@@ -105,9 +93,7 @@ def _add_biases(logits: Tensor, table: SamplingTable, options: NDArray[np.void])
     return logits.index_copy(0, index, logits[index] + biases)
 
 
-def _mask_stop_tokens(
-    logits: Tensor, table: SamplingTable, rows: SamplingRows, options: NDArray[np.void]
-) -> Tensor:
+def _mask_stop_tokens(logits: Tensor, table: Tables, rows: SamplingRows, options: NDArray[np.void]) -> Tensor:
     early = np.flatnonzero(rows.positions < options["min_tokens"])
     pairs = [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
     if not pairs:
@@ -134,3 +120,16 @@ def _mask_grammar(logits: Tensor, rows: SamplingRows, options: NDArray[np.void])
 
 def _column(options: NDArray[np.void], name: str, device: torch.device) -> Tensor:
     return torch.from_numpy(options[name].copy()).to(device)
+
+
+def logprobs_by_torch(
+    logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """What `native.native_logprobs` reports."""
+    normalized = torch.log_softmax(logits, dim=-1)
+    chosen = normalized.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    eligible = normalized if excluded is None else normalized.masked_fill(excluded, float("-inf"))
+    best = torch.topk(eligible, min(num_best, logits.shape[1]), dim=-1)
+    values = [[value for value in row if value > float("-inf")] for row in best.values.tolist()]
+    ids = [row[: len(left)] for row, left in zip(best.indices.tolist(), values, strict=True)]
+    return chosen, ids, values

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
-from engine.sampling.noise import row_keys, sequence_streams
-from engine.sampling.rows import SamplingRows
-from engine.sampling.table import NO_ROW, SamplingTable
+from engine.kernels.sampling.noise import row_keys, sequence_streams
+from engine.kernels.sampling.rows import NO_ROW, SamplingRows, Tables
 
 # Mirror of SampleRow.
 SAMPLE_ROW = np.dtype(
@@ -114,7 +113,7 @@ class NativeDraws:
         self.args.allowed = self.allowed.ctypes.data
 
     def draw(
-        self, logits: Values, table: SamplingTable, rows: SamplingRows
+        self, logits: Values, table: Tables, rows: SamplingRows
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float32]]:
         """Tokens, whether logits were finite, whether a token was allowed (each [R]), and processed logits
         [R, V] for logits [R, V] in float32.
@@ -131,7 +130,7 @@ class NativeDraws:
         )
 
     def follow(
-        self, logits: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
+        self, logits: NDArray[np.float32], table: Tables, rows: SamplingRows
     ) -> NDArray[np.float32] | None:
         """Lets `op` draw these rows (without grammar and drafts) from logits [R, V], contiguous, in this step
         and in later ones, until another draw. Who runs it brings the keys of `described` up to date where
@@ -147,9 +146,7 @@ class NativeDraws:
         self.followed = rows
         return processed
 
-    def _prepare(
-        self, given: NDArray[np.float32], table: SamplingTable, rows: SamplingRows
-    ) -> NDArray[np.float32]:
+    def _prepare(self, given: NDArray[np.float32], table: Tables, rows: SamplingRows) -> NDArray[np.float32]:
         """Points the args to what the draw needs; returns where the processed logits will be."""
         count, vocab_size = given.shape
         self.followed = None
@@ -175,9 +172,7 @@ class NativeDraws:
         return processed
 
 
-def _describe(
-    described: NDArray[np.void], table: SamplingTable, rows: SamplingRows
-) -> list[NDArray[np.generic]]:
+def _describe(described: NDArray[np.void], table: Tables, rows: SamplingRows) -> list[NDArray[np.generic]]:
     """Fills in what the rows ask for; returns what `_describe_wide` does."""
     options = table.options[rows.slots]
     for name in _COPIED:
@@ -187,7 +182,7 @@ def _describe(
 
 
 def _describe_wide(
-    described: NDArray[np.void], options: NDArray[np.void], table: SamplingTable, rows: SamplingRows
+    described: NDArray[np.void], options: NDArray[np.void], table: Tables, rows: SamplingRows
 ) -> list[NDArray[np.generic]]:
     """Points rows at what is as wide as the vocabulary, and at their stop tokens and drafts. Returns the stop
     tokens, the drafts and whatever else must outlive the call.
