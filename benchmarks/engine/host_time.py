@@ -26,6 +26,8 @@ from benchmarks.engine.overlap import _Mailbox
 from benchmarks.engine.report import Row, arguments, publish
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig, SimulatedConfig, SpeculationConfig
 from engine.core.loop import EngineLoop
+from engine.kernels.sampling.on_device import DeviceDrawn, row_options
+from engine.kernels.sampling.rows import SamplingRows
 from engine.runner import simulated
 from engine.runner.base import Runner
 from engine.runner.cuda.build import make_device_table
@@ -33,8 +35,6 @@ from engine.runner.cuda.decode_graphs import DecodeGraphs, ladder
 from engine.runner.executors.device import DeviceExecutor
 from engine.runner.runner import ModelRunner
 from engine.runner.speculation.proposer import Proposer
-from engine.sampling.on_device import DeviceDrawn, row_options
-from engine.sampling.rows import SamplingRows
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, Request, SamplingParams
 from services.config import ModelConfig

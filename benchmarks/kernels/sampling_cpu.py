@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.kernels.attention_cpu import best_of
 from engine.kernels.native import NativeLibrary, Op, load_native
-from engine.sampling.native import SAMPLE_ROW, SampleArgs
+from engine.kernels.sampling.native import SAMPLE_ROW, SampleArgs
 from services.bench.report import machine
 
 NUM_ROWS, VOCAB = 32, 151_936

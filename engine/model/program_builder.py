@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
 from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlan, AttentionPlanArgs
-from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
+from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
+from engine.kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
 from engine.kernels.host import Values, address_of, empty, row_stride
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import Storage, describe
@@ -308,27 +308,17 @@ class ProgramBuilder:
     ) -> None:
         """The router's choice of experts, and the feed-forward that all tokens share."""
         experts = feed_forward.spec
-        routing = Routing(
-            num_experts=experts.num_experts,
-            num_active=experts.num_active,
-            scoring=experts.scoring,
-            normalized=experts.normalized,
-            scaling=experts.scaling,
-            num_groups=experts.num_groups,
-            num_active_groups=experts.num_active_groups,
-            group_score=experts.group_score,
-        )
         if self.expert_buffers is None:
             self.expert_buffers = ExpertBuffers(
                 self.library,
-                routing,
+                experts,
                 max_tokens=self.max_tokens,
                 hidden_size=self.spec.hidden_size,
                 intermediate_size=experts.intermediate_size,
                 num_threads=self.num_threads,
             )
         layer = SparseLayer(
-            routing=routing,
+            routing=experts,
             router=feed_forward.router.packed,
             gate_up=[expert.gate_up.packed for expert in feed_forward.experts],
             down=[expert.down.packed for expert in feed_forward.experts],

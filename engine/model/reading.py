@@ -17,7 +17,7 @@ from engine.kernels.linear.native import NativePacker
 from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.calibration import Calibration
 from engine.model.decoder import Decoder
-from engine.model.experts import ExpertsTogether
+from engine.model.experts import experts_together
 from engine.model.records import (
     Attention,
     FeedForward,
@@ -282,7 +282,7 @@ def _sparse_feed_forward(weights: WeightReader, layer_prefix: str, spec: ModelSp
     if experts.correction_bias:
         correction = _floats(weights, f"{prefix}.{router}.e_score_correction_bias", count)
     found = LAYOUTS[experts.layout](weights, f"{prefix}.experts", spec, experts)
-    together = ExpertsTogether.of(found, weights.kernels)
+    together = experts_together(found, weights.kernels)
     shared = None
     if experts.shared_intermediate_size:
         name = f"{prefix}.shared_experts"

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.kernels.experts.routing import Routing
 from engine.quantization.scheme import Scheme
 from services.errors import ConfigError
 
@@ -61,24 +62,12 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int
 
 
-class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A sparse feed-forward layer: a router picks `num_active` of `num_experts` for each token."""
+class ExpertSpec(Routing, frozen=True, kw_only=True):
+    """A sparse feed-forward layer: how its tokens choose experts, and what those are."""
 
-    num_experts: int
-    num_active: int
     intermediate_size: int
     # Layers whose feed-forward is sparse.
     layers: tuple[int, ...]
-    # Softmax over all experts and then the best; over the best alone; or DeepSeek-V3's sigmoid.
-    scoring: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
-    # Whether the weights of the chosen experts are scaled to sum to one.
-    normalized: bool = True
-    scaling: float = 1.0
-    # Experts form groups; only the best groups are eligible. 0 is ungrouped.
-    num_groups: int = 0
-    num_active_groups: int = 0
-    # How a group is judged: by its best expert, or by the sum of its two best.
-    group_score: Literal["best", "two_best"] = "best"
     # A learned bias takes part in the choice, not in the weights.
     correction_bias: bool = False
     # Width of the feed-forward that every token passes; 0 is none.

@@ -1,3 +1,3 @@
-"""From logits to tokens: batched, and each row independent of the others. This package root stays free of
-torch.
+"""What requests ask of their tokens: options by slot, grammars, and which kernels draw. This package root
+stays free of torch.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from engine.kernels.host import Values, on_host
-from engine.sampling.native import native_logprobs, sampling_library
+from engine.kernels.sampling.native import native_logprobs, sampling_library
 from engine.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def token_logprobs(
     if library is not None:
         chosen, ids, values = native_logprobs(library, logits, tokens, max(num_alternatives), excluded)
     else:
+        from engine.kernels.sampling.reference import logprobs_by_torch
+
         chosen, ids, values = logprobs_by_torch(
             cast("Tensor", logits), tokens, max(num_alternatives), cast("Tensor | None", excluded)
         )
@@ -39,18 +41,3 @@ def token_logprobs(
         TokenLogprobs(token, chosen[row], tuple(ids[row][:count]), tuple(values[row][:count]))
         for row, (token, count) in enumerate(zip(tokens, num_alternatives, strict=True))
     ]
-
-
-def logprobs_by_torch(
-    logits: Tensor, tokens: list[int], num_best: int, excluded: Tensor | None
-) -> tuple[list[float], list[list[int]], list[list[float]]]:
-    """What `native_logprobs` reports, without native kernels."""
-    import torch
-
-    normalized = torch.log_softmax(logits, dim=-1)
-    chosen = normalized.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    eligible = normalized if excluded is None else normalized.masked_fill(excluded, float("-inf"))
-    best = torch.topk(eligible, min(num_best, logits.shape[1]), dim=-1)
-    values = [[value for value in row if value > float("-inf")] for row in best.values.tolist()]
-    ids = [row[: len(left)] for row, left in zip(best.indices.tolist(), values, strict=True)]
-    return chosen, ids, values

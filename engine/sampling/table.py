@@ -13,29 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.host import Device
+from engine.kernels.sampling.rows import NO_ROW, OPTIONS
 from engine.kernels.transfer import on_device
 from engine.types import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
-OPTIONS = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("repetition", np.float32),
-        ("seed", np.uint64),
-        ("choice", np.int64),
-        ("min_tokens", np.int64),
-        ("bias_row", np.int64),
-        ("count_row", np.int64),
-    ]
-)
-NO_ROW = -1
 # Logits over a smaller temperature may overflow; so cold, the most likely token is all there is to draw.
 COLDEST = 1e-6
 

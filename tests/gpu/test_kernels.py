@@ -25,9 +25,9 @@ from engine.kernels.paged_cache import allocate_layer
 from engine.kernels.rope.reference import rotate
 from engine.kernels.rope.triton_rope import rope_and_store
 from engine.kernels.rows import Quantized
+from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from engine.kernels.sampling.noise import gumbel, row_keys
 from engine.kernels.sampling.triton_sampling import RowOptions, sample
-from engine.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.sampling.noise import gumbel, row_keys
 from tests.gpu.conftest import REHEARSES
 
 WIDTHS = (1, 7, 100, 513, *(() if REHEARSES else (4096, 8192)))

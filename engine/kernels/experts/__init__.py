@@ -1,1 +1,1 @@
-"""Sparse feed-forward layers on the native kernels; `engine.model.experts` is the same in torch."""
+"""Sparse feed-forward layers: the choice of experts, and their products for the tokens that chose them."""

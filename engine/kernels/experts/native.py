@@ -1,4 +1,4 @@
-"""The native ops of a sparse feed-forward layer (engine/kernels/native/experts.h).
+"""The native ops of a sparse feed-forward layer (experts.h).
 
 Shape letters: T tokens, E hidden size, X experts, A active experts, P = T A places, I intermediate size.
 """
@@ -9,11 +9,11 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from engine.kernels.activation.native import KINDS, ActivationArgs
+from engine.kernels.experts.routing import Routing
 from engine.kernels.host import Values, address_of, empty, row_stride
 from engine.kernels.linear.packed import (
     INPUT_MULTIPLE,
@@ -96,20 +96,6 @@ class ExpertSumArgs(ctypes.Structure):
         ("out_stride", c_int64),
         ("accumulate", c_int64),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How tokens choose experts; fields mean what they mean in `engine.model.spec.ExpertSpec`."""
-
-    num_experts: int
-    num_active: int
-    scoring: Literal["softmax", "softmax_of_best", "sigmoid"] = "softmax"
-    normalized: bool = True
-    scaling: float = 1.0
-    num_groups: int = 0
-    num_active_groups: int = 0
-    group_score: Literal["best", "two_best"] = "best"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Packed weights and their products (engine/kernels/native/gemm.h says how they lie in memory). No torch: who
+"""Packed weights and their products (gemm.h says how they lie in memory). No torch: who
 packs them is in `native`.
 
 Shape letters: M rows, N outputs, K inputs.

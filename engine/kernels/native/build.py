@@ -1,4 +1,4 @@
-"""Compiles the C++ sources into one shared library per instruction-set level.
+"""Compiles the C++ sources of all operations into one shared library per instruction-set level.
 
 A library lies in a cache under a name that holds the hash of its sources and flags and of the compiler, so a
 change of either makes a new one. Several processes may build at once: one compiles under a file lock, the
@@ -28,7 +28,8 @@ from pathlib import Path
 
 from engine.kernels.native.config import CACHE_VARIABLE, cache_folder, named_compiler
 
-FOLDER = Path(__file__).parent
+# Each operation's folder has its own sources; they include one another by their paths from here.
+ROOT = Path(__file__).parents[1]
 KEPT_DAYS = 30
 _DAY_S = 86_400
 # No reordering of float arithmetic and no fusing that the source does not ask for: a value must not depend on
@@ -167,11 +168,16 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def sources(suffix: str) -> list[Path]:
+    """C++ files of every operation: `.cc` is compiled, `.h` included."""
+    return sorted(ROOT.glob(f"*/*{suffix}"))
+
+
 @cache
 def _source_hash(level: str) -> str:
     digest = hashlib.sha256(" ".join((*FLAGS, *_flags(level))).encode())
-    for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in (*sources(".cc"), *sources(".h")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -187,12 +193,12 @@ def _compiler_hash(compiler: str) -> str:
 
 
 def _compile(compiler: str, level: str, target: Path) -> None:
-    sources = sorted(FOLDER.glob("*.cc"))
+    given = sources(".cc")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        objects = [Path(folder) / f"{source.parent.name}-{source.stem}.o" for source in given]
+        compile_one = (compiler, *FLAGS, *_flags(level), "-I", str(ROOT), "-c")
         commands = [
-            [compiler, *FLAGS, *_flags(level), "-c", str(source), "-o", str(made)]
-            for source, made in zip(sources, objects, strict=True)
+            [*compile_one, str(source), "-o", str(made)] for source, made in zip(given, objects, strict=True)
         ]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as workers:
             list(workers.map(_run, commands))

@@ -1,6 +1,6 @@
-#include "decode.h"
+#include "native/decode.h"
 
-#include "noise.h"
+#include "sampling/noise.h"
 
 using namespace millrace;
 

@@ -3,8 +3,8 @@
 // step is one program (engine/runner/executors/native_decode.py).
 #pragma once
 
-#include "op.h"
-#include "sampling.h"
+#include "native/op.h"
+#include "sampling/sampling.h"
 
 namespace millrace {
 

@@ -11,8 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "pool.h"
-#include "step.h"
+#include "native/pool.h"
+#include "native/step.h"
 
 #define MILLRACE_OP(name, Args) \
   extern "C" int64_t name##_args_size() { return static_cast<int64_t>(sizeof(Args)); }

@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "native/pool.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>

@@ -1,8 +1,8 @@
-#include "streaming.h"
+#include "native/streaming.h"
 
 #include <algorithm>
 
-#include "simd.h"
+#include "native/simd.h"
 
 using namespace millrace;
 

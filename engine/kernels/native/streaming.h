@@ -1,7 +1,7 @@
 // Reads memory as fast as it comes, for measuring what products can at best reach.
 #pragma once
 
-#include "op.h"
+#include "native/op.h"
 
 namespace millrace {
 

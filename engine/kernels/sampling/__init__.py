@@ -1,11 +1,11 @@
 """Penalties, masks, filters and the draw, over rows of logits. A back end is chosen once, by name.
 
-engine/sampling drives them, as it knows the tables.
+The tables that they read by slot are engine/sampling's, which knows the requests.
 """
 
 BACKENDS = {
-    "torch": "engine.sampling.by_torch:sample_by_torch",
-    "triton": "engine.sampling.on_device:sample_on_device",
+    "torch": "engine.kernels.sampling.reference:sample_by_torch",
+    "triton": "engine.kernels.sampling.on_device:sample_on_device",
 }
 
 __all__ = ["BACKENDS"]

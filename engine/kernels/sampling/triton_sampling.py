@@ -2,7 +2,7 @@
 
 Filters need no sort: the smallest logit that stays is found by bisection over the 32 bits of a float's order,
 so a row costs as many passes over itself as the filters that it uses have bits, all of them in the cache.
-Equal logits stay or go together, and the noise is that of engine/sampling/noise.
+Equal logits stay or go together, and the noise is that of engine/kernels/sampling/noise.
 
 Shape letters: R rows, V vocabulary.
 """

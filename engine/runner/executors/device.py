@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.attention import AttentionBackend
+from engine.kernels.sampling.on_device import DeviceDrawn, sample_on_device
+from engine.kernels.sampling.rows import SamplingRows
 from engine.kernels.transfer import on_device
 from engine.model.decoder import Decoder
 from engine.runner.base import RunnerBroken
@@ -34,8 +36,6 @@ from engine.runner.inputs import StepInputs, gather_rows, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
-from engine.sampling.on_device import DeviceDrawn, sample_on_device
-from engine.sampling.rows import SamplingRows
 from engine.sampling.sampler import sample
 from engine.types import ScheduledSequence
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from engine.kernels.sampling.native import NativeDraws, sampling_library
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.eager import EagerSteps
 from engine.runner.executors.executor import Executor
@@ -16,7 +17,6 @@ from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
-from engine.sampling.native import NativeDraws, sampling_library
 from engine.types import ScheduledSequence
 
 _MODE = nullcontext()

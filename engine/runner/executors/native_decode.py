@@ -12,49 +12,22 @@ from __future__ import annotations
 
 import ctypes
 import time
-from ctypes import c_int64, c_void_p
+from ctypes import c_int64
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.native import Op
+from engine.kernels.native.decode import DecodeArgs
 from engine.kernels.native.library import Program
+from engine.kernels.sampling.native import NativeDraws
+from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
-from engine.sampling.native import NativeDraws
-from engine.sampling.rows import Drawn, SamplingRows
 
 _NONE = np.array([], np.int64)
-
-
-class DecodeArgs(ctypes.Structure):
-    """Mirror of decode.h."""
-
-    _fields_ = (
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("outputs", c_void_p),
-        ("rows", c_void_p),
-        ("tokens", c_void_p),
-        ("blocks", c_void_p),
-        ("num_tokens", c_void_p),
-        ("draws", c_void_p),
-        ("streams", c_void_p),
-        ("drawn", c_void_p),
-        ("finite", c_void_p),
-        ("allowed", c_void_p),
-        ("appended", c_void_p),
-        ("num_sequences", c_int64),
-        ("columns", c_int64),
-        ("token_columns", c_int64),
-        ("block_columns", c_int64),
-        ("block_size", c_int64),
-    )
 
 
 class NativeDecode:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from engine.kernels.attention.ragged import RaggedBatch
 from engine.kernels.host import Device, Values
 from engine.kernels.linear.rows import ROW_MULTIPLE
+from engine.kernels.sampling.rows import SamplingRows
 from engine.kernels.transfer import on_device
 from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
 from engine.sampling.grammar import GrammarError
-from engine.sampling.rows import SamplingRows
 from engine.sampling.sampler import sample
 
 if TYPE_CHECKING:

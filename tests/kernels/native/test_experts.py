@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_int64
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels.activation import gate
-from engine.kernels.experts.native import ExpertBuffers, Routing, SparseLayer, sparse_ops
+from engine.kernels.experts.native import ExpertBuffers, SparseLayer, sparse_ops
+from engine.kernels.experts.reference import route
+from engine.kernels.experts.routing import Routing
 from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.linear.formats import DenseWeight, Int4Weight, Int8Weight, WeightFormat, pack_levels
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.native import NativeLibrary
-from engine.model.experts import route
 
 HIDDEN, INTERMEDIATE = 96, 160
 ROUTINGS = {
@@ -136,9 +135,8 @@ class Layer:
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and shares by the router of the model."""
-        fields: Any = SimpleNamespace(**vars_of(self.routing))
         padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
-        ids, shares = route(padded @ self.router.T, fields, self.correction)
+        ids, shares = route(padded @ self.router.T, self.routing, self.correction)
         return ids[: len(x)], shares[: len(x)]
 
     def exact(self, x: Tensor) -> Tensor:
@@ -151,11 +149,6 @@ class Layer:
                 down = gate("silu", up[None])[0] @ self.down[expert].dequantize().double().T
                 out[row] += share * (down + self.biases[expert])
         return out
-
-
-def vars_of(routing: Routing) -> dict[str, Any]:
-    """Fields by name."""
-    return {name: getattr(routing, name) for name in routing.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, build, library
-from engine.kernels.native.embedding import TABLE_TYPES, EmbeddingArgs
 from engine.kernels.native.library import StepStruct
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,18 @@ import pytest
 
 from engine.kernels.activation.native import ActivationArgs, SoftCapArgs
 from engine.kernels.attention.native_ops import AttentionArgs, AttentionPlanArgs
+from engine.kernels.embedding.native import EmbeddingArgs
 from engine.kernels.experts.native import ExpertGemmArgs, ExpertPlanArgs, ExpertSumArgs, RouteArgs
 from engine.kernels.linear.native import _PackArgs, _WidthArgs
 from engine.kernels.linear.packed import GemmArgs, PackedWeightStruct
 from engine.kernels.native import build
-from engine.kernels.native.embedding import EmbeddingArgs
+from engine.kernels.native.decode import DecodeArgs
 from engine.kernels.native.library import OpStruct, StepStruct
 from engine.kernels.native.streaming import StreamArgs
 from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache.native import KvCacheStruct
 from engine.kernels.rope.native import HeadProductArgs, LatentCacheArgs, RopeCacheArgs
-from engine.runner.executors.native_decode import DecodeArgs
-from engine.sampling.native import SAMPLE_ROW, LogprobArgs, SampleArgs
+from engine.kernels.sampling.native import SAMPLE_ROW, LogprobArgs, SampleArgs
 
 MIRRORS: tuple[Any, ...] = (
     ActivationArgs,
@@ -65,20 +66,28 @@ def layout_here() -> dict[str, int]:
     return found | {f"SampleRow.{field}": place[1] for field, place in fields.items()}
 
 
+def test_every_structure_that_ops_take_has_a_mirror() -> None:
+    defined = {
+        name for path in build.sources(".h") for name in re.findall(r"struct (\w+Args) ", path.read_text())
+    }
+    assert defined
+    assert defined - layout_here().keys() == set()
+
+
 def test_every_field_lies_where_the_compiler_puts_it(tmp_path: Path) -> None:
     compiler = build._compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     here = layout_here()
-    headers = sorted(path.name for path in Path(build.__file__).parent.glob("*.h"))
-    defining = [name for name in headers if "Args {" in (Path(build.__file__).parent / name).read_text()]
     asked = [
         f'  std::printf("%zu\\n", {"offsetof" if "." in name else "sizeof"}'
         f"(millrace::{name.replace('.', ', ')}));"
         for name in here
     ]
     source = tmp_path / "layout.cc"
-    included = ["pool.h", "step.h", *defining]
+    included = [
+        str(path.relative_to(build.ROOT)) for path in build.sources(".h") if "Args {" in path.read_text()
+    ]
     source.write_text(
         "\n".join(
             [
@@ -93,7 +102,7 @@ def test_every_field_lies_where_the_compiler_puts_it(tmp_path: Path) -> None:
     )
     program = tmp_path / "layout"
     command = [compiler, "-std=c++17", "-mavx2", "-mfma", "-mf16c", "-Wno-invalid-offsetof"]
-    command += ["-I", str(Path(build.__file__).parent), str(source), "-o", str(program)]
+    command += ["-I", str(build.ROOT), str(source), "-o", str(program)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     told = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()

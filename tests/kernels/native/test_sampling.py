@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from engine.kernels.native import NativeLibrary
-from engine.sampling.by_torch import sample_by_torch
-from engine.sampling.logprobs import logprobs_by_torch
-from engine.sampling.native import NativeDraws, native_logprobs
-from engine.sampling.rows import SamplingRows
+from engine.kernels.sampling.native import NativeDraws, native_logprobs
+from engine.kernels.sampling.reference import logprobs_by_torch, sample_by_torch
+from engine.kernels.sampling.rows import SamplingRows
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from engine.kernels.sampling.noise import gumbel, row_keys
 from engine.kernels.sampling.triton_sampling import RowOptions, compile_draw, process, sample
-from engine.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.sampling.noise import gumbel, row_keys
 
 ROWS = 6
 

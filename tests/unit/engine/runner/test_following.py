@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.kernels.sampling.native import sampling_library
 from engine.runner.base import PendingStep
 from engine.runner.executors.following import FollowingSteps, LastStep
 from engine.runner.executors.native import NativeExecutor
@@ -17,7 +18,6 @@ from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.outcomes import Sampled
 from engine.runner.runner import ModelRunner
 from engine.runner.verification import LogitRows, logit_rows
-from engine.sampling.native import sampling_library
 from engine.types import SamplingParams, ScheduledSequence, SchedulerOutput, TokenLogprobs
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.by_torch import sample_by_torch
-from engine.sampling.filters import apply_min_p, apply_top_k_top_p
-from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.rows import Drawn, SamplingRows
+from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
+from engine.kernels.sampling.noise import gumbel, row_keys
+from engine.kernels.sampling.reference import sample_by_torch
+from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.sampling.sampler import sample
 from engine.sampling.table import SamplingTable
 from engine.types import SamplingParams

@@ -1,0 +1,39 @@
+// Gated activations of feed-forward layers, and the cap on logits.
+#pragma once
+
+#include "native/op.h"
+
+namespace millrace {
+
+enum ActivationKind : int64_t {
+  kSilu = 0,           // gate * sigmoid(gate) * up
+  kGelu = 1,           // with the error function
+  kGeluTanh = 2,       // with its approximation by tanh
+  kClampedSwiglu = 3,  // gpt-oss: min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)
+};
+
+// out[t, i] = act(gate_up[t, i]) * gate_up[t, width + i]
+struct ActivationArgs {
+  const Step* step;      // gives the number of rows T when num_rows is null
+  const int64_t* num_rows;  // or null
+  const float* gate_up;  // [T, 2 width], the gates first
+  float* out;            // [T, width]; may be gate_up when out_stride is 2 width
+  int64_t width;
+  int64_t out_stride;  // floats from one row of out to the next
+  int64_t kind;        // ActivationKind
+};
+
+// logits = cap * tanh(logits / cap), in place, over the step's logit rows.
+struct SoftCapArgs {
+  const Step* step;
+  float* logits;  // [R, width]
+  int64_t width;
+  float cap;
+};
+
+}  // namespace millrace
+
+extern "C" {
+void activation(const millrace::ActivationArgs& args, int thread, int num_threads);
+void soft_cap(const millrace::SoftCapArgs& args, int thread, int num_threads);
+}

@@ -1,0 +1,55 @@
+// Attention over a paged cache.
+//
+// The history is cut into parts of kPartTokens positions, counted from position 0. Within a part a query row has
+// one maximum, one sum and one weighted sum of values, whose arithmetic depends on nothing but the row and the
+// part; parts are then merged first to last. So a row's result is the same bits alone or in a batch, in a prefill
+// tile or as a decode row, and whether a part was read for one sequence or for all that share its blocks.
+//
+// `attention_plan` cuts one step into work (once per step: all layers with the same heads share a plan);
+// `attention` does it (once per layer).
+#pragma once
+
+#include "paged_cache/kv_cache.h"
+#include "native/op.h"
+
+namespace millrace {
+
+constexpr int64_t kPartTokens = 256;
+
+struct AttentionPlan;  // owned by attention_plan_create
+
+struct AttentionPlanArgs {
+  const Step* step;
+  AttentionPlan* plan;
+};
+
+// Shape letters: T tokens, H query heads, D key dim, E value dim.
+struct AttentionArgs {
+  const Step* step;
+  AttentionPlan* plan;
+  const float* q;  // rows of H * D floats, q_stride floats apart
+  float* out;      // rows of H * E floats, out_stride floats apart
+  const float* sinks;  // [H] scores that attend to nothing, or null
+  KvCache cache;
+  int64_t num_heads;  // H
+  int64_t q_stride;
+  int64_t out_stride;
+  int64_t window;  // positions looked back on, the query's own included; 0 is all
+  float scale;
+  float soft_cap;  // 0 is none
+};
+
+}  // namespace millrace
+
+extern "C" {
+// num_heads and num_kv_heads as in the model (latent attention: one kv head); value_dim is E of the op's output;
+// block_size as in the cache. share: whether rows whose sequences share blocks are computed together.
+millrace::AttentionPlan* attention_plan_create(int64_t num_heads, int64_t num_kv_heads, int64_t value_dim,
+                                               int64_t block_size, int64_t share);
+// Whether bfloat16 is multiplied in pairs (level avx512_fp16: values in float16); at first it is where the processor
+// gains by it.
+void attention_plan_use_pairs(millrace::AttentionPlan* plan, int64_t pairs);
+void attention_plan_destroy(millrace::AttentionPlan* plan);
+void attention_plan(const millrace::AttentionPlanArgs& args, int thread, int num_threads);
+void attention(const millrace::AttentionArgs& args, int thread, int num_threads);
+}

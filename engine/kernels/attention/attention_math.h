@@ -1,0 +1,337 @@
+// Inner products of attention: arithmetic and packing of operands.
+//
+// Operands are arrays of 32-bit words. With Float32Math a word is a float and a step of a product is one
+// fused multiply-add; with Bfloat16Math a word is a pair of bfloat16 neighbours along the inner axis, and a step
+// is a dot product of pairs added to a float32. A result is one chain over the inner axis, first to last,
+// starting at zero or at what is there: so it does not matter in how many pieces, nor beside which other rows,
+// it was made, and inner positions whose factor is zero change nothing.
+#pragma once
+
+#include <algorithm>
+
+#include "paged_cache/kv_cache.h"
+#include "native/simd.h"
+
+namespace millrace {
+
+struct Float32Math {
+  static constexpr int64_t kPerWord = 1;
+  static Vec step(Vec total, Vec a, Vec b) { return fma(a, b, total); }
+  static void store_row(float* words, int64_t at, Mask m, Vec v) { store(words + at, m, v); }
+};
+
+#if defined(__AVX512BF16__)
+struct Bfloat16Math {
+  static constexpr int64_t kPerWord = 2;
+  static Vec step(Vec total, Vec a, Vec b) { return _mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b); }
+  static void store_row(float* words, int64_t at, Mask m, Vec v) {
+    store_bf16(reinterpret_cast<uint16_t*>(words) + at, m, v);
+  }
+};
+#endif
+
+// Sums that stay in registers. Shapes with more loads for each product are slower where another thread shares the core.
+constexpr int kRowsAtOnce = 6;
+#if defined(__AVX512F__)
+constexpr int kVectorsAtOnce = 4;
+#else
+constexpr int kVectorsAtOnce = 2;
+#endif
+// Packed columns lie in groups of so many, each [words, kGroup]: what a tile passes over is one stream.
+constexpr int64_t kGroup = kVectorsAtOnce * kLanes;
+
+// c[i, j] (+)= sum over k of a[i, k] b[k, j] for kRows rows and kVectors vectors of a group of columns; k counts
+// words. All loops over sums are unrolled: GCC 12 else moves them through memory before and after the loop.
+template <typename Math, int kRows, int kVectors>
+inline void product_tile(const float* a, int64_t a_stride, const float* b, int64_t steps, float* c,
+                         int64_t c_stride, bool fresh) {
+  // A pointer for each four rows: the processor adds up to three strides itself.
+  constexpr int kPointers = (kRows + 3) / 4;
+  const float* rows[kPointers];
+  Vec total[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) rows[i] = a + 4 * i * a_stride;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) total[i][j] = zero();
+  if (!fresh) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) total[i][j] = load(c + i * c_stride + j * kLanes);
+  }
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < steps; ++k, b += kGroup) {
+    Vec column[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) column[j] = load(b + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec factor = set1(rows[i / 4][i % 4 * a_stride + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) total[i][j] = Math::step(total[i][j], factor, column[j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes, total[i][j]);
+}
+
+template <typename Math, int kVectors>
+inline void product_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t steps, float* c,
+                         int64_t c_stride, bool fresh) {
+  for (; rows >= kRowsAtOnce; rows -= kRowsAtOnce, a += kRowsAtOnce * a_stride, c += kRowsAtOnce * c_stride) {
+    product_tile<Math, kRowsAtOnce, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+  }
+  switch (rows) {
+    case 1: return product_tile<Math, 1, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 2: return product_tile<Math, 2, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 3: return product_tile<Math, 3, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 4: return product_tile<Math, 4, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+    case 5: return product_tile<Math, 5, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+  }
+}
+
+// c [rows, vectors * kLanes] (+)= a [rows, steps] b [groups of columns, steps, kGroup].
+template <typename Math>
+inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, const float* b, int64_t steps,
+                    float* c, int64_t c_stride, bool fresh) {
+  for (; vectors >= kVectorsAtOnce; vectors -= kVectorsAtOnce, b += steps * kGroup, c += kGroup) {
+    product_rows<Math, kVectorsAtOnce>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+  }
+  switch (vectors) {
+    case 1: return product_rows<Math, 1>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+#if defined(__AVX512F__)
+    case 2: return product_rows<Math, 2>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+    case 3: return product_rows<Math, 3>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+#endif
+  }
+}
+
+// Cache lines that will be needed soon, called for a few at a time between other work: calls in bulk beyond the
+// processor's miss buffers are dropped. They go through memory in ascending order, as its prefetchers like it.
+class Ahead {
+ public:
+  // The first num_bytes of each of `count` rows.
+  Ahead(const char* const* rows, int64_t count, int64_t num_bytes)
+      : row_(rows), end_(rows + count), num_bytes_(num_bytes) {}
+
+  // Calls for the next rows.
+  void call(int64_t rows) {
+    for (; rows > 0 && row_ != end_; --rows, ++row_) {
+      const char* row = *row_;
+      for (int64_t at = 0; at < num_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T1);
+    }
+  }
+
+ private:
+  const char* const* row_;
+  const char* const* end_;
+  int64_t num_bytes_;
+};
+
+// --- keys: [positions, D] to columns of positions, [words of D, positions] ---
+
+#if defined(__AVX512F__)
+
+// 16 rows of up to 16 words each to columns; absent words are zero.
+template <typename Rows>
+inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
+  __m512 r[16], t[16];
+  if (num_bytes >= 64) {
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
+  } else {
+    const __mmask64 m = (1ull << num_bytes) - 1;
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi8(m, rows[i] + offset));
+  }
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(t[i + j]), high = _mm512_castps_pd(t[i + j + 2]);
+      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    out[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    out[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    out[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    out[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+
+inline Vec low_half(Vec words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16)); }
+inline Vec high_half(Vec words) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(-65536)));
+}
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+}
+#else
+
+template <typename Rows>
+inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) {
+    if (num_bytes >= 32) {
+      r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
+    } else {
+      alignas(32) char part[32] = {};
+      std::memcpy(part, rows[i] + offset, num_bytes);
+      r[i] = _mm256_load_ps(reinterpret_cast<const float*>(part));
+    }
+  }
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    out[j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x20);
+    out[4 + j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x31);
+  }
+}
+
+inline Vec low_half(Vec words) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16)); }
+inline Vec high_half(Vec words) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32(-65536)));
+}
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
+}
+
+#endif
+
+// Element types of a cache: how a transposed vector of words becomes words of an arithmetic.
+struct Float32Cache {
+  static constexpr int64_t kBytes = 4;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    out[0] = words;
+  }
+  static Vec values(const char* p, Mask m) { return load(reinterpret_cast<const float*>(p), m); }
+};
+
+struct Bfloat16Cache {
+  static constexpr int64_t kBytes = 2;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+    if constexpr (Math::kPerWord == 2) {
+      out[0] = words;
+    } else {
+      out[0] = low_half(words);
+      out[1] = high_half(words);
+    }
+  }
+  static Vec values(const char* p, Mask m) { return load_bf16(reinterpret_cast<const uint16_t*>(p), m); }
+#if defined(__AVX512F__)
+  // Elements of two positions side by side; the second may be absent.
+  static Vec value_pair(const char* low, const char* high, Mask m) {
+    const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, low));
+    if (!high) return _mm512_castsi512_ps(a);
+    const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, high));
+    return _mm512_castsi512_ps(_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+  }
+#endif
+};
+
+struct Int8Cache {
+  static constexpr int64_t kBytes = 1;
+  template <typename Math>
+  static void expand(Vec words, Vec* out) {
+#if defined(__AVX512F__)
+    if constexpr (Math::kPerWord == 4) {
+      // Bytes from 0 to 255, as the dot products of bytes take them.
+      out[0] = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(words), _mm512_set1_epi8(-128)));
+      return;
+    }
+#endif
+    const Vec a = signed_byte<0>(words), b = signed_byte<1>(words);
+    const Vec c = signed_byte<2>(words), d = signed_byte<3>(words);
+    out[0] = a;
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+  }
+  static Vec values(const char* p, Mask m) { return load_int8(reinterpret_cast<const int8_t*>(p), m); }
+};
+
+// Rows to call for beside each of the pieces that kLanes rows of dim elements are transposed in.
+inline int64_t calls_beside(int64_t dim, int64_t elements) {
+  const int64_t pieces = (dim + elements - 1) / elements;
+  return (kLanes + pieces - 1) / pieces;
+}
+
+// Keys of kLanes positions (rows points at them) to columns of `packed` [words of dim, stride]; calls for `ahead`.
+template <typename Math, typename Cache>
+inline void pack_keys(const char* const* rows, Ahead& ahead, int64_t dim, float* packed, int64_t stride) {
+  constexpr int64_t kElements = kLanes * 4 / Cache::kBytes;  // of one transposed piece
+  constexpr int64_t kOut = 4 / Cache::kBytes / Math::kPerWord;  // vectors that a vector of words becomes
+  const int64_t words = (dim + Math::kPerWord - 1) / Math::kPerWord;
+  const int64_t calls = calls_beside(dim, kElements);
+  for (int64_t at = 0; at < dim; at += kElements) {
+    Vec columns[kLanes];
+    ahead.call(calls);
+    transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
+    const int64_t begin = at / Math::kPerWord;
+    float* to = packed + begin * stride;
+    if (begin + kLanes * kOut <= words) {
+      for (int i = 0; i < kLanes; ++i) {
+        Vec out[kOut];
+        Cache::template expand<Math>(columns[i], out);
+        for (int j = 0; j < kOut; ++j) store(to + (i * kOut + j) * stride, out[j]);
+      }
+    } else {
+      for (int i = 0; i < kLanes; ++i) {
+        Vec out[kOut];
+        Cache::template expand<Math>(columns[i], out);
+        for (int j = 0; j < kOut; ++j) {
+          if (begin + i * kOut + j < words) store(to + (i * kOut + j) * stride, out[j]);
+        }
+      }
+    }
+  }
+}
+
+// Values of `count` positions to `packed` [groups of dim, words of positions, kGroup].
+template <typename Math, typename Cache>
+inline void pack_values(const char* const* rows, Ahead& ahead, int64_t count, int64_t dim, float* packed) {
+  const int64_t group = (count + Math::kPerWord - 1) / Math::kPerWord * kGroup;
+  for (int64_t row = 0; row < count; row += Math::kPerWord, packed += kGroup) {
+    ahead.call(Math::kPerWord);
+    const bool single = Math::kPerWord == 2 && row + 1 == count;
+    float* to = packed;
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      const Mask m = first(dim - i);
+      if constexpr (Math::kPerWord == 2) {
+        store(to, Cache::value_pair(rows[row] + i * Cache::kBytes,
+                                    single ? nullptr : rows[row + 1] + i * Cache::kBytes, m));
+      } else {
+        store(to, Cache::values(rows[row] + i * Cache::kBytes, m));
+      }
+      to += (i + kLanes) % kGroup ? kLanes : group - (kGroup - kLanes);
+    }
+  }
+}
+
+}  // namespace millrace

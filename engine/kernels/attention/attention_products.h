@@ -1,0 +1,329 @@
+// The two products of attention over one part: scores of queries against keys, and weights against values. Both
+// classes have the same functions; `Worker` in attention.cc calls them. Rows of a unit are those of its heads, one head
+// after another.
+//
+// Shape letters: R query rows, D key dim, E value dim (rounded up to whole vectors in scratch).
+#pragma once
+
+#include <cstdlib>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/attention_few.h"
+#include "attention/attention_int8.h"
+#include "attention/attention_math.h"
+
+namespace millrace {
+
+// Positions whose keys or values are packed at once: a panel stays in the first cache for all rows.
+constexpr int64_t kPanel = 64;
+// Keys or values of one head, kChunk positions.
+struct Chunk {
+  Strided rows;
+  int64_t row;  // the first of the head's rows
+  int64_t at;   // place in the part
+};
+
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      std::free(data_);
+      size_ = floats + floats / 4;
+      data_ = static_cast<float*>(std::aligned_alloc(64, (sizeof(float) * size_ + 63) / 64 * 64));
+    }
+    return data_;
+  }
+
+ private:
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+struct ProductScratch {
+  Buffer queries, scores, packed, weighted, levels, sums;
+#if defined(__AVX512VNNI__)
+  std::vector<QueryLevels> query_levels;
+  std::vector<float> factors;
+#endif
+};
+
+struct ProductSizes {
+  int64_t key_dim, value_dim;
+  int64_t wide;  // value_dim up to whole vectors
+};
+
+template <typename Math, typename Cache>
+class FloatProducts {
+ public:
+  // Of a head, whose sums are brought once; longer runs of memory are better.
+  static constexpr int64_t kChunksOfValues = 1;
+  using CacheType = Cache;
+
+  FloatProducts(const ProductSizes& sizes, ProductScratch& scratch)
+      : sizes_(sizes), scratch_(scratch), words_((sizes.key_dim + Math::kPerWord - 1) / Math::kPerWord) {}
+
+  void begin(int64_t rows) {
+    rows_ = rows;
+    queries_ = scratch_.queries.get(rows * words_);
+    scores_ = scratch_.scores.get(rows * kPartTokens);
+    weighted_ = scratch_.weighted.get(rows * sizes_.wide);
+    packed_ = scratch_.packed.get(std::max(kPanel * words_, kPanel * (sizes_.wide + kGroup)));
+  }
+
+  float* scores(int64_t row) { return scores_ + row * kPartTokens; }
+  const float* weighted(int64_t row) const { return weighted_ + row * sizes_.wide; }
+
+  void take_query(int64_t row, const float* q, float scale) {
+    float* to = queries_ + row * words_;
+    to[words_ - 1] = 0.0f;
+    for (int64_t d = 0; d < sizes_.key_dim; d += kLanes) {
+      const Mask m = first(sizes_.key_dim - d);
+      Math::store_row(to, d, m, mul(load(q + d, m), set1(scale)));
+    }
+  }
+
+  // Scores of the rows from `row` on against `vectors` times kLanes positions of a part, from place `at` on.
+  void score(int64_t row, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      float* to = packed_ + v / kVectorsAtOnce * words_ * kGroup + v % kVectorsAtOnce * kLanes;
+      pack_keys<Math, Cache>(keys + v * kLanes, later, sizes_.key_dim, to, kGroup);
+    }
+    product<Math>(rows_ - row, vectors, queries_ + row * words_, words_, packed_, words_, scores(row) + at,
+                  kPartTokens, true);
+  }
+
+  // A vector of a row's weights takes the place of the scores.
+  void set_weights(int64_t row, int64_t at, Vec weights) { Math::store_row(scores(row), at, first(kLanes), weights); }
+  void weights_are_set(int64_t, int64_t, int64_t) {}
+
+  // Adds the weighted values of up to kPanel positions to the sums of the rows from `row` on, or begins them.
+  void add_values(int64_t row, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+    const float* weights = scores(row) + at / Math::kPerWord;
+    const int64_t wide = sizes_.wide;
+    pack_values<Math, Cache>(values, later, count, sizes_.value_dim, packed_);
+    product<Math>(rows_ - row, wide / kLanes, weights, kPartTokens, packed_,
+                  (count + Math::kPerWord - 1) / Math::kPerWord, weighted_ + row * wide, wide, fresh);
+  }
+
+  void finish() {}
+
+  // Whether few rows are multiplied without packing, by the functions below.
+  bool streams() const { return kDirect && sizes_.value_dim * Cache::kBytes % 64 == 0; }
+
+#if defined(__AVX512F__)
+  // Scores of the `rows` rows of a head against two of its chunks (or twice the same one); `soon` are the two after
+  // them, of any head.
+  void score_chunks(const Chunk now[2], const Chunk soon[2], int64_t rows, Stream& stream) {
+    if constexpr (kDirect) {
+      const bool single = now[0].at == now[1].at;
+      const float* queries = queries_ + now[0].row * words_;
+      float* const to[2] = {scores(now[0].row) + now[0].at, scores(now[1].row) + now[1].at};
+      TwoOf chunks = {{now[0].rows.base, now[1].rows.base}, {soon[0].rows.base, soon[1].rows.base}, {}};
+      chunks.ahead[0] = stream.ahead(now[0].rows.base);
+      if (!single) chunks.ahead[1] = stream.ahead(now[1].rows.base);
+      const auto with = [&](auto few) {
+        few(queries, chunks, to, now[0].rows.stride, sizes_.key_dim, kPartTokens, single);
+      };
+      switch (rows) {
+        case 1: return with(few_scores<Cache, 1>);
+        case 2: return with(few_scores<Cache, 2>);
+        case 3: return with(few_scores<Cache, 3>);
+        case 4: return with(few_scores<Cache, 4>);
+      }
+    }
+  }
+
+  // Adds the weighted values of places [begin, end), which lie in the chunks of one head.
+  void add_chunks(const Chunk* chunks, int64_t begin, int64_t end, int64_t rows, Stream& stream, bool fresh) {
+    if constexpr (kDirect) {
+      float* sums = weighted_ + chunks->row * sizes_.wide;
+      for (int64_t at = begin; at < end; ++chunks, fresh = false) {
+        const int64_t skip = at - chunks->at, count = std::min(kChunk - skip, end - at);
+        const Strided values = {chunks->rows[skip], chunks->rows.stride};
+        const float* weights = scores(chunks->row) + at;
+        const char* ahead = stream.ahead(values.base);
+        const auto with = [&](auto few) {
+          few(weights, kPartTokens, values, count, sizes_.wide, ahead, sums, fresh);
+        };
+        switch (rows) {
+          case 1: with(few_products<Cache, 1>); break;
+          case 2: with(few_products<Cache, 2>); break;
+          case 3: with(few_products<Cache, 3>); break;
+          case 4: with(few_products<Cache, 4>); break;
+        }
+        at += count;
+      }
+    }
+  }
+
+  // After the last chunks of all heads.
+  void finish_chunks() {
+    if constexpr (kDirect) {
+      for (int64_t row = 0; row < rows_; ++row) few_sums_in_order<Cache>(weighted_ + row * sizes_.wide, sizes_.wide);
+    }
+  }
+#endif
+
+ protected:
+#if defined(__AVX512F__)
+  static constexpr bool kDirect = Math::kPerWord == 1 && Cache::kBytes >= 2;
+#else
+  static constexpr bool kDirect = false;
+#endif
+
+  const ProductSizes sizes_;
+  ProductScratch& scratch_;
+  const int64_t words_;
+  int64_t rows_ = 0;
+  float *queries_ = nullptr, *scores_ = nullptr, *packed_ = nullptr, *weighted_ = nullptr;
+};
+
+#if defined(__AVX512VNNI__)
+
+class IntegerProducts {
+ public:
+  static constexpr int64_t kChunksOfValues = 2;
+  using CacheType = Int8Cache;
+
+  IntegerProducts(const ProductSizes& sizes, ProductScratch& scratch)
+      : sizes_(sizes),
+        scratch_(scratch),
+        query_stride_(2 * whole_lines(sizes.key_dim) / 4),
+        width_(whole_lines(sizes.value_dim)) {}
+
+  void begin(int64_t rows) {
+    rows_ = rows;
+    queries_ = integers(scratch_.queries, rows * query_stride_);
+    levels_ = integers(scratch_.levels, rows * kLevelStride);
+    sums_ = integers(scratch_.sums, rows * width_);
+    packed_ = integers(scratch_.packed, kPanel * std::max(query_stride_, width_));
+    scores_ = scratch_.scores.get(rows * kPartTokens);
+    weighted_ = scratch_.weighted.get(rows * sizes_.wide);
+    scratch_.query_levels.resize(rows);
+    scratch_.factors.resize(rows);
+  }
+
+  float* scores(int64_t row) { return scores_ + row * kPartTokens; }
+  const float* weighted(int64_t row) const { return weighted_ + row * sizes_.wide; }
+
+  void take_query(int64_t row, const float* q, float scale) {
+    int8_t* to = reinterpret_cast<int8_t*>(queries_ + row * query_stride_);
+    scratch_.query_levels[row] = query_levels(q, sizes_.key_dim, scale, to, to + 2 * query_stride_);
+  }
+
+  void score(int64_t begin, int64_t at, const char* const* keys, int64_t vectors, Ahead& later) {
+    const QueryLevels* levels = scratch_.query_levels.data();
+    for (int64_t v = 0; v < vectors; ++v) {
+      pack_keys<IntegerMath, Int8Cache>(keys + v * kLanes, later, sizes_.key_dim,
+                                        reinterpret_cast<float*>(packed_ + v * kLanes), kPanel);
+    }
+    const auto with = [&](auto tile, int64_t row, int64_t v) {
+      tile(queries_ + row * query_stride_, query_stride_, levels + row, packed_ + v * kLanes, kPanel,
+           (sizes_.key_dim + 3) / 4, scores_ + row * kPartTokens + at + v * kLanes, kPartTokens);
+    };
+    if (vectors == 4) {
+      for (int64_t row = begin; row < rows_; row += 3) {
+        switch (rows_ - row) {
+          case 1: with(integer_scores<1, 4>, row, 0); break;
+          case 2: with(integer_scores<2, 4>, row, 0); break;
+          default: with(integer_scores<3, 4>, row, 0);
+        }
+      }
+      return;
+    }
+    for (int64_t row = begin; row < rows_; ++row) {
+      for (int64_t v = 0; v < vectors; ++v) with(integer_scores<1, 1>, row, v);
+    }
+  }
+
+  void set_weights(int64_t row, int64_t at, Vec weights) { store(scores(row) + at, weights); }
+
+  // The weights of places [from, end) are set, those up to whole vectors as zeros.
+  void weights_are_set(int64_t row, int64_t from, int64_t end) {
+    uint8_t* to = reinterpret_cast<uint8_t*>(levels_ + row * kLevelStride) + from;
+    const int64_t count = (end - from + kLanes - 1) / kLanes * kLanes;
+    scratch_.factors[row] = weight_levels(scores(row) + from, count, to, to + kPartTokens);
+  }
+
+  void add_values(int64_t begin, int64_t at, const char* const* values, int64_t count, Ahead& later, bool fresh) {
+    const int64_t words = (count + 3) / 4, dim = sizes_.value_dim;
+    const int32_t* weights = levels_ + at / 4;
+    pack_value_words(values, later, words, dim, packed_, width_);
+    const auto with = [&](auto tile, int64_t row, int64_t column) {
+      tile(weights + row * kLevelStride, kLevelStride, packed_ + column, width_, words, sums_ + row * width_ + column,
+           width_, fresh);
+    };
+    for (int64_t column = 0; column < width_; column += 64) {
+      for (int64_t row = begin; row < rows_; row += 3) {
+        switch (rows_ - row) {
+          case 1: with(integer_values<1>, row, column); break;
+          case 2: with(integer_values<2>, row, column); break;
+          default: with(integer_values<3>, row, column);
+        }
+      }
+    }
+  }
+
+  bool streams() const { return true; }
+
+  void score_chunks(const Chunk now[2], const Chunk[2], int64_t rows, Stream& stream) {
+    const QueryLevels* levels = scratch_.query_levels.data();
+    const int64_t count = now[0].at == now[1].at ? 1 : 2;
+    for (int64_t which = 0; which < count; ++which) {
+      const Chunk& chunk = now[which];
+      const char* ahead = stream.ahead(chunk.rows.base);
+      const auto with = [&](auto few, int64_t row) {
+        few(queries_ + row * query_stride_, query_stride_, levels + row, chunk.rows, sizes_.key_dim, ahead,
+            scores(row) + chunk.at, kPartTokens);
+      };
+      const int64_t end = chunk.row + rows;
+      for (int64_t row = chunk.row; row + 2 <= end; row += 2) with(few_integer_scores<2>, row);
+      if (rows % 2) with(few_integer_scores<1>, end - 1);
+    }
+  }
+
+  // Levels of places outside [begin, end) are zero.
+  void add_chunks(const Chunk* chunks, int64_t, int64_t end, int64_t rows, Stream& stream, bool fresh) {
+    Strided values[kChunksOfValues];
+    const char* ahead[kChunksOfValues];
+    const int64_t at = chunks->at, count = (end - at + kChunk - 1) / kChunk;
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = chunks[i].rows;
+      ahead[i] = stream.ahead(values[i].base);
+    }
+    const auto with = [&](auto few, int64_t row) {
+      few(levels_ + row * kLevelStride + at / 4, kLevelStride, values, count, sizes_.value_dim, ahead,
+          sums_ + row * width_, width_, fresh);
+    };
+    const int64_t last = chunks->row + rows;
+    for (int64_t row = chunks->row; row + 2 <= last; row += 2) with(few_integer_values<2>, row);
+    if (rows % 2) with(few_integer_values<1>, last - 1);
+  }
+
+  void finish_chunks() { finish(); }
+
+  void finish() {
+    for (int64_t row = 0; row < rows_; ++row) {
+      values_in_order(sums_ + row * width_, scratch_.factors[row], sizes_.value_dim, weighted_ + row * sizes_.wide);
+    }
+  }
+
+ private:
+  // Words of one row's weights: the high bytes of all places, then the low ones.
+  static constexpr int64_t kLevelStride = 2 * kPartTokens / 4;
+
+  static int32_t* integers(Buffer& buffer, int64_t count) { return reinterpret_cast<int32_t*>(buffer.get(count)); }
+
+  const ProductSizes sizes_;
+  ProductScratch& scratch_;
+  const int64_t query_stride_, width_;  // words
+  int64_t rows_ = 0;
+  int32_t *queries_ = nullptr, *levels_ = nullptr, *sums_ = nullptr, *packed_ = nullptr;
+  float *scores_ = nullptr, *weighted_ = nullptr;
+};
+
+#endif
+
+}  // namespace millrace

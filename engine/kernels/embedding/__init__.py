@@ -1,0 +1,1 @@
+"""The look-up of tokens in the embedding table; torch's `index_select` is the same."""

@@ -1,0 +1,316 @@
+// Inner kernels: a few rows against one panel, accumulators in registers.
+//
+// Each adds products over `groups` input groups to totals [rows, kPanel]. Columns are handled in pieces of
+// NV vectors, rows in pieces of MR; neither changes the order of any output's additions.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "linear/gemm.h"
+#include "native/simd.h"
+
+namespace millrace {
+
+#if defined(__AMX_TILE__) || defined(MILLRACE_EMULATE_TILES)
+constexpr int kTileRows = 32;
+#else
+constexpr int kTileRows = 6;
+#endif
+// Rows of one tile, which read a weight as it is.
+constexpr int64_t kFewRows = 6;
+// How far ahead of its use a weight that is streamed once is asked for, in bytes.
+constexpr int64_t kAhead = 4096;
+
+// What is asked for while rows are multiplied: the weights that come next, and the lines that results go to.
+struct Fetch {
+  const char* next;  // null where nothing comes next
+  int64_t bytes;
+  bool is_stream;  // the panel itself comes from far
+  float* out;  // the first row's place, or null
+  int64_t out_stride;
+  int64_t out_count;  // floats of each row
+};
+
+// The bits of the largest magnitude: magnitudes order like their bits, and whatever is not finite lies above all that
+// is.
+inline uint32_t largest_of(const float* from, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof(bits));
+    bits &= 0x7FFFFFFF;
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
+
+// --- element types ---
+
+// float32 rows and weights.
+struct FloatKind {
+  using Weight = float;
+  using Row = float;
+  using Total = float;
+  using Sum = Vec;
+  static constexpr int kGroup = 1;
+  static Sum none() { return zero(); }
+  static Sum resume(const Total* from) { return load(from); }
+  static void save(Total* to, Sum value) { store(to, value); }
+  using Spread = Vec;
+  static Spread spread_row(const Row* row) { return set1(*row); }
+  using Column = Vec;
+  static Column column(const Weight* from) { return load(from); }
+  static Sum step(Sum sum, Spread row, Column column) { return fma(row, column, sum); }
+};
+
+#if defined(__AVX512FP16__)
+// bfloat16 weights as float16, and rows of which each value lies there twice (gemm_fp16.h).
+struct HalfKind {
+  using Weight = uint16_t;
+  using Row = uint32_t;
+};
+// Whether the products of bfloat16 weights have a scale for each row and each output.
+constexpr bool kScaledHalves = true;
+#elif defined(__AVX512BF16__)
+constexpr bool kScaledHalves = false;
+// bfloat16 rows and weights, by pairs.
+struct HalfKind {
+  using Weight = uint16_t;
+  using Row = uint16_t;
+  using Total = float;
+  using Sum = Vec;
+  static constexpr int kGroup = 2;
+  static Sum none() { return zero(); }
+  static Sum resume(const Total* from) { return load(from); }
+  static void save(Total* to, Sum value) { store(to, value); }
+  using Spread = __m512i;
+  static Spread spread_row(const Row* row) {
+    int32_t pair;
+    std::memcpy(&pair, row, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+  using Column = __m512i;
+  static Column column(const Weight* from) { return _mm512_loadu_si512(from); }
+  static Sum step(Sum sum, Spread row, Column column) {
+    // As text: compilers move the sums of the intrinsic from register to register in every step.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column));
+    return sum;
+  }
+};
+#else
+constexpr bool kScaledHalves = false;
+// bfloat16 weights by pairs; rows stay float32, as there is no instruction to gain from rounding them.
+struct HalfKind {
+  using Weight = uint16_t;
+  using Row = float;
+  using Total = float;
+  using Sum = Vec;
+  static constexpr int kGroup = 2;
+  static Sum none() { return zero(); }
+  static Sum resume(const Total* from) { return load(from); }
+  static void save(Total* to, Sum value) { store(to, value); }
+  struct Spread {
+    Vec even, odd;
+  };
+  static Spread spread_row(const Row* row) { return {set1(row[0]), set1(row[1])}; }
+  struct Column {
+    Vec even, odd;
+  };
+  static Column column(const Weight* from) { return {lower_half(from), upper_half(from)}; }
+  static Sum step(Sum sum, const Spread& row, const Column& column) {
+    return fma(row.odd, column.odd, fma(row.even, column.even, sum));
+  }
+};
+#endif
+
+// The same, leaving the expanded weights where more rows find them.
+struct KeepingKind : HalfKind {};
+
+// 8-bit weights (stored without sign, as w + 128 or as the level of a 4-bit one) and int8 rows, by fours, exact.
+// Sums are those of the stored weights; what that adds is a multiple of the row's own sum.
+struct ByteKind {
+  using Weight = uint8_t;
+  using Row = int8_t;
+  using Total = int32_t;
+  static constexpr int kGroup = 4;
+#if defined(__AVX512VNNI__)
+  using Sum = __m512i;
+  using Spread = __m512i;
+  using Column = __m512i;
+  static Sum none() { return _mm512_setzero_si512(); }
+  static Sum resume(const Total* from) { return _mm512_loadu_si512(from); }
+  static void save(Total* to, Sum value) { _mm512_storeu_si512(to, value); }
+  static Spread spread_row(const Row* row) {
+    int32_t four;
+    std::memcpy(&four, row, sizeof(four));
+    return _mm512_set1_epi32(four);
+  }
+  static Column column(const Weight* from) { return _mm512_loadu_si512(from); }
+  static Sum step(Sum sum, Spread row, Column column) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(column), "v"(row));
+    return sum;
+  }
+#else
+  using Sum = __m256i;
+  struct Spread {
+    __m256i even, odd;
+  };
+  struct Column {
+    __m256i even, odd;
+  };
+  static Sum none() { return _mm256_setzero_si256(); }
+  static Sum resume(const Total* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void save(Total* to, Sum value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value); }
+  static Spread spread_row(const Row* row) {
+    int32_t four;
+    std::memcpy(&four, row, sizeof(four));
+    const __m256i bytes = _mm256_set1_epi32(four);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+  }
+  static Column column(const Weight* from) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return {_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
+  }
+  static Sum step(Sum sum, const Spread& row, const Column& column) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(row.even, column.even));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(row.odd, column.odd));
+  }
+#endif
+};
+
+// Exact sums less a number, as floats.
+inline Vec to_floats(ByteKind::Sum sums, int32_t less) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(less)));
+#else
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(less)));
+#endif
+}
+
+// --- one tile ---
+
+// MR rows and NV vectors of columns. `stride` is the panel's width in outputs. In each step kLines lines from
+// `next` on are asked for, further by `ahead` bytes with every group of inputs. Where Kind expands weights,
+// they are left at `kept` [inputs, stride].
+template <class Kind, int MR, int NV, int kLines>
+inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
+                 int64_t stride, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
+                 int64_t ahead, [[maybe_unused]] float* kept = nullptr) {
+  // Unrolled before all else: only then do the sums become registers.
+  typename Kind::Sum sums[MR][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kLanes);
+  constexpr int64_t kStep = Kind::kGroup * kLanes;
+  const int64_t line = stride * Kind::kGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    typename Kind::Column columns[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kLines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
+    next += ahead;
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
+    if constexpr (std::is_same_v<Kind, KeepingKind>) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+        store(kept + v * kLanes, columns[v].even);
+        store(kept + stride + v * kLanes, columns[v].odd);
+      }
+      kept += 2 * stride;
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const typename Kind::Spread row = Kind::spread_row(rows + m * row_stride + g * Kind::kGroup);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) sums[m][v] = Kind::step(sums[m][v], row, columns[v]);
+    }
+    panel += line;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kLanes, sums[m][v]);
+}
+
+// Vectors of columns that MR rows take together: as many sums as fit the registers beside a row and its columns.
+template <int MR>
+constexpr int most_vectors() {
+  return kLanes == 16 ? 4 : MR == 1 ? 8 : 2;
+}
+
+// MR rows against a whole panel of `width` columns.
+template <class Kind, int MR, int kLines>
+inline void tile_rows(const typename Kind::Row* rows, int64_t row_stride, const typename Kind::Weight* panel,
+                      int64_t width, int64_t groups, typename Kind::Total* totals, bool first, const char* next,
+                      int64_t ahead, float* kept = nullptr) {
+  constexpr int kMost = most_vectors<MR>(), kLeast = kLane / kLanes;
+  int64_t column = 0;
+  for (; column + kMost * kLanes <= width; column += kMost * kLanes)
+    tile<Kind, MR, kMost, kLines>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
+                                  first, next, ahead, kept + column);
+  for (; column < width; column += kLane)
+    tile<Kind, MR, kLeast, 1>(rows, row_stride, panel + column * Kind::kGroup, width, groups, totals + column,
+                              first, next, ahead, kept + column);
+}
+
+// Tiles that cover so many rows.
+inline int64_t num_tiles(int64_t num_rows) { return (num_rows + kFewRows - 1) / kFewRows; }
+
+// Calls body(row, std::integral_constant height) for tiles of about equal height that cover num_rows rows: low ones
+// have too few sums to keep the units busy.
+template <class Body>
+inline void for_tiles(int64_t num_rows, Body body) {
+  for (int64_t row = 0, tiles = num_tiles(num_rows); row < num_rows; --tiles) {
+    const int64_t height = (num_rows - row + tiles - 1) / tiles;
+    switch (height) {
+      case 1: body(row, std::integral_constant<int, 1>()); break;
+      case 2: body(row, std::integral_constant<int, 2>()); break;
+      case 3: body(row, std::integral_constant<int, 3>()); break;
+      case 4: body(row, std::integral_constant<int, 4>()); break;
+      case 5: body(row, std::integral_constant<int, 5>()); break;
+      default: body(row, std::integral_constant<int, 6>()); break;
+    }
+    row += height;
+  }
+}
+
+// The lines that rows [row, row + height) will be written to; they are far apart, so nobody else foresees them.
+inline void fetch_results(const Fetch& fetch, int64_t row, int64_t height) {
+  if (fetch.out == nullptr) return;
+  for (int64_t m = row; m < row + height; ++m)
+    for (int64_t column = 0; column < fetch.out_count; column += 16)
+      __builtin_prefetch(fetch.out + m * fetch.out_stride + column, 1);
+}
+
+// Any number of rows.
+template <class Kind>
+inline void multiply(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
+                     const typename Kind::Weight* panel, int64_t width, int64_t groups,
+                     typename Kind::Total* totals, bool first, const Fetch& fetch) {
+  const int64_t tiles = num_tiles(num_rows);
+  const char* itself = reinterpret_cast<const char*>(panel);
+  const int64_t line = width * Kind::kGroup * static_cast<int64_t>(sizeof(typename Kind::Weight));
+  // One tile reads the panel as a stream; of several, each asks for a part of what comes next, at an even pace:
+  // requests that the memory cannot take hold up the loads behind them.
+  const bool stream = fetch.next != nullptr && tiles == 1 && fetch.is_stream;
+  const int64_t step = fetch.next == nullptr ? 0 : fetch.bytes / (groups * tiles);
+  const char* next = fetch.next == nullptr ? itself : fetch.next;
+  for_tiles(num_rows, [&](int64_t row, auto height) {
+    constexpr int MR = decltype(height)::value;
+    fetch_results(fetch, row, MR);
+    const auto* some = rows + row * row_stride;
+    auto* sums = totals + row * kPanel;
+    if (stream)
+      tile_rows<Kind, MR, 4>(some, row_stride, panel, width, groups, sums, first, itself + kAhead, line);
+    else if (step <= 64)
+      tile_rows<Kind, MR, 1>(some, row_stride, panel, width, groups, sums, first, next, step);
+    else
+      tile_rows<Kind, MR, 2>(some, row_stride, panel, width, groups, sums, first, next, step);
+    next += step * groups;
+  });
+}
+
+}  // namespace millrace

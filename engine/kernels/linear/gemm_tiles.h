@@ -1,0 +1,200 @@
+// Chooses between vector tiles and AMX tiles, and the latter.
+//
+// All rows of a product take the same path, as the tile instructions add in an order of their own. What may not
+// fill a tile's depth (small groups of inputs) is left to the vectors, whatever the number of rows.
+#pragma once
+
+#include "linear/gemm_micro.h"
+
+#if defined(MILLRACE_EMULATE_TILES)
+#include "linear/tile_emulation.h"
+#elif defined(__AMX_TILE__)
+#define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
+#define TILE_ZERO(tile) _tile_zero(tile)
+#define TILE_DOT_HALVES(sum, rows, columns) _tile_dpbf16ps(sum, rows, columns)
+#define TILE_DOT_BYTES(sum, rows, columns) _tile_dpbsud(sum, rows, columns)
+#endif
+
+namespace millrace {
+
+#if defined(TILE_LOAD)
+
+constexpr int64_t kTile = 16;
+
+// Tells the processor the shape of the tiles; until the end of the scope. Every part of a product has one.
+class TileShapes {
+ public:
+  TileShapes() {
+#if !defined(MILLRACE_EMULATE_TILES)
+    struct alignas(64) Shapes {
+      uint8_t palette, start_row, reserved[14];
+      uint16_t row_bytes[16];
+      uint8_t rows[16];
+    } shapes = {};
+    shapes.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      shapes.row_bytes[tile] = 64;
+      shapes.rows[tile] = kTile;
+    }
+    // GCC 12 takes only the first 8 bytes for read by the instruction and drops the other stores without this.
+    asm volatile("" : : "r"(&shapes) : "memory");
+    _tile_loadconfig(&shapes);
+#endif
+  }
+  ~TileShapes() {
+#if !defined(MILLRACE_EMULATE_TILES)
+    _tile_release();
+#endif
+  }
+};
+
+#define TILE_BEGIN(tile, to) \
+  if (first)                 \
+    TILE_ZERO(tile);         \
+  else                       \
+    TILE_LOAD(tile, to, kPanel * 4);
+
+#define TILE_DOT(sum, rows, columns)         \
+  if constexpr (Kind::kGroup == 2) {         \
+    TILE_DOT_HALVES(sum, rows, columns);     \
+  } else {                                   \
+    TILE_DOT_BYTES(sum, rows, columns);      \
+  }
+
+// 32 rows and 32 columns.
+template <class Kind>
+inline void tiles_2x2(const char* rows, int64_t row_bytes, const char* panel, int64_t line, int64_t steps,
+                      typename Kind::Total* totals, bool first, const char* next, int64_t next_step) {
+  auto* lower = totals + kTile * kPanel;
+  TILE_BEGIN(0, totals);
+  TILE_BEGIN(1, totals + kTile);
+  TILE_BEGIN(2, lower);
+  TILE_BEGIN(3, lower + kTile);
+  for (int64_t step = 0; step < steps; ++step) {
+    TILE_LOAD(6, panel, line);
+    TILE_LOAD(4, rows, row_bytes);
+    TILE_DOT(0, 4, 6);
+    TILE_LOAD(7, panel + 64, line);
+    TILE_DOT(1, 4, 7);
+    TILE_LOAD(5, rows + kTile * row_bytes, row_bytes);
+    TILE_DOT(2, 5, 6);
+    TILE_DOT(3, 5, 7);
+    for (int64_t at = 0; at < next_step; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+    next += next_step;
+    panel += kTile * line;
+    rows += 64;
+  }
+  TILE_STORE(0, totals, kPanel * 4);
+  TILE_STORE(1, totals + kTile, kPanel * 4);
+  TILE_STORE(2, lower, kPanel * 4);
+  TILE_STORE(3, lower + kTile, kPanel * 4);
+}
+
+// 16 rows and 16 columns.
+template <class Kind>
+inline void tiles_1x1(const char* rows, int64_t row_bytes, const char* panel, int64_t line, int64_t steps,
+                      typename Kind::Total* totals, bool first) {
+  TILE_BEGIN(0, totals);
+  for (int64_t step = 0; step < steps; ++step) {
+    TILE_LOAD(6, panel, line);
+    TILE_LOAD(4, rows, row_bytes);
+    TILE_DOT(0, 4, 6);
+    panel += kTile * line;
+    rows += 64;
+  }
+  TILE_STORE(0, totals, kPanel * 4);
+}
+
+// 16 rows and 64 columns: one pass over a panel that is streamed.
+template <class Kind>
+inline void tiles_1x4(const char* rows, int64_t row_bytes, const char* panel, int64_t line, int64_t steps,
+                      typename Kind::Total* totals, bool first) {
+  TILE_BEGIN(0, totals);
+  TILE_BEGIN(1, totals + kTile);
+  TILE_BEGIN(2, totals + 2 * kTile);
+  TILE_BEGIN(3, totals + 3 * kTile);
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t at = 0; at < kTile * line; at += 64) _mm_prefetch(panel + kAhead + at, _MM_HINT_T0);
+    TILE_LOAD(4, rows, row_bytes);
+    TILE_LOAD(6, panel, line);
+    TILE_DOT(0, 4, 6);
+    TILE_LOAD(7, panel + 64, line);
+    TILE_DOT(1, 4, 7);
+    TILE_LOAD(6, panel + 128, line);
+    TILE_DOT(2, 4, 6);
+    TILE_LOAD(7, panel + 192, line);
+    TILE_DOT(3, 4, 7);
+    panel += kTile * line;
+    rows += 64;
+  }
+  TILE_STORE(0, totals, kPanel * 4);
+  TILE_STORE(1, totals + kTile, kPanel * 4);
+  TILE_STORE(2, totals + 2 * kTile, kPanel * 4);
+  TILE_STORE(3, totals + 3 * kTile, kPanel * 4);
+}
+
+// Rows are there up to the next multiple of kTileRows; what they hold beyond num_rows is computed and ignored.
+template <class Kind>
+inline void multiply_by_tiles(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
+                              const typename Kind::Weight* panel, int64_t width, int64_t groups,
+                              typename Kind::Total* totals, bool first, const Fetch& fetch) {
+  const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(typename Kind::Row));
+  // A tile's row is one group of inputs of 16 columns: 64 bytes.
+  const int64_t line = width * 4, steps = groups / kTile;
+  const char* from = reinterpret_cast<const char*>(rows);
+  const char* weights = reinterpret_cast<const char*>(panel);
+  const int64_t pairs = (num_rows + 31) / 32 * 2;
+  const char* next = fetch.next;
+  const int64_t next_step = next == nullptr ? 0 : (fetch.bytes / steps / pairs + 63) / 64 * 64;
+  for (int64_t row = 0; row < num_rows; row += kTile) {
+    const bool two = num_rows - row > kTile;
+    fetch_results(fetch, row, std::min<int64_t>(num_rows - row, two ? 2 * kTile : kTile));
+    auto* sums = totals + row * kPanel;
+    const char* some = from + row * row_bytes;
+    int64_t column = 0;
+    if (two) {
+      for (; column + 32 <= width; column += 32) {
+        tiles_2x2<Kind>(some, row_bytes, weights + column * 4, line, steps, sums + column, first,
+                        next == nullptr ? weights : next, next_step);
+        if (next != nullptr) next += next_step * steps;
+      }
+    } else if (width == kPanel) {
+      tiles_1x4<Kind>(some, row_bytes, weights, line, steps, sums, first);
+      column = width;
+    }
+    for (; column < width; column += kTile) {
+      tiles_1x1<Kind>(some, row_bytes, weights + column * 4, line, steps, sums + column, first);
+      if (two)
+        tiles_1x1<Kind>(some + kTile * row_bytes, row_bytes, weights + column * 4, line, steps,
+                        sums + kTile * kPanel + column, first);
+    }
+    if (two) row += kTile;
+  }
+}
+
+#undef TILE_BEGIN
+#undef TILE_DOT
+
+#else
+
+struct TileShapes {};
+
+#endif
+
+template <class Kind>
+inline void multiply_rows(const typename Kind::Row* rows, int64_t row_stride, int64_t num_rows,
+                          const typename Kind::Weight* panel, int64_t width, int64_t groups,
+                          typename Kind::Total* totals, bool first, const Fetch& fetch) {
+#if defined(TILE_LOAD)
+  if constexpr (Kind::kGroup > 1) {
+    if (groups % kTile == 0) {
+      multiply_by_tiles<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, fetch);
+      return;
+    }
+  }
+#endif
+  multiply<Kind>(rows, row_stride, num_rows, panel, width, groups, totals, first, fetch);
+}
+
+}  // namespace millrace

@@ -1,0 +1,270 @@
+// Rows in 16 bits against 8-bit weights, exactly in int32.
+//
+// Where weights are quantized and rows are not, rows are rounded to 16 bits by blocks of inputs, each with a scale
+// of its own: 2^-16 of the block's largest magnitude, where bfloat16 would lose 2^-9 of every input. The
+// instructions for bytes take such a row as two, q = 256 high + low, and need no expansion of the weights.
+#pragma once
+
+#include "linear/gemm_tiles.h"
+
+namespace millrace {
+
+// Inputs of a block: sums of 512 products would still fit.
+constexpr int64_t kBlockInputs = 256;
+// The largest level whose upper half is an int8, as the lower half has a sign, too.
+constexpr int32_t kMostWide = 127 * 256 + 127;
+
+// How a weight's inputs fall into blocks: groups with a scale of their own are cut, never joined.
+struct Blocks {
+  int64_t group, per_group, count;
+
+  int64_t group_of(int64_t block) const { return block / per_group; }
+  int64_t begin(int64_t block) const { return group_of(block) * group + block % per_group * kBlockInputs; }
+  int64_t end(int64_t block) const {
+    return std::min(begin(block) + kBlockInputs, (group_of(block) + 1) * group);
+  }
+};
+
+inline Blocks blocks_of(const PackedWeight& weight) {
+  const int64_t group = weight.group_size ? weight.group_size : weight.padded_inputs;
+  const int64_t per_group = (group + kBlockInputs - 1) / kBlockInputs;
+  return {group, per_group, (weight.group_size ? weight.inputs / group : 1) * per_group};
+}
+
+// A block's scales and minimums for the panel's columns, or null, and what stored weights are too large by.
+struct BlockScales {
+  const float* scales;
+  const float* minimums;
+  int32_t middle;
+};
+
+// The scales of what is multiplied shortly.
+inline void fetch_scales(const BlockScales& by, int64_t width) {
+  constexpr int64_t kBlocksAhead = 8;
+  for (int64_t v = 0; v < width; v += 16) {
+    _mm_prefetch(reinterpret_cast<const char*>(by.scales + kBlocksAhead * width + v), _MM_HINT_T0);
+    if (by.minimums) _mm_prefetch(reinterpret_cast<const char*>(by.minimums + kBlocksAhead * width + v), _MM_HINT_T0);
+  }
+}
+
+#if defined(__AVX512VNNI__)
+using WideRow = int8_t;
+#else
+using WideRow = int16_t;
+#endif
+
+// Rows at a block's first input.
+struct WideRows {
+  const WideRow* data;
+  int64_t stride, low;  // in elements; the lower halves lie `low` after the upper ones
+  const float* scales;  // of the block, per_row apart
+  const int32_t* sums;
+  int64_t per_row;
+
+  WideRows from(int64_t row) const {
+    return {data + row * stride, stride, low, scales + row * per_row, sums + row * per_row, per_row};
+  }
+};
+
+// Exact sums with stored weights to those with the weights themselves, in place: less `middle` times the row's sum.
+inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t width) {
+  const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle);
+  float* floats = reinterpret_cast<float*>(totals);
+  for (int64_t column = 0; column < width; column += kLanes)
+    store(floats + column, to_floats(ByteKind::resume(totals + column), static_cast<int32_t>(less)));
+}
+
+// Adds a block's exact sums [num_rows, kPanel], which are lost, to totals.
+[[maybe_unused]] inline void add_scaled(const WideRows& rows, int64_t num_rows, int32_t* sums, const BlockScales& by,
+                                        int64_t width, float* totals, bool first) {
+  for (int64_t m = 0; m < num_rows; ++m, sums += kPanel, totals += kPanel) {
+    const int32_t row_sum = rows.sums[m * rows.per_row];
+    const float scale = rows.scales[m * rows.per_row];
+    settle_row(sums, row_sum, by.middle, width);
+    const Vec row_scale = set1(scale), scaled_sum = set1(scale * static_cast<float>(row_sum));
+    for (int64_t v = 0; v < width; v += kLanes) {
+      const Vec factor = by.scales ? mul(row_scale, load(by.scales + v)) : row_scale;
+      Vec value = fma(load(reinterpret_cast<const float*>(sums) + v), factor, first ? zero() : load(totals + v));
+      if (by.minimums) value = fma(scaled_sum, load(by.minimums + v), value);
+      store(totals + v, value);
+    }
+  }
+}
+
+#if defined(__AVX512VNNI__)
+// A row is all upper halves, then all lower ones.
+constexpr int64_t kWideElements = 2;
+inline void store_wide(WideRow* row, int64_t padded, const int32_t* levels, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) row[i] = static_cast<int8_t>((levels[i] + 128) >> 8);
+  // What is left is the lowest byte, with its sign.
+  for (int64_t i = 0; i < count; ++i) row[padded + i] = static_cast<int8_t>(levels[i]);
+}
+
+// MR rows and NV vectors of columns, `groups` fours of inputs: adds the block's scaled products to totals. `line` is
+// the bytes from one four of inputs to the next, or with kLevels to the one after the next: two share their bytes.
+// In each step kLines lines from `next` on are asked for, further by `ahead` bytes.
+template <int MR, int NV, int kLines, _mm_hint kHint, bool kLevels>
+inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, int64_t groups,
+                      const BlockScales& by, float* totals, bool first, const char* next, int64_t ahead) {
+  constexpr int kFours = kLevels ? 2 : 1;
+  __m512i high[MR][NV], low[MR][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) {
+    const uint32_t less = static_cast<uint32_t>(rows.sums[m * rows.per_row]) * static_cast<uint32_t>(by.middle);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      high[m][v] = ByteKind::none();
+      low[m][v] = _mm512_set1_epi32(static_cast<int32_t>(0u - less));
+    }
+  }
+  const WideRow* row = rows.data;
+  for (int64_t g = 0; g < groups; g += kFours) {
+    __m512i columns[kFours][NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kHint);
+    next += ahead;
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      columns[0][v] = ByteKind::column(panel + 64 * v);
+      if constexpr (kLevels) {
+        const __m512i mask = _mm512_set1_epi8(15);
+        columns[1][v] = _mm512_and_si512(_mm512_srli_epi16(columns[0][v], 4), mask);
+        columns[0][v] = _mm512_and_si512(columns[0][v], mask);
+      }
+    }
+#pragma GCC unroll 8
+    for (int four = 0; four < kFours; ++four, row += 4) {
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) {
+        const __m512i high_row = ByteKind::spread_row(row + m * rows.stride);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) high[m][v] = ByteKind::step(high[m][v], high_row, columns[four][v]);
+        const __m512i low_row = ByteKind::spread_row(row + rows.low + m * rows.stride);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) low[m][v] = ByteKind::step(low[m][v], low_row, columns[four][v]);
+      }
+    }
+    panel += line;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) {
+    const float scale = rows.scales[m * rows.per_row];
+    const Vec row_scale = set1(scale);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][v], 8), low[m][v]);
+      const Vec factor = by.scales ? mul(row_scale, load(by.scales + v * kLanes)) : row_scale;
+      float* total = totals + m * kPanel + v * kLanes;
+      Vec value = fma(_mm512_cvtepi32_ps(sum), factor, first ? zero() : load(total));
+      if (by.minimums) {
+        const Vec scaled_sum = set1(scale * static_cast<float>(rows.sums[m * rows.per_row]));
+        value = fma(scaled_sum, load(by.minimums + v * kLanes), value);
+      }
+      store(total, value);
+    }
+  }
+}
+
+// MR rows against a whole panel, in passes over some of its columns each. From `next` on, `bytes` are asked for.
+template <int MR, _mm_hint kHint, bool kLevels>
+inline void wide_tile_rows(const WideRows& rows, const uint8_t* panel, int64_t width, int64_t groups,
+                           const BlockScales& by, float* totals, bool first, const char* next, int64_t bytes) {
+  // Both halves of a row have sums of their own.
+  constexpr int kMost = MR <= 3 ? 4 : 2;
+  const int64_t line = width * 4, steps = groups / (kLevels ? 2 : 1);
+  const int64_t ahead = bytes * std::min<int64_t>(kMost * kLanes, width) / (width * steps);
+  const auto part = [&](int64_t column) {
+    return BlockScales{by.scales ? by.scales + column : nullptr, by.minimums ? by.minimums + column : nullptr,
+                       by.middle};
+  };
+  int64_t column = 0;
+  const auto pass = [&](auto vectors, auto lines) {
+    wide_tile<MR, decltype(vectors)::value, decltype(lines)::value, kHint, kLevels>(
+        rows, panel + column * 4, line, groups, part(column), totals + column, first, next, ahead);
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, kMost> most;
+  for (; column + kMost * kLanes <= width; column += kMost * kLanes, next += steps * ahead) {
+    if (ahead <= 64)
+      pass(most, one);
+    else if (ahead <= 128)
+      pass(most, std::integral_constant<int, 2>());
+    else
+      pass(most, std::integral_constant<int, 4>());
+  }
+  for (; column < width; column += kLanes) pass(one, one);
+}
+
+constexpr bool kPairsOfLevels = true;
+
+// At most a tile's rows against 4-bit levels, two to a byte, which are read as a stream.
+inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
+                       const BlockScales& by, float* totals, bool first, const char* next, int64_t bytes) {
+  for_tiles(num_rows, [&](int64_t, auto height) {
+    constexpr int MR = decltype(height)::value;
+    wide_tile_rows<MR, _MM_HINT_T0, true>(rows, panel, width, groups, by, totals, first, next, bytes);
+  });
+}
+#else
+// Four inputs lie as 0, 2, 1, 3, as the bytes of a weight fall into even and odd ones.
+constexpr int64_t kWideElements = 1;
+inline void store_wide(WideRow* row, int64_t, const int32_t* levels, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = i & 3;
+    row[(i & ~int64_t{3}) + (place == 1 ? 2 : place == 2 ? 1 : place)] = static_cast<int16_t>(levels[i]);
+  }
+}
+
+struct WordKind : ByteKind {
+  using Row = int16_t;
+  static Spread spread_row(const Row* row) {
+    int32_t pairs[2];
+    std::memcpy(pairs, row, sizeof(pairs));
+    return {_mm256_set1_epi32(pairs[0]), _mm256_set1_epi32(pairs[1])};
+  }
+};
+
+constexpr bool kPairsOfLevels = false;
+inline void few_levels(const WideRows&, int64_t, const uint8_t*, int64_t, int64_t, const BlockScales&, float*, bool,
+                       const char*, int64_t) {}
+#endif
+
+// One block of inputs of num_rows rows: adds its scaled products to totals [num_rows, kPanel]. `sums` has room for a
+// tile. `bytes` from `next` on are asked for meanwhile.
+inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width,
+                          int64_t groups, const BlockScales& by, float* totals, bool first,
+                          [[maybe_unused]] int32_t* sums, const char* next, int64_t bytes) {
+#if defined(TILE_LOAD)
+  if (groups % kTile == 0) {
+    const Fetch fetch{};
+    for (int64_t row = 0; row < num_rows; row += kTileRows) {
+      const int64_t height = std::min<int64_t>(kTileRows, num_rows - row);
+      const WideRows some = rows.from(row);
+      multiply_by_tiles<ByteKind>(some.data, some.stride, height, panel, width, groups, sums, true, fetch);
+      for (int64_t i = 0; i < height * kPanel; i += kLanes)
+        ByteKind::save(sums + i, _mm512_slli_epi32(ByteKind::resume(sums + i), 8));
+      multiply_by_tiles<ByteKind>(some.data + some.low, some.stride, height, panel, width, groups, sums, false, fetch);
+      add_scaled(some, height, sums, by, width, totals + row * kPanel, first);
+    }
+    return;
+  }
+#endif
+  const int64_t share = bytes / num_tiles(num_rows);
+  for_tiles(num_rows, [&](int64_t row, auto height) {
+    constexpr int MR = decltype(height)::value;
+    const WideRows some = rows.from(row);
+    float* to = totals + row * kPanel;
+#if defined(__AVX512VNNI__)
+    if (share == bytes)
+      wide_tile_rows<MR, _MM_HINT_T0, false>(some, panel, width, groups, by, to, first, next, share);
+    else
+      wide_tile_rows<MR, _MM_HINT_T1, false>(some, panel, width, groups, by, to, first, next, share);
+#else
+    tile_rows<WordKind, MR, 2>(some.data, some.stride, panel, width, groups, sums, true, next, share / groups);
+    add_scaled(some, MR, sums, by, width, to, first);
+#endif
+    next += share;
+  });
+}
+
+}  // namespace millrace

@@ -1,0 +1,195 @@
+#include "rope/rope_cache.h"
+
+#include "native/simd.h"
+
+namespace millrace {
+namespace {
+
+constexpr int64_t kMaxHead = 1024;
+
+// x[:width] times 1 / sqrt(mean(x^2) + eps) and weight, in place.
+void norm_in_place(float* x, const float* weight, int64_t width, float eps) {
+  Vec total = zero();
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Vec v = load(x + i, first(width - i));
+    total = fma(v, v, total);
+  }
+  const Vec scale = set1(1.0f / std::sqrt(sum(total) / static_cast<float>(width) + eps));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    store(x + i, m, mul(mul(load(x + i, m), scale), load(weight + i, m)));
+  }
+}
+
+// Turns the first 2 * half elements of a head, in place; cos and sin of the token's position.
+void rotate(float* x, const float* cos, const float* sin, int64_t half, bool interleaved) {
+  alignas(64) float pairs[kMaxHead];
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      pairs[i] = x[2 * i];
+      pairs[half + i] = x[2 * i + 1];
+    }
+    std::memcpy(x, pairs, sizeof(float) * 2 * half);
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const Mask m = first(half - i);
+    const Vec c = load(cos + i, m), s = load(sin + i, m);
+    const Vec a = load(x + i, m), b = load(x + half + i, m);
+    store(x + i, m, sub(mul(a, c), mul(b, s)));
+    store(x + half + i, m, add(mul(b, c), mul(a, s)));
+  }
+}
+
+// The scale of an int8 vector: its largest magnitude / 127, not finite when an element is not.
+float int8_scale(const float* x, int64_t width) {
+  Vec most = zero();
+  Vec poison = zero();
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Vec v = load(x + i, first(width - i));
+    most = max(most, abs(v));
+    poison = fma(v, zero(), poison);
+  }
+  return largest(most) / 127.0f + sum(poison);
+}
+
+void store_levels(int8_t* to, const float* x, int64_t width, float scale) {
+  const bool usable = scale > 0.0f && scale < INFINITY;
+  const Vec divisor = set1(usable ? scale : 1.0f);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Mask m = first(width - i);
+    const Vec level = round(div(load(x + i, m), divisor));
+    store_int8(to + i, m, max(min(level, set1(127.0f)), set1(-127.0f)));
+  }
+}
+
+// Writes one vector of one head; `which` is 0 for keys and 1 for values. Returns its scale (int8 only).
+float write_vector(const KvCache& cache, void* store_base, int64_t row, int64_t width, const float* x) {
+  if (cache.type == kKvInt8) {
+    const float scale = int8_scale(x, width);
+    store_levels(static_cast<int8_t*>(store_base) + row * width, x, width, scale);
+    return scale;
+  }
+  if (cache.type == kKvBfloat16) {
+    uint16_t* to = static_cast<uint16_t*>(store_base) + row * width;
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Mask m = first(width - i);
+      store_bf16(to + i, m, load(x + i, m));
+    }
+  } else {
+    std::memcpy(static_cast<float*>(store_base) + row * width, x, sizeof(float) * width);
+  }
+  return 0.0f;
+}
+
+void write_head(const KvCache& cache, int64_t slot, int64_t head, const float* key, const float* value) {
+  const int64_t block = slot / cache.block_size, place = slot % cache.block_size;
+  const int64_t row = (block * cache.num_heads + head) * cache.block_size + place;
+  const float key_scale = write_vector(cache, cache.keys, row, cache.key_dim, key);
+  float value_scale = key_scale;
+  if (cache.values) value_scale = write_vector(cache, cache.values, row, cache.value_dim, value);
+  if (cache.scales) {
+    cache.scales[2 * row] = key_scale;
+    cache.scales[2 * row + 1] = value_scale;
+  }
+}
+
+}  // namespace
+}  // namespace millrace
+
+using namespace millrace;
+
+extern "C" void rope_cache(const RopeCacheArgs& args, int thread, int num_threads) {
+  const Step& step = *args.step;
+  const int64_t dim = args.cache.key_dim, heads = args.num_heads, kv_heads = args.cache.num_heads;
+  const int64_t width = (heads + 2 * kv_heads) * dim, half = args.rotary_dim / 2;
+  // With norms per head (or none) the unit of work is a kv head and its queries; else a whole token.
+  const int64_t split = args.norm == kNormFull ? 1 : kv_heads;
+  const Range mine = share(step.num_tokens * split, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t token = unit / split, part = unit % split;
+    float* q = args.qkv + token * width;
+    float* k = q + heads * dim;
+    const float* v = k + kv_heads * dim;
+    const float* cos = args.cos + step.positions[token] * half;
+    const float* sin = args.sin + step.positions[token] * half;
+    if (args.norm == kNormFull) {
+      norm_in_place(q, args.q_norm, heads * dim, args.eps);
+      norm_in_place(k, args.k_norm, kv_heads * dim, args.eps);
+    }
+    for (int64_t head = part * heads / split; head < (part + 1) * heads / split; ++head) {
+      if (args.norm == kNormHead) norm_in_place(q + head * dim, args.q_norm, dim, args.eps);
+      rotate(q + head * dim, cos, sin, half, args.interleaved);
+    }
+    for (int64_t head = part * kv_heads / split; head < (part + 1) * kv_heads / split; ++head) {
+      if (args.norm == kNormHead) norm_in_place(k + head * dim, args.k_norm, dim, args.eps);
+      rotate(k + head * dim, cos, sin, half, args.interleaved);
+      write_head(args.cache, step.slots[token], head, k + head * dim, v + head * dim);
+    }
+  }
+}
+
+extern "C" void latent_cache(const LatentCacheArgs& args, int thread, int num_threads) {
+  const Step& step = *args.step;
+  const int64_t rotary = args.rotary_dim, rank = args.cache.key_dim - rotary, half = rotary / 2;
+  const int64_t query = args.nope_dim + rotary, wide = rank + rotary;
+  alignas(64) float vector[kMaxHead];
+  const Range mine = share(step.num_tokens, thread, num_threads);
+  for (int64_t token = mine.begin; token < mine.end; ++token) {
+    const float* cos = args.cos + step.positions[token] * half;
+    const float* sin = args.sin + step.positions[token] * half;
+    std::memcpy(vector, args.down + token * wide, sizeof(float) * wide);
+    norm_in_place(vector, args.latent_norm, rank, args.eps);
+    rotate(vector + rank, cos, sin, half, args.interleaved);
+    write_head(args.cache, step.slots[token], 0, vector, nullptr);
+    for (int64_t head = 0; head < args.num_heads; ++head) {
+      const int64_t at = token * args.num_heads + head;
+      float* to = args.queries + at * wide + rank;
+      std::memcpy(to, args.q + at * query + args.nope_dim, sizeof(float) * rotary);
+      rotate(to, cos, sin, half, args.interleaved);
+    }
+  }
+}
+
+extern "C" void head_product(const HeadProductArgs& args, int thread, int num_threads) {
+  // The unit of work: one head, a tile of tokens, four vectors of outputs; inputs are added first to last.
+  constexpr int64_t kTokens = 4, kWidth = 4 * kLanes;
+  const int64_t tokens = args.step->num_tokens, tiles = (tokens + kTokens - 1) / kTokens;
+  const int64_t columns = (args.outputs + kWidth - 1) / kWidth;
+  const Range mine = share(args.num_heads * columns * tiles, thread, num_threads);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+    const int64_t head = unit / (columns * tiles), column = unit / tiles % columns * kWidth;
+    const int64_t begin = unit % tiles * kTokens;
+    const int64_t count = tokens - begin < kTokens ? tokens - begin : kTokens;
+    const float* weight = args.weight + head * args.inputs * args.outputs + column;
+    const float* x[kTokens];
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const int64_t token = begin + (t < count ? t : 0);
+      x[t] = args.x + (token * args.num_heads + head) * args.x_stride;
+    }
+    Mask m[4];
+    for (int v = 0; v < 4; ++v) {
+      const int64_t left = args.outputs - column - v * kLanes;
+      m[v] = first(left > 0 ? left : 0);
+    }
+    Vec total[kTokens][4];
+    for (auto& row : total) {
+      for (Vec& v : row) v = zero();
+    }
+    for (int64_t i = 0; i < args.inputs; ++i, weight += args.outputs) {
+      Vec w[4];
+      for (int v = 0; v < 4; ++v) w[v] = load(weight + v * kLanes, m[v]);
+      for (int64_t t = 0; t < kTokens; ++t) {
+        const Vec factor = set1(x[t][i]);
+        for (int v = 0; v < 4; ++v) total[t][v] = fma(factor, w[v], total[t][v]);
+      }
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      float* out = args.out + ((begin + t) * args.num_heads + head) * args.out_stride + column;
+      for (int v = 0; v < 4; ++v) store(out + v * kLanes, m[v], total[t][v]);
+    }
+  }
+}
+
+MILLRACE_OP(rope_cache, RopeCacheArgs)
+MILLRACE_OP(latent_cache, LatentCacheArgs)
+MILLRACE_OP(head_product, HeadProductArgs)

@@ -1,0 +1,67 @@
+// From projections to queries that can attend and to keys and values in the cache: bias-free per-head or whole
+// norms of q and k, rotation by position, conversion to the cache's type, write.
+#pragma once
+
+#include "paged_cache/kv_cache.h"
+#include "native/op.h"
+
+namespace millrace {
+
+enum QkNorm : int64_t { kNormNone = 0, kNormHead = 1, kNormFull = 2 };
+
+// Shape letters: T tokens, H query heads, K kv heads, D head dim, R rotated dimensions, L positions.
+// Queries are normed and rotated in place. With `interleaved`, pairs (2i, 2i + 1) come out as (i, i + R/2).
+struct RopeCacheArgs {
+  const Step* step;
+  float* qkv;           // [T, (H + 2 K) D]: q heads, k heads, v heads; the q part is also the result
+  const float* q_norm;  // [D] (head), [H D] (full) or null
+  const float* k_norm;  // [D] (head), [K D] (full) or null
+  const float* cos;     // [L, R / 2]
+  const float* sin;     // [L, R / 2]
+  KvCache cache;
+  int64_t num_heads;  // H; K and D are the cache's
+  int64_t rotary_dim;  // R, even, 0 (no rotation) to D
+  int64_t interleaved;
+  int64_t norm;  // QkNorm
+  float eps;
+};
+
+// Latent attention (DeepSeek-V2): one vector per token, the normed latent and the rotated key part.
+// Shape letters: C latent rank, R rotated dimensions, N other dimensions of a query head.
+struct LatentCacheArgs {
+  const Step* step;
+  const float* down;         // [T, C + R]: latent, key part before rotation
+  const float* latent_norm;  // [C]
+  const float* q;            // [T, H, N + R] before rotation
+  float* queries;            // [T, H, C + R]: this op writes the last R elements, rotated
+  const float* cos;          // [L, R / 2]
+  const float* sin;          // [L, R / 2]
+  KvCache cache;             // key_dim C + R, one head, no values of its own
+  int64_t num_heads;         // H
+  int64_t nope_dim;          // N
+  int64_t rotary_dim;        // R
+  int64_t interleaved;
+  float eps;
+};
+
+// Small products per head, in float32, for the absorbed projections of latent attention:
+// out[t, h, :M] = x[t, h, :I] . weight[h], rows of heads `stride` floats apart.
+struct HeadProductArgs {
+  const Step* step;
+  const float* x;       // [T, H, x_stride], the first I of each head count
+  const float* weight;  // [H, I, M]
+  float* out;           // [T, H, out_stride], the first M of each head are written
+  int64_t num_heads;    // H
+  int64_t inputs;       // I
+  int64_t outputs;      // M
+  int64_t x_stride;
+  int64_t out_stride;
+};
+
+}  // namespace millrace
+
+extern "C" {
+void rope_cache(const millrace::RopeCacheArgs& args, int thread, int num_threads);
+void latent_cache(const millrace::LatentCacheArgs& args, int thread, int num_threads);
+void head_product(const millrace::HeadProductArgs& args, int thread, int num_threads);
+}

@@ -1,0 +1,91 @@
+"""What a draw reads, what it is asked and what comes of it: for all that draw.
+
+Shape letters: R rows, N slots, W wide rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What a sequence asks of its draws; rows of what is as wide as the vocabulary are given by their places.
+OPTIONS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("choice", np.int64),
+        ("min_tokens", np.int64),
+        ("bias_row", np.int64),
+        ("count_row", np.int64),
+    ]
+)
+NO_ROW = -1
+
+
+class WideRows(Protocol):
+    """Rows [W, V], and the same memory as a tensor."""
+
+    rows: Any
+
+    @property
+    def tensor(self) -> Tensor:
+        """Where draws read it."""
+
+
+class Tables(Protocol):
+    """What is known of all sequences, by slot (engine/sampling/table.py keeps it)."""
+
+    vocab_size: int
+    options: NDArray[np.void]  # [N] of OPTIONS
+    # Whether the most likely token is all that is wanted, of logits as they are.
+    plain: NDArray[np.bool_]  # [N]
+    stop_ids: dict[int, tuple[int, ...]]
+
+    @property
+    def biases(self) -> WideRows:
+        """Added to logits."""
+
+    @property
+    def output_counts(self) -> WideRows:
+        """Occurrences of each token in the output."""
+
+    @property
+    def seen(self) -> WideRows:
+        """Whether a token is in prompt or output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """Which sequence each row of logits belongs to, and what it must respect."""
+
+    slots: NDArray[np.int64]  # [R]
+    # Number of output tokens before the one drawn in this row.
+    positions: NDArray[np.int64]  # [R]
+    # Draft tokens before a row, counted by penalties on top of the table: (row, token) pairs.
+    draft_rows: NDArray[np.int64]
+    draft_tokens: NDArray[np.int64]
+    # Rows under a grammar, and the tokens that it allows: bit i % 32 of word i / 32.
+    grammar_rows: NDArray[np.int64]
+    grammar_masks: NDArray[np.int32] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Outcome per row."""
+
+    tokens: NDArray[np.int64]  # [R]
+    finite: NDArray[np.bool_]  # [R] the model's logits were finite
+    allowed: NDArray[np.bool_]  # [R] at least one token was allowed
+    processed: Any  # [R, V] logits after penalties, biases and masks; minus infinity is excluded
