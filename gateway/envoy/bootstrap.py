@@ -1,41 +1,49 @@
-"""The whole configuration of one Envoy, from the gateway's settings."""
+"""The whole configuration of one Envoy, from the gateway's settings: `envoy.yaml.j2` with its values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import msgspec
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from gateway.envoy import clusters, tls
-from gateway.envoy.clusters import address, typed
-from gateway.envoy.listeners import metrics_listener, public_listener, traced
-from gateway.settings import Settings, load_settings
+from gateway.auth import authorizer
+from gateway.config import EnvoyConfig
+from gateway.envoy.clusters import clusters
+from gateway.envoy.replies import local_reply_config
+from gateway.limits import servicer
+from gateway.settings import Settings, load_settings, split_address
+from observability import names
 from observability.config import ObservabilityConfig
+from observability.provider import edge_resource
 from services.config import load_section
+from services.context import CONTEXT_HEADER
+from services.errors import ConfigError
 
 Profile = Literal["local", "compose", "kubernetes"]
 
 # What differs between the places where Envoy runs; the file's own [envoy] table wins over these.
-_CONTAINER = {"listen": "0.0.0.0:8080", "metrics_listen": "0.0.0.0:9902", "admin": "127.0.0.1:9901"}
-PROFILES: Mapping[Profile, Mapping[str, Any]] = {
-    "local": {},
-    "compose": {**_CONTAINER, "gateway_grpc": ["gateway:50051"], "gateway_http": ["gateway:8000"]},
-    # Headless service: its name resolves to every gateway pod.
-    "kubernetes": {
-        **_CONTAINER,
-        "gateway_grpc": ["gateway:50051"],
-        "gateway_http": ["gateway:8000"],
-    },
+_CONTAINER = {
+    "listen": "0.0.0.0:8080",
+    "metrics_listen": "0.0.0.0:9902",
+    "admin": "127.0.0.1:9901",
+    # In Kubernetes a headless service, whose name resolves to every gateway pod.
+    "gateway_grpc": ["gateway:50051"],
+    "gateway_http": ["gateway:8000"],
 }
+PROFILES: Mapping[Profile, Mapping[str, Any]] = {"local": {}, "compose": _CONTAINER, "kubernetes": _CONTAINER}
 
-# Spans leave Envoy as soon as those of the services do (default 5 s): a trace is whole when it is asked for.
-# And not five at a time (the default), which costs a call each on both sides.
-_RUNTIME = {"tracing.opentelemetry.flush_interval_ms": 1000, "tracing.opentelemetry.min_flush_spans": 512}
-
-# Share of the heap limit from which memory is given back, and from which requests are refused.
-_SHRINK_AT = 0.92
-_REFUSE_AT = 0.97
+# Headers that authorization adds to a request, for the services behind and for Envoy's own filters.
+_CONTEXT_HEADERS = (
+    CONTEXT_HEADER,
+    authorizer.TENANT_HEADER,
+    authorizer.KEY_HEADER,
+    authorizer.COUNTED_HEADER,
+)
+# Headers that only the edge may set; the last one is Envoy's own.
+IDENTITY_HEADERS = (*_CONTEXT_HEADERS, authorizer.CLAIMS_HEADER)
 
 
 def render(tables: Mapping[str, Any], profile: Profile = "local") -> str:
@@ -48,65 +56,89 @@ def render(tables: Mapping[str, Any], profile: Profile = "local") -> str:
 
 def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, Any]:
     """Envoy's bootstrap. Its spans go where the services' go first; if that is nowhere, it makes none."""
-    config, gateway, jwt = settings.envoy, settings.gateway, settings.keys.jwt
+    config, gateway = settings.envoy, settings.gateway
+    _check_tls(config)
     export = next(iter(observability.exports()), None)
-    tracing = None if export is None else traced(config, export, observability.sampled_share())
-    listeners = [public_listener(config, jwt, max_body_bytes=gateway.max_body_bytes, tracing=tracing)]
-    if config.tls_certificate or config.tls_key:
-        listeners[0]["filter_chains"][0]["transport_socket"] = tls.transport_socket(config)
-    upstreams = [
-        clusters.gateway_edge(config.gateway_grpc or (gateway.grpc_listen,), config),
-        clusters.gateway_edge_http(config.gateway_http or (gateway.http_listen,), config),
-        clusters.gateway_grpc(config.gateway_grpc or (gateway.grpc_listen,), config),
-        clusters.gateway_http(config.gateway_http or (gateway.http_listen,), config),
-    ]
-    if settings.security.tls_certificate:
-        for cluster in upstreams:
-            cluster["transport_socket"] = tls.upstream_socket(cluster, settings.security)
-    if export is not None:
-        upstreams.append(clusters.traces(export, config))
-    if jwt.jwks_url:
-        upstreams.append(clusters.jwks(jwt.jwks_url, config))
-    if config.metrics_listen:
-        listeners.append(metrics_listener(config))
-        upstreams.append(clusters.admin(config))
-    return {
-        "node": {"id": "edge", "cluster": "millrace"},
-        "admin": {"address": address(config.admin, "envoy.admin")},
-        "static_resources": {"listeners": listeners, "clusters": upstreams},
-        "overload_manager": _overload_manager(settings),
-        "layered_runtime": {"layers": [{"name": "static", "static_layer": _RUNTIME}]},
-    }
+    share = config.trace_sampling_percent / 100 * observability.sampled_share()
+    text = _TEMPLATES.get_template("envoy.yaml.j2").render(
+        config=config,
+        jwt=settings.keys.jwt,
+        clusters=list(clusters(settings, export)),
+        max_body_bytes=gateway.max_body_bytes,
+        edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
+        local_reply_config=local_reply_config(gateway.max_body_bytes),
+        export=export,
+        export_headers=[{"key": key, "value": value} for key, value in export.headers.items()]
+        if export is not None
+        else [],
+        sampled_per_million=round(share * 1_000_000),
+    )
+    built: dict[str, Any] = yaml.safe_load(text)
+    return built
 
 
-def _overload_manager(settings: Settings) -> dict[str, Any]:
-    config = settings.envoy
-    heap = "envoy.resource_monitors.fixed_heap"
-    connections = "envoy.resource_monitors.global_downstream_max_connections"
-    return {
-        "refresh_interval": "0.25s",
-        "resource_monitors": [
-            {
-                "name": heap,
-                "typed_config": typed(
-                    "envoy.extensions.resource_monitors.fixed_heap.v3.FixedHeapConfig",
-                    max_heap_size_bytes=config.max_heap_bytes,
-                ),
-            },
-            {
-                "name": connections,
-                "typed_config": typed(
-                    "envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
-                    max_active_downstream_connections=config.max_connections,
-                ),
-            },
-        ],
-        "actions": [
-            _action("envoy.overload_actions.shrink_heap", heap, _SHRINK_AT),
-            _action("envoy.overload_actions.stop_accepting_requests", heap, _REFUSE_AT),
-        ],
-    }
+def _check_tls(config: EnvoyConfig) -> None:
+    if bool(config.tls_certificate) != bool(config.tls_key):
+        missing = "tls_key" if config.tls_certificate else "tls_certificate"
+        raise ConfigError(f"envoy.{missing}: TLS needs a certificate and its key; set both or neither")
 
 
-def _action(name: str, monitor: str, threshold: float) -> dict[str, Any]:
-    return {"name": name, "triggers": [{"name": monitor, "threshold": {"value": threshold}}]}
+def _address(host_port: str, key: str = "address") -> dict[str, Any]:
+    """Envoy's form of host:port."""
+    host, port = split_address(key, host_port)
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:g}s"
+
+
+def _exactly(headers: Iterable[str]) -> list[dict[str, str]]:
+    return [{"exact": header} for header in headers]
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# What every expression of the template gives is written as JSON.
+_TEMPLATES = Environment(
+    loader=PackageLoader("gateway.envoy", "."),
+    finalize=_json,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters.update(seconds=_seconds, exactly=_exactly)
+_TEMPLATES.globals.update(
+    address=_address,
+    http_connection_manager="type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3"
+    ".HttpConnectionManager",
+    context_headers=_CONTEXT_HEADERS,
+    dropped_headers=(
+        *IDENTITY_HEADERS,
+        authorizer.QUESTION_HEADER,
+        authorizer.CONTENT_TYPE_HEADER,
+        "x-request-id",
+    ),
+    tenant_header=authorizer.TENANT_HEADER,
+    key_header=authorizer.KEY_HEADER,
+    counted_header=authorizer.COUNTED_HEADER,
+    claims_header=authorizer.CLAIMS_HEADER,
+    content_type_header=authorizer.CONTENT_TYPE_HEADER,
+    question_header=authorizer.QUESTION_HEADER,
+    authorize_prefix=authorizer.AUTHORIZE_PREFIX,
+    rate_limit_domain=servicer.DOMAIN,
+    tenant_entry=servicer.TENANT_ENTRY,
+    key_entry=servicer.KEY_ENTRY,
+    content_type_entry=servicer.CONTENT_TYPE_ENTRY,
+    service_name=names.ENVOY,
+    ingress_span=str(names.ENVOY_INGRESS),
+    tags={
+        "request_id": str(names.REQUEST_ID),
+        "client_request_id": str(names.CLIENT_REQUEST_ID),
+        "tenant": str(names.TENANT),
+        "key_id": str(names.KEY_ID),
+    },
+    edge_resource=edge_resource,
+)

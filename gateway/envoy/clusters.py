@@ -3,165 +3,84 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from gateway.config import EnvoyConfig
-from gateway.settings import split_address
+import msgspec
+
+from gateway.settings import Settings
 from observability.config import Export
 from services.addresses import join
-
-GATEWAY_GRPC = "gateway_grpc"
-# The same processes: questions of the edge have connections and limits of their own, so that running streams
-# can neither delay nor crowd them out.
-GATEWAY_EDGE = "gateway_edge"
-GATEWAY_EDGE_HTTP = "gateway_edge_http"
-GATEWAY_HTTP = "gateway_http"
-TRACES = "traces"
-JWKS = "jwks"
-ADMIN = "admin"
+from services.config import SecurityConfig
 
 _AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
-_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-_CHECK_INTERVAL = "1s"
 
 
-def typed(name: str, **fields: Any) -> dict[str, Any]:
-    """A typed_config of an Envoy message."""
-    return {"@type": f"type.googleapis.com/{name}", **fields}
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """TLS to a server that has to prove its name; with a certificate of our own, if it asks for one."""
+
+    name: str
+    authority: str
+    certificate: str = ""
+    key: str = ""
 
 
-def address(host_port: str, key: str = "address") -> dict[str, Any]:
-    """Envoy's form of host:port."""
-    host, port = split_address(key, host_port)
-    return {"socket_address": {"address": host, "port_value": port}}
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints (host:port) that Envoy balances over. A gateway's are watched, and limited."""
+
+    name: str
+    endpoints: tuple[str, ...]
+    is_http2: bool = False
+    is_gateway: bool = False
+    tls: Tls | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no endpoint has a name that stands for others."""
+        return all(_is_ip(endpoint) for endpoint in self.endpoints)
 
 
-def gateway_grpc(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """gRPC face."""
-    return _gateway(GATEWAY_GRPC, endpoints, config, {"grpc_health_check": {}}, http2=True)
+def clusters(settings: Settings, export: Export | None) -> Iterator[Cluster]:
+    """All of one Envoy. `export` is the receiver of spans, which are dropped while it is away."""
+    config, gateway, jwt = settings.envoy, settings.gateway, settings.keys.jwt
+    grpc = config.gateway_grpc or (gateway.grpc_listen,)
+    http = config.gateway_http or (gateway.http_listen,)
+    inner = _inner_tls(settings.security)
+    # Questions of the edge (rate limits, authorization) have connections and limits of their own, so that
+    # running streams of the same processes can neither delay nor crowd them out.
+    yield Cluster(name="gateway_edge", endpoints=grpc, is_http2=True, is_gateway=True, tls=inner)
+    yield Cluster(name="gateway_edge_http", endpoints=http, is_gateway=True, tls=inner)
+    yield Cluster(name="gateway_grpc", endpoints=grpc, is_http2=True, is_gateway=True, tls=inner)
+    yield Cluster(name="gateway_http", endpoints=http, is_gateway=True, tls=inner)
+    if export is not None:
+        over_http = export.protocol == "http/protobuf"
+        port = (443 if export.is_secure else 80) if over_http else 4317
+        yield _outside("traces", export.url, port, authority=export.certificate, is_http2=not over_http)
+    if jwt.jwks_url:
+        yield _outside("jwks", jwt.jwks_url, 443 if jwt.jwks_url.startswith("https:") else 80)
+    if config.metrics_listen:
+        yield Cluster(name="admin", endpoints=(config.admin,))
 
 
-def gateway_edge(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """Rate limit service."""
-    return _gateway(GATEWAY_EDGE, endpoints, config, {"grpc_health_check": {}}, http2=True)
+def _inner_tls(security: SecurityConfig) -> Tls | None:
+    if not security.tls_certificate:
+        return None
+    return Tls(
+        name=security.tls_name,
+        authority=security.tls_authority,
+        certificate=security.tls_certificate,
+        key=security.tls_key,
+    )
 
 
-def gateway_edge_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """Authorization."""
-    check = {"http_health_check": {"path": "/health"}}
-    return _gateway(GATEWAY_EDGE_HTTP, endpoints, config, check, http2=False)
-
-
-def gateway_http(endpoints: Sequence[str], config: EnvoyConfig) -> dict[str, Any]:
-    """HTTP face."""
-    return _gateway(GATEWAY_HTTP, endpoints, config, {"http_health_check": {"path": "/health"}}, http2=False)
-
-
-def traces(export: Export, config: EnvoyConfig) -> dict[str, Any]:
-    """Receiver of spans; they are dropped while it is away."""
-    over_http = export.protocol == "http/protobuf"
-    port = (443 if export.is_secure else 80) if over_http else 4317
-    cluster = _cluster(TRACES, [_host_port(export.url, port)], config, http2=not over_http)
-    if export.is_secure:
-        cluster["transport_socket"] = _verified(export.url, export.certificate or _AUTHORITIES)
-    return cluster
-
-
-def jwks(url: str, config: EnvoyConfig) -> dict[str, Any]:
-    """Server of an issuer's keys."""
-    secure = urlsplit(url).scheme == "https"
-    cluster = _cluster(JWKS, [_host_port(url, 443 if secure else 80)], config, http2=False)
-    if secure:
-        cluster["transport_socket"] = _verified(url, _AUTHORITIES)
-    return cluster
-
-
-def _verified(url: str, authorities: str) -> dict[str, Any]:
-    """TLS to a server that has to prove its name."""
-    host = urlsplit(url).hostname
-    return {
-        "name": "envoy.transport_sockets.tls",
-        "typed_config": typed(
-            "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
-            sni=host,
-            common_tls_context={
-                "validation_context": {
-                    "trusted_ca": {"filename": authorities},
-                    "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": host}}],
-                }
-            },
-        ),
-    }
-
-
-def admin(config: EnvoyConfig) -> dict[str, Any]:
-    """Envoy's own admin interface, of which the metrics listener shows two pages."""
-    return _cluster(ADMIN, [config.admin], config, http2=False)
-
-
-def _gateway(
-    name: str, endpoints: Sequence[str], config: EnvoyConfig, check: dict[str, Any], *, http2: bool
-) -> dict[str, Any]:
-    return {
-        **_cluster(name, endpoints, config, http2=http2),
-        "lb_policy": "LEAST_REQUEST",
-        # A gateway that is not healthy gets nothing, even when none is: the client is told at once.
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
-        "health_checks": [
-            {
-                "timeout": _CHECK_INTERVAL,
-                "interval": _CHECK_INTERVAL,
-                "no_traffic_interval": _CHECK_INTERVAL,
-                "unhealthy_interval": "0.25s",
-                "no_traffic_healthy_interval": _CHECK_INTERVAL,
-                "unhealthy_threshold": 2,
-                "healthy_threshold": 1,
-                **check,
-            }
-        ],
-        "circuit_breakers": {
-            "thresholds": [
-                {
-                    "max_connections": config.max_connections,
-                    "max_requests": config.max_requests,
-                    "max_pending_requests": config.max_requests,
-                    "track_remaining": True,
-                }
-            ]
-        },
-    }
-
-
-def _cluster(name: str, endpoints: Sequence[str], config: EnvoyConfig, *, http2: bool) -> dict[str, Any]:
-    # A name may stand for several processes (a headless service): every address of it is an endpoint.
-    static = all(_is_ip(endpoint) for endpoint in endpoints)
-    protocol: dict[str, Any] = {"http_protocol_options": {}}
-    if http2:
-        # A dead peer is noticed by pings, not by the next request that waits for it.
-        keepalive = {"interval": "10s", "timeout": "5s"}
-        protocol = {"http2_protocol_options": {"connection_keepalive": keepalive}}
-    return {
-        "name": name,
-        **({"type": "STATIC"} if static else {"cluster_type": _every_address()}),
-        "connect_timeout": f"{config.connect_timeout_s:g}s",
-        "typed_extension_protocol_options": {
-            _HTTP_OPTIONS: typed(_HTTP_OPTIONS, explicit_http_config=protocol)
-        },
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": address(endpoint)}} for endpoint in endpoints]}
-            ],
-        },
-    }
-
-
-def _every_address() -> dict[str, Any]:
-    """Discovery by DNS in which each address of a name is an endpoint."""
-    message = "envoy.extensions.clusters.dns.v3.DnsCluster"
-    return {"name": "envoy.cluster.dns", "typed_config": typed(message, dns_refresh_rate="2s")}
+def _outside(
+    name: str, url: str, default_port: int, *, authority: str = "", is_http2: bool = False
+) -> Cluster:
+    """A server that is not ours, which proves its name where its URL says https."""
+    parts = urlsplit(url if "://" in url else f"//{url}")
+    host = parts.hostname or ""
+    tls = Tls(name=host, authority=authority or _AUTHORITIES) if parts.scheme == "https" else None
+    return Cluster(name=name, endpoints=(join(host, parts.port or default_port),), is_http2=is_http2, tls=tls)
 
 
 def _is_ip(host_port: str) -> bool:
@@ -170,8 +89,3 @@ def _is_ip(host_port: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _host_port(endpoint: str, default_port: int) -> str:
-    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    return join(parts.hostname or "", parts.port or default_port)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,9 +16,14 @@ from rich.table import Table
 from contract.errors import MillraceError
 from services.bench.command import app as bench_app
 from services.cli import owners
-from services.cli.target import Target, find_target
+from services.cli.options import flattened
+from services.cli.target import find_target
 from services.errors import ConfigError
 from services.supervisor.config import BUNDLED_MODEL, Options
+
+# Not loaded by the supervisor, which asks nothing of a model.
+if TYPE_CHECKING:
+    from services.cli.inference import InferenceClient
 
 app = typer.Typer(
     help="Millrace serves large language models to many tenants, with promises that are kept.",
@@ -39,21 +45,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["off", "int8", "w8a8", "int4"]
 ModelOption = Annotated[str, typer.Option(help="Model to ask for; the served one when empty.")]
 UrlOption = Annotated[str, typer.Option(help="Server as host:port; the local stack when empty.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens to generate.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")]
-TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k likeliest tokens; 0 keeps all.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal answers.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")]
-Tier = Annotated[str, typer.Option(help="Service tier to ask for.")]
-Schema = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="JSON schema of the answer.")]
-Regex = Annotated[str, typer.Option(help="Regular expression that the whole answer matches.")]
 Config = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Configuration file (TOML).")]
-Engines = Annotated[int | None, typer.Option(min=1, max=64, help="Engine processes.")]
-Gateways = Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes.")]
-Host = Annotated[str, typer.Option(help="IP address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
-Simulated = Annotated[bool, typer.Option("--simulated", help="Engines without weights, for tests.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Element type of weights and activations.")]
 Quantize = Annotated[
     Quantization | None, typer.Option(help="Quantize weights at load; w8a8 rounds activations to int8, too.")
@@ -70,145 +62,150 @@ def _errors_told() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
-def _target(url: str) -> Target:
-    return find_target(url)
-
-
 # --- running ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Options of the commands that start a stack."""
+
+    quantize: Quantize = None
+    engines: Annotated[int | None, typer.Option(min=1, max=64, help="Engine processes.")] = None
+    gateways: Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes.")] = None
+    host: Annotated[str, typer.Option(help="IP address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080
+    config: Config = None
+
+    def supervise(self, model: str | None, *, dtype: str | None = None, simulated: bool = False) -> NoReturn:
+        """Runs until it is told to stop, and exits."""
+        from services.supervisor.run import supervise
+
+        options = Options(
+            config=self.config.resolve() if self.config else None,
+            model=model,
+            dtype=dtype,
+            quantize=self.quantize,
+            engines=self.engines,
+            gateways=self.gateways,
+            host="127.0.0.1" if self.host == "localhost" else self.host,
+            port=self.port,
+            simulated=simulated,
+        )
+        raise typer.Exit(supervise(options, Console(highlight=False)))
+
+
 @app.command()
+@flattened
 def up(
+    *,
     model: Annotated[str | None, typer.Option(help="Directory in Hugging Face format, or a hub id.")] = None,
     dtype: DtypeOption = "auto",
-    quantize: Quantize = None,
-    engines: Engines = None,
-    gateways: Gateways = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    config: Config = None,
-    simulated: Simulated = False,
+    serving: Serving,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Engines without weights, for tests.")
+    ] = False,
 ) -> None:
     """Serve a model: start every process, wait until all are healthy, stop on Ctrl-C."""
-    from services.supervisor.run import supervise
-
-    options = Options(
-        config=config.resolve() if config else None,
-        model=model,
-        dtype=None if dtype == "auto" else dtype,
-        quantize=quantize,
-        engines=engines,
-        gateways=gateways,
-        host="127.0.0.1" if host == "localhost" else host,
-        port=port,
-        simulated=simulated,
-    )
-    raise typer.Exit(supervise(options, Console(highlight=False)))
+    serving.supervise(model, dtype=None if dtype == "auto" else dtype, simulated=simulated)
 
 
 @app.command()
-def serve(
-    quantize: Quantize = None,
-    engines: Engines = None,
-    gateways: Gateways = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    config: Config = None,
-) -> None:
+@flattened
+def serve(serving: Serving) -> None:
     """Serve the bundled model."""
-    up(str(BUNDLED_MODEL), "auto", quantize, engines, gateways, host, port, config, False)
+    serving.supervise(str(BUNDLED_MODEL))
 
 
 # --- asking -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """Options of the commands that have the model write something."""
+
+    model: ModelOption = ""
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to generate.")] = None
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")] = (
+        None
+    )
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None
+    top_k: Annotated[int | None, typer.Option(min=0, help="Keep the k likeliest tokens; 0 keeps all.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal answers.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")] = (
+        None
+    )
+    tier: Annotated[str, typer.Option(help="Service tier to ask for.")] = ""
+    schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="JSON schema of the answer.")
+    ] = None
+    regex: Annotated[str, typer.Option(help="Regular expression that the whole answer matches.")] = ""
+    url: UrlOption = ""
+
+    def fields(self, client: InferenceClient) -> dict[str, Any]:
+        """What requests of both kinds have; raises ConfigError for options that exclude each other."""
+        from services.cli.inference import response_format
+
+        return {
+            "model": self.model or client.default_model(),
+            # What is None keeps the model's default.
+            "sampling": {
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "seed": self.seed,
+                "stop": self.stop,
+            },
+            "response_format": response_format(_read(self.schema), self.regex),
+            "service_tier": self.tier,
+        }
+
+
 @app.command()
+@flattened
 def chat(
+    asking: Asking,
     text: Annotated[str, typer.Argument(help="One question; a conversation when left out.")] = "",
-    model: ModelOption = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    tier: Tier = "",
-    schema: Schema = None,
-    regex: Regex = "",
-    url: UrlOption = "",
 ) -> None:
     """Talk to the model; the question may also come from standard input."""
-    from services.cli import chat as chatting
-    from services.cli import inference
+    from services.cli.chat import Conversation, talk
+    from services.cli.inference import InferenceClient
 
-    with _errors_told(), inference.InferenceClient(_target(url)) as client:
-        settings = chatting.ChatSettings(
-            model=model or client.default_model(),
-            system=system,
-            sampling=inference.sampling_options(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                stop=stop or (),
-            ),
-            response_format=inference.response_format(_read(schema), regex),
-            service_tier=tier,
-        )
-        conversation = chatting.Conversation(client, settings, _out, _notes)
+    with _errors_told(), InferenceClient(find_target(asking.url)) as client:
+        conversation = Conversation(client, asking.fields(client), system, _out, _notes)
         if text:
             conversation.ask(text)
         elif not sys.stdin.isatty():
             conversation.ask(sys.stdin.read())
         else:
-            chatting.talk(conversation, input, _notes)
+            talk(conversation, input, _notes)
 
 
 @app.command()
+@flattened
 def generate(
+    asking: Asking,
     prompt: Annotated[str, typer.Argument(help="Text to continue; standard input when left out.")] = "",
-    model: ModelOption = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    tier: Tier = "",
-    schema: Schema = None,
-    regex: Regex = "",
-    url: UrlOption = "",
 ) -> None:
     """Continue a text."""
-    from services.cli import inference
+    from services.cli.inference import InferenceClient
 
-    with _errors_told(), inference.InferenceClient(_target(url)) as client:
-        inference.generate_to(
-            client,
-            sys.stdout,
-            model=model or client.default_model(),
-            prompt=prompt or sys.stdin.read(),
-            sampling=inference.sampling_options(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                stop=stop or (),
-            ),
-            response_format=inference.response_format(_read(schema), regex),
-            service_tier=tier,
-        )
+    with _errors_told(), InferenceClient(find_target(asking.url)) as client:
+        fields = asking.fields(client)
+        for response in client.generate(text=prompt or sys.stdin.read(), **fields):
+            for choice in response.choices:
+                sys.stdout.write(choice.text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
 
 
 @app.command()
 def models(url: UrlOption = "") -> None:
     """List the models that the key may use."""
-    from services.cli import inference
+    from services.cli.inference import InferenceClient
 
-    with _errors_told(), inference.InferenceClient(_target(url)) as client:
+    with _errors_told(), InferenceClient(find_target(url)) as client:
         for model in client.models():
             _out.print(f"{model.id}  {model.max_model_len} tokens", markup=False)
 

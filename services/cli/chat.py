@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
-from millrace.inference.v1 import inference_pb2
+from millrace.common.v1 import chat_pb2, output_pb2
 from rich.console import Console
 
 from contract.errors import MillraceError
-from services.cli.inference import InferenceClient, message
+from services.cli.inference import InferenceClient
 
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatSettings:
-    """What stays the same over a conversation."""
-
-    model: str
-    system: str
-    sampling: sampling_pb2.SamplingOptions
-    response_format: chat_pb2.ResponseFormat
-    service_tier: str
 
 
 class Conversation:
     """Turns so far, and how the next answer is obtained and shown."""
 
-    def __init__(self, client: InferenceClient, settings: ChatSettings, out: Console, notes: Console) -> None:
-        """Answers are written to `out`; counts and times to `notes`."""
+    def __init__(
+        self, client: InferenceClient, fields: Mapping[str, Any], system: str, out: Console, notes: Console
+    ) -> None:
+        """Answers are written to `out`; counts and times to `notes`. Every request has `fields`."""
         self._client = client
-        self._settings = settings
+        self._fields = fields
+        self._system = system
         self._out = out
         self._notes = notes
         self._messages: list[chat_pb2.Message] = []
@@ -41,15 +32,15 @@ class Conversation:
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        system = self._settings.system
-        self._messages = [message(chat_pb2.ROLE_SYSTEM, system)] if system else []
+        system = chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, content=self._system)
+        self._messages = [system] if self._system else []
 
     def ask(self, text: str) -> str:
         """Streams the answer to `text` and keeps both. An interrupted answer is kept as far as it came.
 
         Raises MillraceError, and the question is forgotten then.
         """
-        self._messages.append(message(chat_pb2.ROLE_USER, text))
+        self._messages.append(chat_pb2.Message(role=chat_pb2.ROLE_USER, content=text))
         pieces: list[str] = []
         try:
             self._stream(pieces)
@@ -59,22 +50,15 @@ class Conversation:
         except KeyboardInterrupt:
             self._notes.print("\n(stopped)", style="dim")
         answer = "".join(pieces)
-        self._messages.append(message(chat_pb2.ROLE_ASSISTANT, answer))
+        self._messages.append(chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, content=answer))
         return answer
 
     def _stream(self, pieces: list[str]) -> None:
-        settings = self._settings
-        request = inference_pb2.ChatRequest(
-            model=settings.model,
-            conversation=chat_pb2.Conversation(messages=self._messages),
-            sampling=settings.sampling,
-            response_format=settings.response_format,
-            service_tier=settings.service_tier,
-        )
+        conversation = chat_pb2.Conversation(messages=self._messages)
         started_s = time.monotonic()
         first_s = 0.0
         usage: output_pb2.Usage | None = None
-        for response in self._client.chat(request):
+        for response in self._client.chat(conversation=conversation, **self._fields):
             for choice in response.choices:
                 if choice.reasoning:
                     self._notes.print(choice.reasoning, style="dim", end="", markup=False)

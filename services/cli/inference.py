@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 import grpc
-from millrace.common.v1 import chat_pb2, sampling_pb2
+from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.errors import MillraceError, Reason
@@ -46,18 +46,17 @@ class InferenceClient:
             raise MillraceError(Reason.MODEL_NOT_FOUND, "the server lists no model that this key may use")
         return str(models[0].id)
 
-    def chat(self, request: inference_pb2.ChatRequest) -> Iterator[inference_pb2.ChatResponse]:
+    def chat(self, **fields: Any) -> Iterator[inference_pb2.ChatResponse]:
         """Streams an answer; closing the iterator cancels it."""
-        call: Any = self._stub.Chat(request, metadata=self._target.metadata)
-        try:
-            with _translated(self._target):
-                yield from call
-        finally:
-            call.cancel()
+        request = inference_pb2.ChatRequest(**fields)
+        return self._stream(self._stub.Chat(request, metadata=self._target.metadata))
 
-    def generate(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
+    def generate(self, **fields: Any) -> Iterator[inference_pb2.GenerateResponse]:
         """Streams a continuation; closing the iterator cancels it."""
-        call: Any = self._stub.Generate(request, metadata=self._target.metadata)
+        request = inference_pb2.GenerateRequest(**fields)
+        return self._stream(self._stub.Generate(request, metadata=self._target.metadata))
+
+    def _stream(self, call: Any) -> Iterator[Any]:
         try:
             with _translated(self._target):
                 yield from call
@@ -76,34 +75,6 @@ def _translated(target: Target) -> Iterator[None]:
         raise raised from error
 
 
-def sampling_options(
-    *,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    stop: Sequence[str],
-) -> sampling_pb2.SamplingOptions:
-    """Options of the command line; what is None keeps the model's default."""
-    options = sampling_pb2.SamplingOptions(stop=stop)
-    for name, value in {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-    }.items():
-        if value is not None:
-            setattr(options, name, value)
-    return options
-
-
-def message(role: chat_pb2.Role.ValueType, content: str) -> chat_pb2.Message:
-    """One turn of a conversation."""
-    return chat_pb2.Message(role=role, content=content)
-
-
 def response_format(schema_json: str, regex: str) -> chat_pb2.ResponseFormat:
     """The constraint of the command line; raises ConfigError when there are two."""
     if schema_json and regex:
@@ -115,28 +86,3 @@ def response_format(schema_json: str, regex: str) -> chat_pb2.ResponseFormat:
     if regex:
         return chat_pb2.ResponseFormat(regex=regex)
     return chat_pb2.ResponseFormat()
-
-
-def generate_to(
-    client: InferenceClient,
-    out: TextIO,
-    *,
-    model: str,
-    prompt: str,
-    sampling: sampling_pb2.SamplingOptions,
-    response_format: chat_pb2.ResponseFormat,
-    service_tier: str,
-) -> None:
-    """Streams the continuation of `prompt` to `out`."""
-    request = inference_pb2.GenerateRequest(
-        model=model,
-        text=prompt,
-        sampling=sampling,
-        response_format=response_format,
-        service_tier=service_tier,
-    )
-    for response in client.generate(request):
-        for choice in response.choices:
-            out.write(choice.text)
-            out.flush()
-    out.write("\n")

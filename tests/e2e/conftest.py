@@ -9,6 +9,7 @@ import pytest
 from millrace.inference.v1 import inference_pb2_grpc
 
 from tests.e2e.stack import Stack, has_bundled_weights, running_stack
+from tests.e2e.streaming import PACE
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,13 @@ def stack(shared_stack: Stack) -> Iterator[Stack]:
     """The running stack; afterwards nothing may be left of the test in any engine."""
     yield shared_stack
     shared_stack.assert_nothing_leaked()
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack of this file's own, for what is done to its processes and ports."""
+    with running_stack(tmp_path_factory.mktemp("stack"), "--simulated", environment=PACE) as stack:
+        yield stack
 
 
 @pytest.fixture

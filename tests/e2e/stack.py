@@ -272,6 +272,18 @@ def start_stack(directory: Path, *arguments: str, environment: dict[str, str] | 
     return Stack(process, directory, output)
 
 
+def run_up(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`millrace up` that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", "up", *arguments],
+        env={**os.environ, "MILLRACE_STATE_DIR": str(directory), "COLUMNS": "500"},
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+
+
 def assert_gone(processes: Sequence[psutil.Process]) -> None:
     """No orphan is left of these processes."""
 

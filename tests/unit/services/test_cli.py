@@ -13,7 +13,7 @@ import grpc
 import pytest
 import typer
 from grpc_status import rpc_status
-from millrace.common.v1 import chat_pb2, output_pb2, sampling_pb2
+from millrace.common.v1 import chat_pb2, output_pb2
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from rich.console import Console
 from typer.testing import CliRunner
@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
 from services.cli.app import app
-from services.cli.chat import ChatSettings, Conversation, talk
-from services.cli.inference import InferenceClient, response_format, sampling_options
+from services.cli.chat import Conversation, talk
+from services.cli.inference import InferenceClient, response_format
 from services.cli.target import Target
 from services.errors import ConfigError
 
@@ -174,16 +174,14 @@ def test_two_options_of_up_must_be_in_range() -> None:
 
 @pytest.fixture
 def conversation(server: tuple[str, Inference]) -> Iterator[tuple[Conversation, io.StringIO]]:
-    settings = ChatSettings(
-        model="tiny",
-        system="Be brief.",
-        sampling=sampling_pb2.SamplingOptions(),
-        response_format=chat_pb2.ResponseFormat(),
-        service_tier="",
-    )
     out = io.StringIO()
     with InferenceClient(Target(server[0], "good", "tiny")) as client:
-        yield Conversation(client, settings, Console(file=out), Console(file=io.StringIO())), out
+        yield (
+            Conversation(
+                client, {"model": "tiny"}, "Be brief.", Console(file=out), Console(file=io.StringIO())
+            ),
+            out,
+        )
 
 
 def test_conversation_keeps_its_history(
@@ -209,12 +207,6 @@ def test_conversation_ends_with_its_input(conversation: tuple[Conversation, io.S
 
     talk(conversation[0], read, Console(file=io.StringIO()))
     assert conversation[1].getvalue() == ""
-
-
-def test_sampling_options_have_presence() -> None:
-    options = sampling_options(max_tokens=None, temperature=0.0, top_p=None, top_k=None, seed=None, stop=())
-    assert options.HasField("temperature")
-    assert not options.HasField("max_tokens")
 
 
 def test_doctor_finds_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

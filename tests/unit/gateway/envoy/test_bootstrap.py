@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.envoy.bootstrap import PROFILES, render
-from gateway.envoy.filters import IDENTITY_HEADERS
+from gateway.envoy.bootstrap import IDENTITY_HEADERS, PROFILES, render
 from services.errors import ConfigError
 from services.supervisor.edge import envoy_binary
 
