@@ -9,6 +9,7 @@ import msgspec
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from contract.errors import MillraceError, Reason, invalid
+from gateway.http.fields import with_unserved
 from gateway.http.requests import (
     CommonBody,
     check_common,
@@ -28,10 +29,10 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    input_audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    video_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    file: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+    file: msgspec.Raw = msgspec.Raw()
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,7 +117,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     template_name: str | None = None
 
 
-DECODER = msgspec.json.Decoder(ChatBody)
+DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
 # What a conversation's fields are called in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 

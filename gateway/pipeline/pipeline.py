@@ -17,9 +17,12 @@ from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from contract.sampling import SamplingParams
+from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.reservation import Reservation
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
@@ -28,12 +31,12 @@ from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import End, OutcomeRecorder
-from gateway.pipeline.ports import Callers, Limiter, Reservation, Tokenizer
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import check_vocabulary, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
+from gateway.tokenizer.client import TokenizerClient
 from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
@@ -53,12 +56,12 @@ class Pipeline:
         *,
         model: ModelConfig,
         vocabulary: Vocabulary,
-        tokenizer: Tokenizer,
+        tokenizer: TokenizerClient,
         fleet: Fleet,
         admission: Admission,
-        limiter: Limiter,
+        limiter: TokenLimiter,
         tiers: Tiers,
-        callers: Callers,
+        callers: CallerVerifier,
         recorder: OutcomeRecorder,
         metrics: Metrics,
         telemetry: Telemetry,
