@@ -29,10 +29,10 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
-    video_url: msgspec.Raw = msgspec.Raw()
-    file: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    input_audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    video_url: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    file: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

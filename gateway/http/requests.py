@@ -37,7 +37,7 @@ class JsonSchemaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = ""
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
 
 
@@ -54,7 +54,7 @@ class ResponseFormatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`; exactly one of them."""
 
-    json: msgspec.Raw = msgspec.Raw()
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -78,7 +78,7 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     allowed_token_ids: list[int] | None = None
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
