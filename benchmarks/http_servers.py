@@ -2,10 +2,13 @@
 
 `pip install --target build/granian granian==2.8.7`
 `python -m benchmarks.http_servers --granian build/granian [--output FILE]`
+`python -m benchmarks.http_servers --servers joined direct [--output FILE]`
 
 One bare ASGI application in a process with one uvloop, as the gateway has it: a POST of JSON that is answered
 with JSON, and a stream of 128 events, each sent in a turn of the event loop of its own. The servers take
 turns, several times; figures are medians. Granian is no dependency: it is installed beside the environment.
+`joined` and `direct` are uvicorn with the gateway's connections: with a transport that writes once a turn of
+the event loop, and as they are, where each write is a call of the system.
 """
 
 from __future__ import annotations
@@ -18,17 +21,19 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvloop
 
 from benchmarks.gateways.load import Figures, Load, Peer, measure
 from benchmarks.stack import write_result
+from gateway.http.connection import Connection
 
 _TURNS = 5
 _LOADS = {
@@ -37,7 +42,7 @@ _LOADS = {
     "streams_64": Load(64, 640, 128),
 }
 _EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
-_SERVERS = ("uvicorn", "granian")
+_COMPARED = ("uvicorn", "granian")
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -70,13 +75,54 @@ async def application(scope: dict[str, Any], receive: Receive, send: Send) -> No
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-async def _serve_uvicorn(port: int) -> None:
+class JoiningTransport:
+    """Writes once a turn of the event loop."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._unsent: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """See asyncio.WriteTransport."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unsent.append(data)
+
+    def flush(self) -> None:
+        """Writes what waits for the end of the turn."""
+        unsent, self._unsent = self._unsent, []
+        if unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
+
+    def close(self) -> None:
+        """See asyncio.BaseTransport."""
+        self.flush()
+        self._transport.close()
+
+
+class Joined(Connection):
+    """The gateway's connection with writes joined; an answer's end goes at once."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(cast(asyncio.Transport, JoiningTransport(transport)))
+
+    def on_response_complete(self) -> None:
+        """The answer is over."""
+        cast(JoiningTransport, self.transport).flush()
+        super().on_response_complete()
+
+
+async def _serve_uvicorn(port: int, http: Any = "httptools") -> None:
     import uvicorn
 
     config = uvicorn.Config(
         application,
         port=port,
-        http="httptools",
+        http=http,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -94,15 +140,25 @@ async def _serve_granian(port: int) -> None:
     ).serve()
 
 
+_SERVERS: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {
+    "uvicorn": _serve_uvicorn,
+    "granian": _serve_granian,
+    "joined": partial(_serve_uvicorn, http=Joined),
+    "direct": partial(_serve_uvicorn, http=Connection),
+}
+
+
 def serve(name: str, port: int) -> None:
     """Runs one server until it is killed."""
-    uvloop.run({"uvicorn": _serve_uvicorn, "granian": _serve_granian}[name](port))
+    uvloop.run(_SERVERS[name](port))
 
 
-def _turn(name: str, granian: Path) -> dict[str, Figures]:
+def _turn(name: str, granian: Path | None) -> dict[str, Figures]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(granian.resolve())}
+    environment = dict(os.environ)
+    if granian is not None:
+        environment["PYTHONPATH"] = str(granian.resolve())
     command = [sys.executable, "-m", "benchmarks.http_servers", "--serve", name, "--port", str(port)]
     with subprocess.Popen(command, env=environment) as process:
         try:
@@ -155,6 +211,7 @@ def _granian_version(granian: Path) -> str:
 def main() -> None:
     """Prints both servers' figures, and writes them when asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--servers", nargs="+", choices=_SERVERS, default=_COMPARED, help="what is compared")
     parser.add_argument("--granian", type=Path, help="the folder that granian is installed in")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     parser.add_argument("--serve", choices=_SERVERS, help="only serve, for the benchmark's own use")
@@ -163,15 +220,17 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.port)
         return
-    if arguments.granian is None:
-        parser.error("--granian: name the folder")
-    versions = {"uvicorn": metadata.version("uvicorn"), "granian": _granian_version(arguments.granian)}
-    turns: dict[str, list[dict[str, Figures]]] = {name: [] for name in _SERVERS}
+    versions = {name: metadata.version("uvicorn") for name in arguments.servers}
+    if "granian" in versions:
+        if arguments.granian is None:
+            parser.error("--granian: name the folder")
+        versions["granian"] = _granian_version(arguments.granian)
+    turns: dict[str, list[dict[str, Figures]]] = {name: [] for name in versions}
     for _ in range(_TURNS):
-        for name in _SERVERS:
-            turns[name].append(_turn(name, arguments.granian))
-            print(f"{name:8} {_summary(turns[name][-1:])}", flush=True)
-    figures = {name: {"version": versions[name], **_summary(turns[name])} for name in _SERVERS}
+        for name, taken in turns.items():
+            taken.append(_turn(name, arguments.granian))
+            print(f"{name:8} {_summary(taken[-1:])}", flush=True)
+    figures = {name: {"version": versions[name], **_summary(taken)} for name, taken in turns.items()}
     print(json.dumps(figures, indent=2))
     write_result(arguments.output, {**msgspec.to_builtins(figures), "num_turns": _TURNS})
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 from google.protobuf import json_format, struct_pb2
 from millrace.common.v1 import chat_pb2
+from msgspec.structs import asdict
 
 from contract.chat import (
     ChoiceFormat,
@@ -31,6 +33,9 @@ _MODES = {mode: chat_pb2.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.name}") f
 _ROLE_OF = {number: role for role, number in _ROLES.items()}
 _MODE_OF = {number: mode for mode, number in _MODES.items()}
 
+# Fields of a message that most messages do not have.
+_TURN_TEXTS = ("name", "tool_call_id", "reasoning")
+
 # Of documents and of template options. Protobuf reads no message that is nested more than a hundred levels
 # deep, of which each level here takes up to three: the reader would end the stream, and everybody's calls
 # with it. A value takes Python some microseconds.
@@ -44,15 +49,7 @@ def conversation_fields(conversation: Conversation) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {"messages": [_turn_fields(turn) for turn in conversation.messages]}
     if conversation.tools:
-        fields["tools"] = [
-            {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters_json": tool.parameters_json,
-                "strict": tool.strict,
-            }
-            for tool in conversation.tools
-        ]
+        fields["tools"] = list(map(asdict, conversation.tools))
     if conversation.documents:
         _check_values(conversation.documents, "documents")
         fields["documents"] = [_struct(document) for document in conversation.documents]
@@ -73,17 +70,9 @@ def conversation_fields(conversation: Conversation) -> dict[str, Any]:
 
 def _turn_fields(turn: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": _ROLES[turn.role], "content": turn.content}
-    if turn.name:
-        fields["name"] = turn.name
+    fields |= {name: value for name in _TURN_TEXTS if (value := getattr(turn, name))}
     if turn.tool_calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json}
-            for call in turn.tool_calls
-        ]
-    if turn.tool_call_id:
-        fields["tool_call_id"] = turn.tool_call_id
-    if turn.reasoning:
-        fields["reasoning"] = turn.reasoning
+        fields["tool_calls"] = list(map(asdict, turn.tool_calls))
     return fields
 
 
@@ -95,15 +84,7 @@ def conversation(message: chat_pb2.Conversation, path: str = "") -> Conversation
         messages=tuple(
             _turn(turn, f"{path}messages[{index}]") for index, turn in enumerate(message.messages)
         ),
-        tools=tuple(
-            Tool(
-                name=tool.name,
-                description=tool.description,
-                parameters_json=tool.parameters_json,
-                strict=tool.strict,
-            )
-            for tool in message.tools
-        ),
+        tools=tuple(msgspec.convert(tool, Tool, from_attributes=True) for tool in message.tools),
         tool_choice=_tool_choice(message.tool_choice, f"{path}tool_choice"),
         parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
         template_options=_values(message.template_options) if message.HasField("template_options") else {},
@@ -120,10 +101,10 @@ def _turn(message: chat_pb2.Message, field: str) -> Message:
     return Message(
         role=role,
         content=message.content,
-        name=message.name,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in message.tool_calls),
-        tool_call_id=message.tool_call_id,
-        reasoning=message.reasoning,
+        tool_calls=tuple(
+            msgspec.convert(call, ToolCall, from_attributes=True) for call in message.tool_calls
+        ),
+        **{name: getattr(message, name) for name in _TURN_TEXTS},
     )
 
 
@@ -199,21 +180,9 @@ def _whole_numbers(value: Any) -> Any:
 
 def format_fields(form: ResponseFormat) -> dict[str, Any]:
     """The fields of a response format's message."""
-    match form:
-        case JsonObjectFormat():
-            return {"json_object": {}}
-        case JsonSchemaFormat():
-            return {
-                "json_schema": {"name": form.name, "schema_json": form.schema_json, "strict": form.strict}
-            }
-        case RegexFormat(pattern=pattern):
-            return {"regex": pattern}
-        case ChoiceFormat(options=options):
-            return {"choice": {"options": options}}
-        case LarkFormat(grammar=grammar):
-            return {"lark": grammar}
-        case EbnfFormat(grammar=grammar):
-            return {"ebnf": grammar}
+    kind, fields = str(form.__struct_config__.tag), asdict(form)
+    # What is one text is that text in the message.
+    return {kind: next(iter(fields.values())) if kind in ("regex", "lark", "ebnf") else fields}
 
 
 def response_format(message: chat_pb2.ResponseFormat) -> ResponseFormat | None:

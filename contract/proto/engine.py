@@ -15,9 +15,10 @@ from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad
 from contract.outputs import NUMBERS, ChoiceStatistics, FirstToken, TokenLogprobs
 
 _INFO = EngineInfo.__struct_fields__
+_LOAD = EngineLoad.__struct_fields__
 _FIRST_TOKEN = FirstToken.__struct_fields__
 _numbers_of = attrgetter(*NUMBERS)
-_load_of = attrgetter(*EngineLoad.__struct_fields__)
+_load_of = attrgetter(*_LOAD)
 _first_token_of = attrgetter(*_FIRST_TOKEN)
 
 
@@ -76,17 +77,7 @@ def info(message: engine_pb2.EngineInfo) -> EngineInfo:
 
 def load_fields(load: EngineLoad, *, draining: bool) -> dict[str, Any]:
     """The fields of an engine's report, of whatever more detailed report this is."""
-    return {
-        "num_running": load.num_running,
-        "num_waiting": load.num_waiting,
-        "pending_prefill_tokens": load.pending_prefill_tokens,
-        "num_free_blocks": load.num_free_blocks,
-        "num_total_blocks": load.num_total_blocks,
-        "prefill_tokens_per_s": load.prefill_tokens_per_s,
-        "decode_tokens_per_s": load.decode_tokens_per_s,
-        "oldest_wait_s": load.oldest_wait_s,
-        "draining": draining,
-    }
+    return dict(zip(_LOAD, _load_of(load), strict=True)) | {"draining": draining}
 
 
 def load(message: engine_pb2.EngineLoad) -> EngineLoad:

@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from millrace.common.v1 import grammar_pb2
+from msgspec.structs import asdict
 
 from contract.grammar import EnforcementReport, GrammarSpec, KeywordStatus, Verdict
 
 
 def grammar_fields(grammar: GrammarSpec) -> dict[str, Any]:
     """The fields of a grammar's message."""
-    return {"digest": grammar.digest, "payload": grammar.payload, "backend": grammar.backend}
+    return asdict(grammar)
 
 
 def grammar(message: grammar_pb2.GrammarArtifact) -> GrammarSpec:
     """A grammar from the wire."""
-    return GrammarSpec(digest=message.digest, payload=message.payload, backend=message.backend)
+    return msgspec.convert(message, GrammarSpec, from_attributes=True)
 
 
 def report_message(report: EnforcementReport) -> grammar_pb2.EnforcementReport:
     """A report for the wire."""
-    return grammar_pb2.EnforcementReport(
-        enforced=map(_status_message, report.enforced),
-        approximated=map(_status_message, report.approximated),
-        unenforced=map(_status_message, report.unenforced),
-    )
-
-
-def _status_message(status: KeywordStatus) -> grammar_pb2.KeywordStatus:
-    return grammar_pb2.KeywordStatus(keyword=status.keyword, path=status.path, note=status.note)
+    fields: Any = {name: list(map(asdict, statuses)) for name, statuses in asdict(report).items()}
+    return grammar_pb2.EnforcementReport(**fields)
 
 
 def report(message: grammar_pb2.EnforcementReport) -> EnforcementReport:
     """A report from the wire."""
 
-    def statuses(items: Iterable[grammar_pb2.KeywordStatus]) -> tuple[KeywordStatus, ...]:
-        return tuple(KeywordStatus(item.keyword, item.path, item.note) for item in items)
+    def statuses(name: str) -> tuple[KeywordStatus, ...]:
+        return tuple(
+            msgspec.convert(each, KeywordStatus, from_attributes=True) for each in getattr(message, name)
+        )
 
-    return EnforcementReport(
-        statuses(message.enforced), statuses(message.approximated), statuses(message.unenforced)
-    )
+    return EnforcementReport(*map(statuses, EnforcementReport.__struct_fields__))
 
 
 def verdict_message(verdict: Verdict) -> grammar_pb2.OutputVerdict:
     """A verdict for the wire."""
-    return grammar_pb2.OutputVerdict(
-        valid=verdict.valid,
-        keyword=verdict.keyword,
-        schema_path=verdict.schema_path,
-        instance_path=verdict.instance_path,
-        message=verdict.message,
-    )
+    return grammar_pb2.OutputVerdict(**asdict(verdict))
 
 
 def verdict(message: grammar_pb2.OutputVerdict) -> Verdict:
     """A verdict from the wire."""
-    return Verdict(
-        valid=message.valid,
-        keyword=message.keyword,
-        schema_path=message.schema_path,
-        instance_path=message.instance_path,
-        message=message.message,
-    )
+    return msgspec.convert(message, Verdict, from_attributes=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
-from millrace.common.v1 import chat_pb2, output_pb2
+from millrace.common.v1 import output_pb2
 from millrace.inference.v1 import inference_pb2
+from msgspec.structs import asdict
 
-from contract.chat import Prompt, TextPrompt, TokenPrompt
+from contract.chat import Conversation, Prompt, TextPrompt, TokenPrompt
 from contract.errors import MillraceError, Reason
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
@@ -21,6 +23,7 @@ from gateway.text.vocabulary import Vocabulary
 from gateway.types.request import GenerationRequest
 
 _FIELD_NAMES: Mapping[str, str] = {name: f"sampling.{name}" for name in (*OPTIONS, "stop")}
+_Request: TypeAlias = inference_pb2.ChatRequest | inference_pb2.GenerateRequest
 # Parts of names in the proto's own words.
 _FIELD_PARTS: Mapping[str, str] = {
     ".function.name": ".name",
@@ -29,13 +32,7 @@ _FIELD_PARTS: Mapping[str, str] = {
 }
 _CHAT_NAMES: Mapping[str, str] = {
     **_FIELD_NAMES,
-    "messages": "conversation.messages",
-    "tools": "conversation.tools",
-    "tool_choice": "conversation.tool_choice",
-    "template_name": "conversation.template_name",
-    "template_options": "conversation.template_options",
-    "documents": "conversation.documents",
-    "continue_final_message": "conversation.continue_final_message",
+    **{name: f"conversation.{name}" for name in Conversation.__struct_fields__},
     "prompt": "conversation.messages",
 }
 
@@ -48,18 +45,7 @@ def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
         raise MillraceError(
             Reason.UNSUPPORTED_FIELD, f"{field}: Chat does not report them; use Generate", field=field
         )
-    return GenerationRequest(
-        model=message.model,
-        prompt=chat.conversation(message.conversation, "conversation."),
-        sampling=options(message.sampling),
-        response_format=chat.response_format(message.response_format),
-        service_tier=message.service_tier,
-        prompt_cache_key=message.prompt_cache_key,
-        metadata=dict(message.metadata),
-        face="grpc",
-        field_names={**_CHAT_NAMES, **_format_name(message.response_format)},
-        field_parts=_FIELD_PARTS,
-    )
+    return _request(message, chat.conversation(message.conversation, "conversation."), _CHAT_NAMES)
 
 
 def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -68,6 +54,18 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerationReques
     prompt: Prompt = TextPrompt(message.text)
     if message.WhichOneof("prompt") == "token_ids":
         prompt = TokenPrompt(tuple(message.token_ids.ids))
+    return _request(message, prompt, _FIELD_NAMES, echo=message.echo)
+
+
+def _check(message: _Request) -> None:
+    refuse_unknown(message)
+    check_metadata(message.metadata)
+
+
+def _request(
+    message: _Request, prompt: Prompt, names: Mapping[str, str], *, echo: bool = False
+) -> GenerationRequest:
+    kind = message.response_format.WhichOneof("format")
     return GenerationRequest(
         model=message.model,
         prompt=prompt,
@@ -76,20 +74,11 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerationReques
         service_tier=message.service_tier,
         prompt_cache_key=message.prompt_cache_key,
         metadata=dict(message.metadata),
-        echo=message.echo,
+        echo=echo,
         face="grpc",
-        field_names={**_FIELD_NAMES, **_format_name(message.response_format)},
+        field_names={**names, "response_format": f"response_format.{kind}"} if kind else names,
+        field_parts=_FIELD_PARTS,
     )
-
-
-def _check(message: inference_pb2.ChatRequest | inference_pb2.GenerateRequest) -> None:
-    refuse_unknown(message)
-    check_metadata(message.metadata)
-
-
-def _format_name(message: chat_pb2.ResponseFormat) -> Mapping[str, str]:
-    kind = message.WhichOneof("format")
-    return {"response_format": f"response_format.{kind}"} if kind else {}
 
 
 def prompt_request(
@@ -184,45 +173,20 @@ def token_logprobs(
     logprobs: Iterable[TokenLogprobs], vocabulary: Vocabulary
 ) -> list[output_pb2.TokenLogprob]:
     """Log-probabilities with the tokens' text and bytes."""
-    return [
-        output_pb2.TokenLogprob(
-            token_id=each.token_id,
-            logprob=each.logprob,
-            text=vocabulary.token_text(each.token_id),
-            token_bytes=vocabulary.token_bytes(each.token_id),
-            top=[
-                output_pb2.TokenLogprob(
-                    token_id=token_id,
-                    logprob=value,
-                    text=vocabulary.token_text(token_id),
-                    token_bytes=vocabulary.token_bytes(token_id),
-                )
-                for token_id, value in each.top
-            ],
+
+    def token(token_id: int, logprob: float, top: Iterable[tuple[int, float]]) -> output_pb2.TokenLogprob:
+        return output_pb2.TokenLogprob(
+            token_id=token_id,
+            logprob=logprob,
+            text=vocabulary.token_text(token_id),
+            token_bytes=vocabulary.token_bytes(token_id),
+            top=[token(*each, ()) for each in top],
         )
-        for each in logprobs
-    ]
+
+    return [token(each.token_id, each.logprob, each.top) for each in logprobs]
 
 
 def usage_message(usage: Usage, *, timing: bool) -> output_pb2.Usage:
     """Usage, with the parts of the time to first token when asked for."""
-    message = output_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        reasoning_tokens=usage.reasoning_tokens,
-    )
-    ttft = usage.ttft
-    if timing and ttft is not None:
-        message.ttft.CopyFrom(
-            output_pb2.TimeToFirstToken(
-                total_s=ttft.total_s,
-                queue_s=ttft.queue_s,
-                preprocess_s=ttft.preprocess_s,
-                prefill_s=ttft.prefill_s,
-                first_decode_s=ttft.first_decode_s,
-                serialize_s=ttft.serialize_s,
-                network_s=ttft.network_s,
-            )
-        )
-    return message
+    fields = asdict(usage) | {"ttft": asdict(usage.ttft) if timing and usage.ttft is not None else None}
+    return output_pb2.Usage(**fields)

@@ -1,27 +1,233 @@
-"""Parts of answers that streams and whole bodies share: usage, log-probabilities, finish reasons, tool
-calls.
+"""Answers of the generating endpoints, as one body or as server-sent events: the same choices either way.
+
+Events are written with little work per token: what does not change is encoded once per stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import FinishReason, TokenLogprobs
-from gateway.pipeline.delta import CHAT_ID, AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.vocabulary import Vocabulary
 
-FINISH_REASONS = {
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.TOOL_CALLS: "tool_calls",
     # OpenAI has no word for a budget that ended; the answer is cut as by max_tokens.
     FinishReason.BUDGET: "length",
 }
+
+
+class Answer:
+    """The answer to one prompt; `first_index` is the index of its first choice.
+
+    The frame of an event is head, choices, tail; the head is encoded once.
+    """
+
+    ID_PREFIX: ClassVar[str]
+    # Of whole bodies, and of events.
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+    # What stands before and behind the text in the event of a choice that goes on.
+    PLAIN: ClassVar[tuple[bytes, bytes]]
+
+    def __init__(
+        self,
+        info: AnswerInfo,
+        vocabulary: Vocabulary,
+        *,
+        include_usage: bool,
+        logprobs: bool,
+        first_index: int = 0,
+        echo: str | None = None,
+    ) -> None:
+        """`echo` is the prompt's text where every choice begins with it."""
+        self._info = info
+        self._vocabulary = vocabulary
+        self._with_logprobs = logprobs
+        self._first_index = first_index
+        self._echo = echo
+        self._head = b"data: " + _encode(self._identity(self.CHUNK_OBJECT))[:-1] + b',"choices":['
+        # OpenAI: with include_usage every chunk but the last has a null.
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        before, after = self.PLAIN
+        self._plain = {
+            index: (self._head + before % (first_index + index), after + self._tail)
+            for index in range(info.num_choices)
+        }
+        # Choices of which something was told.
+        self._begun: set[int] = set()
+
+    def begin(self) -> bytes:
+        """What comes before the first delta."""
+        enforcement = _enforcement(self._info)
+        return self._head + b"]," + _encode(enforcement)[1:] + b"\n\n" if enforcement else b""
+
+    def event(self, delta: ChoiceDelta) -> bytes:
+        """One delta."""
+        if (
+            delta.index in self._begun
+            and delta.finish_reason is None
+            and not (delta.reasoning or delta.tool_calls or delta.logprobs)
+        ):
+            before, after = self._plain[delta.index]
+            return before + _encode(delta.content) + after
+        choice = self._choice(delta, whole=False)
+        self._begun.add(delta.index)
+        return self._head + _encode(choice) + self._tail
+
+    def rest(self) -> bytes:
+        """What was held back and comes before the end."""
+        return b""
+
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
+        """The chunk with usage and without choices."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def body(self, choices: Iterable[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        """A whole answer."""
+        identity, enforcement = self._identity(self.OBJECT), _enforcement(self._info)
+        return _encode({**identity, "choices": list(choices), "usage": usage, **enforcement})
+
+    def choices(self, gathered: Sequence[ChoiceDelta]) -> list[dict[str, Any]]:
+        """The choices of a whole answer, of which each delta has everything."""
+        return [self._choice(delta, whole=True) for delta in gathered]
+
+    def _identity(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.ID_PREFIX}{self._info.request_id}",
+            "object": kind,
+            "created": self._info.created_unix_s,
+            "model": self._info.model,
+            "service_tier": self._info.service_tier,
+        }
+
+    def _choice(self, delta: ChoiceDelta, *, whole: bool) -> dict[str, Any]:
+        said, logprobs = self._said(delta, whole=whole)
+        reason = delta.finish_reason
+        choice = {
+            "index": self._first_index + delta.index,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": None if reason is None else _FINISH_REASONS[reason],
+        }
+        if whole or delta.stop_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if delta.verdict is not None:
+            choice["verdict"] = delta.verdict
+        return choice
+
+    def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What the endpoint calls the text, and the log-probabilities."""
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    """A chat completion."""
+
+    ID_PREFIX = CHAT_ID
+    OBJECT = "chat.completion"
+    CHUNK_OBJECT = "chat.completion.chunk"
+    PLAIN = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+
+    def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        said: dict[str, Any] = {}
+        if whole:
+            content = delta.content if delta.content or not delta.tool_calls else None
+            said = {"role": "assistant", "content": content, "refusal": None}
+        elif delta.index not in self._begun:
+            said = {"role": "assistant", "content": delta.content}
+        elif delta.content:
+            said["content"] = delta.content
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            said["tool_calls"] = [_tool_call(call, whole=whole) for call in delta.tool_calls]
+        logprobs = None
+        if self._with_logprobs and (whole or delta.logprobs):
+            logprobs = _chat_logprobs(self._vocabulary, delta.logprobs)
+        return {"message" if whole else "delta": said}, logprobs
+
+
+class CompletionAnswer(Answer):
+    """A completion."""
+
+    ID_PREFIX = COMPLETION_ID
+    OBJECT = CHUNK_OBJECT = "text_completion"
+    PLAIN = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
+
+    def __init__(self, info: AnswerInfo, vocabulary: Vocabulary, **options: Any) -> None:
+        """See Answer."""
+        super().__init__(info, vocabulary, **options)
+        # Length of the text so far, which offsets go on from chunk to chunk.
+        self._offsets = dict.fromkeys(range(info.num_choices), 0)
+        # They come with one of the choices. Where the prompt is cached, others can be there before it: their
+        # text begins with the prompt's tokens too, so it waits for these.
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._waits = self._echo is not None and self._with_logprobs and len(info.prompt_token_ids) > 1
+        self._waiting: list[ChoiceDelta] = []
+        if self._echo is None:
+            self._begun.update(self._offsets)
+
+    def event(self, delta: ChoiceDelta) -> bytes:
+        """One delta."""
+        if not self._waits:
+            return super().event(delta)
+        if not delta.prompt_logprobs:
+            self._waiting.append(delta)
+            return b""
+        self._prompt_logprobs = delta.prompt_logprobs
+        return super().event(delta) + self.rest()
+
+    def rest(self) -> bytes:
+        """What waits still; nothing does afterwards."""
+        self._waits = False
+        waiting, self._waiting = self._waiting, []
+        return b"".join(map(super().event, waiting))
+
+    def choices(self, gathered: Sequence[ChoiceDelta]) -> list[dict[str, Any]]:
+        """See Answer."""
+        self._prompt_logprobs = next((each.prompt_logprobs for each in gathered if each.prompt_logprobs), ())
+        return super().choices(gathered)
+
+    def _said(self, delta: ChoiceDelta, *, whole: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        if self._echo is None or delta.index in self._begun:
+            return {"text": delta.content}, self._logprobs(delta.index, delta.logprobs)
+        lead = self._info.prompt_token_ids[0]
+        logprobs = self._logprobs(delta.index, (*self._prompt_logprobs, *delta.logprobs), lead)
+        return {"text": self._echo + delta.content}, logprobs
+
+    def _logprobs(
+        self, index: int, logprobs: Iterable[TokenLogprobs], lead_token_id: int | None = None
+    ) -> dict[str, Any] | None:
+        """`lead_token_id` is a first token without a log-probability."""
+        if not self._with_logprobs:
+            return None
+        text_of = self._vocabulary.token_text
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        if lead_token_id is not None:
+            tokens, values, tops = [text_of(lead_token_id)], [None], [None]
+        for each in logprobs:
+            text, value = text_of(each.token_id), _finite(each.logprob)
+            tokens.append(text)
+            values.append(value)
+            tops.append({text_of(id_): _finite(top) for id_, top in each.top} or {text: value})
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
@@ -39,184 +245,39 @@ def usage_body(usages: Sequence[Usage], *, timing: bool) -> dict[str, Any]:
     }
     ttft = usages[0].ttft
     if timing and ttft is not None:
-        body["time_to_first_token"] = {
-            "total_ms": ttft.total_s * 1000,
-            "queue_ms": ttft.queue_s * 1000,
-            "preprocess_ms": ttft.preprocess_s * 1000,
-            "prefill_ms": ttft.prefill_s * 1000,
-            "first_decode_ms": ttft.first_decode_s * 1000,
-            "serialize_ms": ttft.serialize_s * 1000,
-            "network_ms": ttft.network_s * 1000,
-        }
+        parts = msgspec.structs.asdict(ttft).items()
+        body["time_to_first_token"] = {f"{name.removesuffix('_s')}_ms": value * 1000 for name, value in parts}
     return body
 
 
-def chat_logprobs(vocabulary: Vocabulary, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
-    """`choices[].logprobs` of chat completions."""
-    return {
-        "content": [
-            {
-                **_token(vocabulary, each.token_id, each.logprob),
-                "top_logprobs": [_token(vocabulary, token_id, value) for token_id, value in each.top],
-            }
-            for each in logprobs
-        ],
-        "refusal": None,
-    }
+def _finite(logprob: float) -> float:
+    # JSON has no infinity; a masked token is as good as impossible.
+    return max(logprob, -9999.0)
 
 
-def _token(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": vocabulary.token_text(token_id),
-        # JSON has no infinity; a masked token is as good as impossible.
-        "logprob": max(logprob, -9999.0),
-        "bytes": list(vocabulary.token_bytes(token_id)),
-    }
+def _chat_logprobs(vocabulary: Vocabulary, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = vocabulary.token_text(token_id), vocabulary.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
-
-class CompletionLogprobs:
-    """`choices[].logprobs` of completions, whose text offsets go on from chunk to chunk."""
-
-    def __init__(self, vocabulary: Vocabulary, offset: int = 0) -> None:
-        self._vocabulary = vocabulary
-        self._offset = offset
-
-    def body(self, logprobs: Iterable[TokenLogprobs], *, lead_token_id: int | None = None) -> dict[str, Any]:
-        """The arrays of these tokens; `lead_token_id` is a first one without a log-probability."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        if lead_token_id is not None:
-            self._add(lead_token_id, tokens, offsets)
-            values.append(None)
-            tops.append(None)
-        for each in logprobs:
-            self._add(each.token_id, tokens, offsets)
-            values.append(max(each.logprob, -9999.0))
-            top = {self._vocabulary.token_text(token_id): max(value, -9999.0) for token_id, value in each.top}
-            tops.append(top or {tokens[-1]: values[-1] or 0.0})
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _add(self, token_id: int, tokens: list[str], offsets: list[int]) -> None:
-        text = self._vocabulary.token_text(token_id)
-        tokens.append(text)
-        offsets.append(self._offset)
-        self._offset += len(text)
-
-
-def tool_call_deltas(calls: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
-    """`delta.tool_calls`."""
-    return [
-        {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
-        if call.id
-        else {"index": call.index, "function": {"arguments": call.arguments}}
-        for call in calls
+    content = [
+        {**token(each.token_id, each.logprob), "top_logprobs": [token(*top) for top in each.top]}
+        for each in logprobs
     ]
+    return {"content": content, "refusal": None}
 
 
-def _function(call: ToolCallDelta) -> dict[str, Any]:
-    return {"name": call.name, "arguments": call.arguments}
+def _tool_call(call: ToolCallDelta, *, whole: bool) -> dict[str, Any]:
+    index = {} if whole else {"index": call.index}
+    if not call.id:
+        return {**index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**index, "id": call.id, "type": "function", "function": function}
 
 
-def enforcement_body(report: EnforcementReport) -> dict[str, Any]:
+def _enforcement(info: AnswerInfo) -> dict[str, Any]:
     """What of a response format is not enforced exactly; part of answers that used one which is not."""
-
-    def listed(items: Iterable[Any]) -> list[dict[str, str]]:
-        return [{"keyword": item.keyword, "path": item.path, "note": item.note} for item in items]
-
-    return {"approximated": listed(report.approximated), "unenforced": listed(report.unenforced)}
-
-
-class WholeChoice:
-    """Collects the deltas of one choice."""
-
-    def __init__(self) -> None:
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: list[ToolCallDelta] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | None = None
-        self.verdict: Verdict | None = None
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Takes the next delta."""
-        self.content.append(delta.content)
-        self.reasoning.append(delta.reasoning)
-        self.logprobs.extend(delta.logprobs)
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        self.stop_reason = delta.stop_reason or self.stop_reason
-        self.verdict = delta.verdict or self.verdict
-        for piece in delta.tool_calls:
-            if self.calls and self.calls[-1].index == piece.index:
-                self.calls[-1].arguments += piece.arguments
-            else:
-                self.calls.append(piece)
-
-    def judged(self) -> dict[str, Any]:
-        """The verdict as a field of the choice, where there is one."""
-        return {} if self.verdict is None else {"verdict": msgspec.to_builtins(self.verdict)}
-
-
-def head(info: AnswerInfo, id_prefix: str, kind: str) -> dict[str, Any]:
-    """The fields that every chunk and body begins with."""
-    return {
-        "id": f"{id_prefix}{info.request_id}",
-        "object": kind,
-        "created": info.created_unix_s,
-        "model": info.model,
-        "service_tier": info.service_tier,
-    }
-
-
-def chat_body(
-    info: AnswerInfo,
-    choices: Sequence[WholeChoice],
-    usage: Usage,
-    vocabulary: Vocabulary,
-    *,
-    logprobs: bool,
-    timing: bool,
-) -> dict[str, Any]:
-    """A whole chat completion."""
-    body = head(info, CHAT_ID, "chat.completion")
-    body["choices"] = [
-        {
-            "index": index,
-            "message": _chat_message(choice),
-            "logprobs": chat_logprobs(vocabulary, choice.logprobs) if logprobs else None,
-            "finish_reason": FINISH_REASONS[choice.finish_reason or FinishReason.STOP],
-            "stop_reason": choice.stop_reason,
-            **choice.judged(),
-        }
-        for index, choice in enumerate(choices)
-    ]
-    body["usage"] = usage_body([usage], timing=timing)
-    _add_enforcement(body, info)
-    return body
-
-
-def _chat_message(choice: WholeChoice) -> dict[str, Any]:
-    content = "".join(choice.content)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": content if content or not choice.calls else None,
-        "refusal": None,
-    }
-    reasoning = "".join(choice.reasoning)
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if choice.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _function(call)} for call in choice.calls
-        ]
-    return message
-
-
-def _add_enforcement(body: dict[str, Any], info: AnswerInfo) -> None:
     report = info.enforcement
-    if report is not None and (report.approximated or report.unenforced):
-        body["enforcement"] = enforcement_body(report)
+    if report is None or report.exact:
+        return {}
+    return {"enforcement": {"approximated": report.approximated, "unenforced": report.unenforced}}

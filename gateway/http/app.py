@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -13,7 +11,7 @@ from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import AUTHORIZE_PREFIX, QUESTION_HEADER, Authorizer
 from gateway.auth.callers import HttpCallers
 from gateway.http import openapi
-from gateway.http.errors import not_found, unexpected
+from gateway.http.errors import not_found
 from gateway.http.exchange import Exchange, Handler
 from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
@@ -22,8 +20,6 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.types.caller import Caller
 from observability.metrics import Metrics
 from services.deferred import Deferred
-
-_log = logging.getLogger(__name__)
 
 # Paths of OpenAI's API that are known and not served.
 _NOT_SERVED: Mapping[str, str] = {
@@ -41,7 +37,7 @@ _NOT_SERVED: Mapping[str, str] = {
 
 
 class Endpoint:
-    """A handler behind the check of who calls and how often; whatever it raises is answered."""
+    """A handler behind the check of who calls and how often."""
 
     def __init__(self, callers: HttpCallers, counter: RequestCounter, handler: Handler) -> None:
         self._callers = callers
@@ -50,22 +46,14 @@ class Endpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
-        try:
-            exchange.identify(self._callers)
-            caller = exchange.caller
-            if caller is None:
-                assert exchange.caller_error is not None, "identify sets one of the two"
-                raise exchange.caller_error
-            if self._callers.is_counted(caller):
-                await self._count(exchange, caller)
-            await self._handler(exchange)
-        except asyncio.CancelledError:
-            # The client left while its request was being accepted: nobody reads an answer.
-            if not exchange.client_gone:
-                raise
-        except Exception as error:
-            await _tell(exchange, error)
-            _forget_places(error)
+        exchange.identify(self._callers)
+        caller = exchange.caller
+        if caller is None:
+            assert exchange.caller_error is not None, "identify sets one of the two"
+            raise exchange.caller_error
+        if self._callers.is_counted(caller):
+            await self._count(exchange, caller)
+        await self._handler(exchange)
 
     async def _count(self, exchange: Exchange, caller: Caller) -> None:
         identity = caller.identity
@@ -79,25 +67,6 @@ class Endpoint:
 
 def _add(exchange: Exchange, headers: Mapping[str, str]) -> None:
     exchange.extra_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
-
-
-async def _tell(exchange: Exchange, error: Exception) -> None:
-    if not isinstance(error, MillraceError):
-        _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
-        error = unexpected()
-    if not exchange.begun:
-        await exchange.respond_error(error)
-
-
-def _forget_places(error: BaseException | None) -> None:
-    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with the
-    request's body, and all that would stay until the garbage collector comes by.
-    """
-    while error is not None:
-        # One that was raised from itself, in other words, is its own cause.
-        earlier = error.__cause__ or error.__context__
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        error = earlier
 
 
 async def authorize(authorizer: Authorizer, exchange: Exchange) -> None:

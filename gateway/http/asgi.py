@@ -1,11 +1,19 @@
-"""The ASGI application: reads a request within its bounds, then has a handler answer it."""
+"""The ASGI application: reads a request within its bounds, has a handler answer it, and answers what that
+raises.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
+from contract.errors import MillraceError
 from gateway.auth.callers import HttpCallers
+from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
+
+_log = logging.getLogger(__name__)
 
 # Larger bodies, and those of unknown length, are only taken from callers who have been identified.
 _ANYBODYS_BYTES = 64 * 1024
@@ -23,6 +31,17 @@ class AsgiApplication:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI 3."""
         exchange = Exchange(scope, receive, send, self._body_limit)
+        try:
+            await self._answer(exchange)
+        except asyncio.CancelledError:
+            # The client left while its request was being accepted: nobody reads an answer.
+            if not exchange.client_gone:
+                raise
+        except Exception as error:
+            await _tell(exchange, error)
+            _forget_places(error)
+
+    async def _answer(self, exchange: Exchange) -> None:
         headers = exchange.headers
         declared = headers.get(b"content-length", b"")
         if declared or b"transfer-encoding" in headers:
@@ -42,3 +61,22 @@ class AsgiApplication:
             return True
         exchange.identify(self._callers)
         return exchange.caller is not None
+
+
+async def _tell(exchange: Exchange, error: Exception) -> None:
+    if not isinstance(error, MillraceError):
+        _log.error("unexpected failure at %s, request %s", exchange.path, exchange.request_id, exc_info=error)
+        error = unexpected()
+    if not exchange.begun:
+        await exchange.respond_error(error)
+
+
+def _forget_places(error: BaseException | None) -> None:
+    """Drops where an error was raised, and what led to it: the calls on the way hold it themselves, with the
+    request's body, and all that would stay until the garbage collector comes by.
+    """
+    while error is not None:
+        # One that was raised from itself, in other words, is its own cause.
+        earlier = error.__cause__ or error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = earlier

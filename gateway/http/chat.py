@@ -9,6 +9,7 @@ import msgspec
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from contract.errors import MillraceError, Reason, invalid
+from gateway.http.fields import with_unserved
 from gateway.http.requests import (
     CommonBody,
     check_common,
@@ -116,7 +117,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     template_name: str | None = None
 
 
-DECODER = msgspec.json.Decoder(ChatBody)
+DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
 # What a conversation's fields are called in a body.
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 

@@ -8,6 +8,7 @@ import msgspec
 
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
+from gateway.http.fields import with_unserved
 from gateway.http.requests import CommonBody, check_common, labels, response_format, sampling
 from gateway.types.request import GenerationRequest
 
@@ -27,7 +28,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     echo: bool | None = None
 
 
-DECODER = msgspec.json.Decoder(CompletionBody)
+DECODER = msgspec.json.Decoder(with_unserved(CompletionBody))
 
 
 def completion_requests(body: CompletionBody) -> list[GenerationRequest]:

@@ -2,14 +2,15 @@
 
 uvicorn parses (httptools), frames answers, keeps connections and asks the application. It has no limit on a
 request's head, takes trailers for headers, reads on behind a row of requests that wait, refuses in plain
-text, and writes an answer's head and body apart.
+text, and sends chunks to clients that know none.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -17,46 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from contract.errors import MillraceError, Reason
 from gateway.openai_error import error_body
 
-# What is written in one turn of the event loop goes out together, unless it is more than this.
-_FLUSH_BYTES = 65536
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application, Scope
+
 # More than the edge lets through, with what it adds; exceeded by one read of the socket at most.
 _HEAD_LIMIT_BYTES = 128 * 1024
-
-
-class JoiningTransport:
-    """Writes once a turn of the event loop.
-
-    Each call of the system costs this side, and Envoy, which it wakes, more than most answers do.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._unsent: list[bytes] = []
-        self._num_unsent_bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """See asyncio.WriteTransport."""
-        if not self._unsent:
-            self._loop.call_soon(self.flush)
-        self._unsent.append(data)
-        self._num_unsent_bytes += len(data)
-        if self._num_unsent_bytes > _FLUSH_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes what waits for the end of the turn."""
-        unsent, self._unsent, self._num_unsent_bytes = self._unsent, [], 0
-        if unsent and not self._transport.is_closing():
-            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
-
-    def close(self) -> None:
-        """See asyncio.BaseTransport."""
-        self.flush()
-        self._transport.close()
 
 
 class _Flow(FlowControl):
@@ -69,6 +35,18 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self._waiting:
             super().resume_reading()
+
+
+async def _unframed(cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Any, send: Any) -> None:
+    """Answers a client of HTTP/1.0, which knows no chunks: a stream is as long as its connection."""
+
+    async def send_unframed(message: dict[str, Any]) -> None:
+        cycle.chunked_encoding = False
+        # uvicorn holds a body without chunks against a length, which a stream does not have.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_unframed)
 
 
 class Connection(HttpToolsProtocol):
@@ -84,7 +62,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
-        super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
+        super().connection_made(transport)
         self.flow = _Flow(self.transport, self.pipeline)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,6 +91,11 @@ class Connection(HttpToolsProtocol):
                     metadata={"limit_bytes": str(_HEAD_LIMIT_BYTES)},
                 )
             )
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_unframed, cycle, app)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
@@ -143,8 +126,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is over. It goes at once: what the handler does next is nothing to wait for."""
-        cast(JoiningTransport, self.transport).flush()
+        """The answer is over."""
         self._active = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
 

@@ -36,30 +36,6 @@ _LINGER_S = 5.0
 class Exchange:
     """A request as ASGI gives it, and its response, which is begun at most once."""
 
-    __slots__ = (
-        "_body_follows",
-        "_closes",
-        "_held",
-        "_on_gone",
-        "_pieces",
-        "_receive",
-        "_send",
-        "_watch",
-        "begun",
-        "body_limit",
-        "caller",
-        "caller_error",
-        "client_gone",
-        "ended",
-        "extra_headers",
-        "headers",
-        "is_http_1_0",
-        "method",
-        "num_body_bytes",
-        "path",
-        "received_s",
-    )
-
     def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, body_limit: int) -> None:
         self.received_s = time.monotonic()
         self.method: str = scope["method"]
@@ -68,7 +44,6 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body_limit = body_limit
         self.num_body_bytes = 0
-        self.is_http_1_0 = scope["http_version"] == "1.0"
         # Added to whatever response comes.
         self.extra_headers: Headers = []
         self.caller: Caller | None = None
@@ -83,8 +58,6 @@ class Exchange:
         self._pieces: list[bytes] = []
         # The connection ends with this response; more of the body may come until then.
         self._closes = self._body_follows = False
-        # Events for a client that takes no chunks.
-        self._held: list[bytes] = []
         self._on_gone: Callable[[], None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -199,24 +172,17 @@ class Exchange:
         await self.respond(status, error_body(error), headers)
 
     async def begin_events(self) -> None:
-        """Head of an event stream. HTTP/1.0 knows no chunks: its events are held, and sent as one body."""
-        if not self.is_http_1_0:
-            await self._begin(HTTPStatus.OK, [*_EVENTS])
-        self.begun = True
+        """Head of an event stream."""
+        await self._begin(HTTPStatus.OK, [*_EVENTS])
 
     async def write(self, body: bytes) -> None:
         """A piece of an event stream; returns when the client has room for more."""
-        if self.is_http_1_0:
-            self._held.append(body)
-        elif body:
+        if body:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self, body: bytes) -> None:
         """The last piece of an event stream."""
-        if self.is_http_1_0:
-            await self.respond(HTTPStatus.OK, b"".join([*self._held, body]), _EVENTS)
-        else:
-            await self._end(body)
+        await self._end(body)
 
     async def _begin(self, status: int, headers: Headers) -> None:
         self.begun = True

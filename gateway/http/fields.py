@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import TypeVar, cast
 
 import msgspec
 
 from contract.errors import unsupported
-from contract.sampling import CommonOptions
 
 # Response header that lists fields without effect.
 WARNING_HEADER = b"x-millrace-warning"
@@ -74,48 +74,24 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 
 
-class Unserved(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Declares the fields above, so that null, and values that change nothing, are accepted. Its bodies have
-    sampling options, too, and a struct has one base.
-    """
-
-    audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    functions: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    verbosity: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    web_search_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    suffix: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    priority: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    cache_salt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    include_stop_str_in_output: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    use_beam_search: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    length_penalty: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    truncate_prompt_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    logits_processors: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    bad_words: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    guided_decoding_backend: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    guided_whitespace_pattern: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    chat_template: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    mm_processor_kwargs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    return_tokens_as_token_ids: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    kv_transfer_params: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    modalities: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    skip_special_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    spaces_between_special_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    add_generation_prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    add_special_tokens: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-
-
-UNSERVED = tuple(name for name in Unserved.__struct_fields__ if name not in CommonOptions.__struct_fields__)
+# They are declared, so that null, and values that change nothing, are accepted.
+UNSERVED = tuple({**REFUSED, **HARMLESS, **WITHOUT_EFFECT})
 _values = operator.attrgetter(*UNSERVED)
-_UNSET = _values(Unserved())
+_UNSET = (msgspec.Raw(),) * len(UNSERVED)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def check_unserved(body: Unserved) -> list[str]:
+def with_unserved(body: type[Body]) -> type[Body]:
+    """The type of a body with the fields that are not served beside its own."""
+    declared = [(name, msgspec.Raw, msgspec.Raw()) for name in UNSERVED]
+    made = msgspec.defstruct(
+        body.__name__, declared, bases=(body,), frozen=True, kw_only=True, forbid_unknown_fields=True
+    )
+    return cast(type[Body], made)
+
+
+def check_unserved(body: msgspec.Struct) -> list[str]:
     """Warnings for fields without effect; raises UNSUPPORTED_FIELD for one that asks for what is not
     served.
     """

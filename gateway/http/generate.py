@@ -7,35 +7,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from contract.chat import TextPrompt
 from contract.errors import MillraceError
 from gateway.http import chat, completions
-from gateway.http.answers import (
-    FINISH_REASONS,
-    CompletionLogprobs,
-    WholeChoice,
-    chat_body,
-    enforcement_body,
-    head,
-    usage_body,
-)
+from gateway.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, usage_body
 from gateway.http.body import decode
 from gateway.http.errors import error_event, unexpected
-from gateway.http.events import DONE, ChatEvents, CompletionEvents
 from gateway.http.exchange import Exchange
 from gateway.http.fields import WARNING_HEADER, check_unserved
 from gateway.http.requests import CommonBody, yielding
-from gateway.pipeline.delta import COMPLETION_ID, ChoiceDelta
+from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
-
-_encode = msgspec.json.Encoder().encode
-
-Events = ChatEvents | CompletionEvents
 
 
 class GenerateEndpoints:
@@ -47,88 +32,46 @@ class GenerateEndpoints:
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
         body = decode(chat.DECODER, exchange.body())
-        self._warn(exchange, body)
+        _warn(exchange, body)
         request = chat.chat_request(body, reasons=bool(self._pipeline().vocabulary.reasoning_format))
-        async with _Accepted(exchange, self._pipeline(), [request]) as generations:
-            generation = generations[0]
-            logprobs = request.sampling.logprobs is not None
-            if body.stream:
-                events = ChatEvents(
-                    generation.info,
-                    self._pipeline().vocabulary,
-                    include_usage=body.include_usage,
-                    logprobs=logprobs,
-                )
-                await self._stream(exchange, generations, [events], body)
-                return
-            choices = (await _collect(generations))[0]
-            answer = chat_body(
-                generation.info,
-                choices,
-                generation.usage(),
-                self._pipeline().vocabulary,
-                logprobs=logprobs,
-                timing=bool(body.include_timing),
-            )
-            await exchange.respond(200, _encode(answer))
+        await self._answer(exchange, body, [request], ChatAnswer)
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
         body = decode(completions.DECODER, exchange.body())
-        self._warn(exchange, body)
-        requests = completions.completion_requests(body)
-        async with _Accepted(exchange, self._pipeline(), requests) as generations:
-            echoes = [self._echo(*pair) for pair in zip(requests, generations, strict=True)]
-            if body.stream:
-                events = [
-                    CompletionEvents(
-                        generation.info,
-                        self._pipeline().vocabulary,
-                        include_usage=body.include_usage,
-                        logprobs=body.logprobs is not None,
-                        first_index=index * generation.info.num_choices,
-                        echo=echoes[index],
-                    )
-                    for index, generation in enumerate(generations)
-                ]
-                await self._stream(exchange, generations, events, body)
-                return
-            answer = self._completion_body(generations, await _collect(generations), echoes, body)
-            await exchange.respond(200, _encode(answer))
+        _warn(exchange, body)
+        await self._answer(exchange, body, completions.completion_requests(body), CompletionAnswer)
 
-    def _warn(self, exchange: Exchange, body: CommonBody) -> None:
-        for warning in [*check_unserved(body), *yielding(body)]:
-            exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
-
-    async def _stream(
+    async def _answer(
         self,
         exchange: Exchange,
-        generations: Sequence[Generation],
-        events: Sequence[Events],
         body: CommonBody,
+        requests: Sequence[GenerationRequest],
+        kind: type[Answer],
     ) -> None:
-        # The status can still say what is wrong until the first delta is there.
-        source = _merged(generations)
-        index, deltas = await anext(source)
-        await exchange.begin_events()
-        first = b"".join([each.begin() for each in events])
-        try:
-            await exchange.write(first + b"".join(map(events[index].event, deltas)))
-            generations[index].first_chunk_written()
-            async for index, deltas in source:
-                generations[index].first_chunk_written()
-                await exchange.write(b"".join(map(events[index].event, deltas)))
-        except MillraceError as error:
-            await exchange.end_events(error_event(error))
-            raise
-        except Exception:
-            await exchange.end_events(error_event(unexpected()))
-            raise
-        end = b"".join([each.rest() for each in events])
-        if body.include_usage:
-            usages = [generation.usage() for generation in generations]
-            end += events[0].usage_event(usage_body(usages, timing=bool(body.include_timing)))
-        await exchange.end_events(end + DONE)
+        pipeline = self._pipeline()
+        async with _Accepted(exchange, pipeline, requests) as generations:
+            answers = [
+                kind(
+                    generation.info,
+                    pipeline.vocabulary,
+                    include_usage=body.include_usage,
+                    logprobs=request.sampling.logprobs is not None,
+                    first_index=index * generation.info.num_choices,
+                    echo=self._echo(request, generation),
+                )
+                for index, (request, generation) in enumerate(zip(requests, generations, strict=True))
+            ]
+            if body.stream:
+                await _stream(exchange, generations, answers, body)
+                return
+            gathered = await _gathered(generations)
+            choices = [
+                choice
+                for answer, deltas in zip(answers, gathered, strict=True)
+                for choice in answer.choices(deltas)
+            ]
+            await exchange.respond(200, answers[0].body(choices, _usage(generations, body)))
 
     def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
         if not request.echo:
@@ -137,45 +80,40 @@ class GenerateEndpoints:
             return request.prompt.text
         return decode_ids(self._pipeline().texts, generation.info.prompt_token_ids)
 
-    def _completion_body(
-        self,
-        generations: Sequence[Generation],
-        answers: Sequence[Sequence[WholeChoice]],
-        echoes: Sequence[str | None],
-        body: completions.CompletionBody,
-    ) -> dict[str, Any]:
-        info = generations[0].info
-        result = head(info, COMPLETION_ID, "text_completion")
-        result["choices"] = []
-        for generation, choices, echo in zip(generations, answers, echoes, strict=True):
-            # They come with one of the choices.
-            echoed = next((choice.prompt_logprobs for choice in choices if choice.prompt_logprobs), ())
-            for choice in choices:
-                lead = generation.info.prompt_token_ids[0] if echo is not None else None
-                prompt = echoed if echo is not None else ()
-                logprobs = None
-                if body.logprobs is not None:
-                    logprobs = CompletionLogprobs(self._pipeline().vocabulary).body(
-                        (*prompt, *choice.logprobs), lead_token_id=lead
-                    )
-                result["choices"].append(
-                    {
-                        "index": len(result["choices"]),
-                        "text": (echo or "") + "".join(choice.content),
-                        "logprobs": logprobs,
-                        "finish_reason": FINISH_REASONS[choice.finish_reason]
-                        if choice.finish_reason
-                        else None,
-                        "stop_reason": choice.stop_reason,
-                        **choice.judged(),
-                    }
-                )
-        usages = [generation.usage() for generation in generations]
-        result["usage"] = usage_body(usages, timing=bool(body.include_timing))
-        report = info.enforcement
-        if report is not None and (report.approximated or report.unenforced):
-            result["enforcement"] = enforcement_body(report)
-        return result
+
+def _warn(exchange: Exchange, body: CommonBody) -> None:
+    for warning in [*check_unserved(body), *yielding(body)]:
+        exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
+
+
+def _usage(generations: Sequence[Generation], body: CommonBody) -> dict[str, Any]:
+    return usage_body([each.usage() for each in generations], timing=bool(body.include_timing))
+
+
+async def _stream(
+    exchange: Exchange, generations: Sequence[Generation], answers: Sequence[Answer], body: CommonBody
+) -> None:
+    # The status can still say what is wrong until the first delta is there.
+    source = _merged(generations)
+    index, deltas = await anext(source)
+    await exchange.begin_events()
+    first = b"".join([each.begin() for each in answers])
+    try:
+        await exchange.write(first + b"".join(map(answers[index].event, deltas)))
+        generations[index].first_chunk_written()
+        async for index, deltas in source:
+            generations[index].first_chunk_written()
+            await exchange.write(b"".join(map(answers[index].event, deltas)))
+    except MillraceError as error:
+        await exchange.end_events(error_event(error))
+        raise
+    except Exception:
+        await exchange.end_events(error_event(unexpected()))
+        raise
+    end = b"".join([each.rest() for each in answers])
+    if body.include_usage:
+        end += answers[0].usage_event(_usage(generations, body))
+    await exchange.end_events(end + DONE)
 
 
 class _Accepted:
@@ -228,13 +166,14 @@ class _Accepted:
                 generation.cancel()
 
 
-async def _collect(generations: Sequence[Generation]) -> list[list[WholeChoice]]:
-    answers = [[WholeChoice() for _ in range(each.info.num_choices)] for each in generations]
+async def _gathered(generations: Sequence[Generation]) -> list[list[ChoiceDelta]]:
+    """Everything, in one delta a choice."""
+    gathered = [[ChoiceDelta(index=index) for index in range(each.info.num_choices)] for each in generations]
     async for index, deltas in _merged(generations):
         generations[index].first_chunk_written()
         for delta in deltas:
-            answers[index][delta.index].add(delta)
-    return answers
+            gathered[index][delta.index].absorb(delta)
+    return gathered
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[ChoiceDelta]]]:

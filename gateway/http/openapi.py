@@ -12,7 +12,6 @@ from contract.errors import TABLE, Reason
 from contract.sampling import RANGES
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
-from gateway.http.fields import UNSERVED
 from gateway.http.inspect import DetokenizeBody, TokenizeBody
 
 _REF = "#/components/schemas/{name}"
@@ -129,12 +128,9 @@ def _document() -> dict[str, Any]:
 
 
 def _describe_options(schema: dict[str, Any]) -> None:
-    """Takes out what is declared only to be refused, and writes the limits of numbers in."""
-    properties: dict[str, Any] = schema["properties"]
-    for name in UNSERVED:
-        properties.pop(name, None)
+    """Writes the limits of numbers in."""
     for name, limits in RANGES.items():
-        for branch in properties.get(name, {}).get("anyOf", ()):
+        for branch in schema["properties"].get(name, {}).get("anyOf", ()):
             if branch.get("type") in ("integer", "number"):
                 branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
 

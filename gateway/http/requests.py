@@ -4,7 +4,7 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,19 +20,7 @@ from contract.chat import (
 )
 from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
-from gateway.http.fields import Unserved
 from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
-
-# Types of response_format, and the field that belongs to each.
-_FORMAT_FIELDS: Mapping[str, str] = {
-    "text": "",
-    "json_object": "",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "lark": "grammar",
-    "ebnf": "grammar",
-}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +61,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grammar: str | None = None
 
 
-class CommonBody(Unserved, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and completions share."""
 
     model: str
@@ -172,20 +160,12 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
 
 def response_format(body: CommonBody) -> tuple[ResponseFormat | None, str]:
     """The one constraint that the body asks for, by whichever of its names; and that name."""
-    openai = body.response_format
-    part = _FORMAT_FIELDS.get(openai.type) if openai else None
-    if openai is not None:
-        _check_only(openai, part)
-    structured, structured_part = _structured(body.structured_outputs)
     found = [
         (name, format_)
         for name, format_ in (
-            (f"response_format.{part}" if part else "response_format", _openai_format(openai)),
-            (f"structured_outputs.{structured_part}", structured),
-            ("guided_json", _json_format("guided_json", body.guided_json)),
-            ("guided_regex", None if body.guided_regex is None else RegexFormat(body.guided_regex)),
-            ("guided_choice", _choice(body.guided_choice)),
-            ("guided_grammar", _grammar(body.guided_grammar)),
+            _openai(body.response_format),
+            _structured(body.structured_outputs),
+            *_by_kind(body, "guided_"),
         )
         if format_ is not None
     ]
@@ -194,67 +174,65 @@ def response_format(body: CommonBody) -> tuple[ResponseFormat | None, str]:
     return (found[0][1], found[0][0]) if found else (None, "response_format")
 
 
-def _check_only(body: ResponseFormatBody, part: str | None) -> None:
-    for name in ("json_schema", "regex", "choice", "grammar"):
-        # A type that is not known is refused as such.
-        if getattr(body, name) is not None and part not in (None, name):
-            raise invalid(f"response_format.{name}", f"type {body.type!r} does not take it; leave it out")
-
-
-def _openai_format(  # noqa: PLR0911 one return per kind
-    body: ResponseFormatBody | None,
-) -> ResponseFormat | None:
-    match None if body is None else (body.type, body):
-        case None | ("text", _):
-            return None
-        case ("json_object", _):
-            return JsonObjectFormat()
-        case ("json_schema", ResponseFormatBody(json_schema=JsonSchemaBody() as given)):
-            if not bytes(given.schema):
-                raise invalid("response_format.json_schema.schema", "it is required")
-            return JsonSchemaFormat(bytes(given.schema).decode(), given.name, given.strict or False)
-        case ("regex", ResponseFormatBody(regex=str() as pattern)):
-            return RegexFormat(pattern)
-        case ("choice", ResponseFormatBody(choice=list() as options)):
-            return ChoiceFormat(tuple(options))
-        case ("lark", ResponseFormatBody(grammar=str() as grammar)):
-            return LarkFormat(grammar)
-        case ("ebnf", ResponseFormatBody(grammar=str() as grammar)):
-            return EbnfFormat(grammar)
-        case ("json_schema" | "regex" | "choice" as kind, _):
-            raise invalid(f"response_format.{kind}", "it is required with this type")
-        case ("lark" | "ebnf", _):
-            raise invalid("response_format.grammar", "it is required with this type")
-        case (kind, _):
-            raise invalid(
-                "response_format.type",
-                f"{kind!r} is not one of {', '.join(_FORMAT_FIELDS)}",
-            )
-
-
-def _structured(body: StructuredOutputs | None) -> tuple[ResponseFormat | None, str]:
+def _openai(body: ResponseFormatBody | None) -> tuple[str, ResponseFormat | None]:
     if body is None:
-        return None, ""
-    given = [
-        (format_, name)
-        for name, format_ in (
-            ("json", _json_format("structured_outputs.json", body.json)),
-            ("json_object", JsonObjectFormat() if body.json_object else None),
-            ("regex", None if body.regex is None else RegexFormat(body.regex)),
-            ("choice", _choice(body.choice)),
-            ("grammar", _grammar(body.grammar)),
-        )
-        if format_ is not None
-    ]
+        return "", None
+    if body.type not in _FORMATS:
+        raise invalid("response_format.type", f"{body.type!r} is not one of {', '.join(_FORMATS)}")
+    part, make = _FORMATS[body.type]
+    for name in ("json_schema", "regex", "choice", "grammar"):
+        if name != part and getattr(body, name) is not None:
+            raise invalid(f"response_format.{name}", f"type {body.type!r} does not take it; leave it out")
+    if not part:
+        return "response_format", make()
+    name, given = f"response_format.{part}", getattr(body, part)
+    if given is None:
+        raise invalid(name, "it is required with this type")
+    return name, make(given)
+
+
+def _schema(given: JsonSchemaBody) -> JsonSchemaFormat:
+    if not bytes(given.schema):
+        raise invalid("response_format.json_schema.schema", "it is required")
+    return JsonSchemaFormat(bytes(given.schema).decode(), given.name, given.strict or False)
+
+
+# Types of response_format, the field that belongs to each, and what makes a constraint of it.
+_FORMATS: Mapping[str, tuple[str, Callable[..., ResponseFormat | None]]] = {
+    "text": ("", lambda: None),
+    "json_object": ("", JsonObjectFormat),
+    "json_schema": ("json_schema", _schema),
+    "regex": ("regex", RegexFormat),
+    "choice": ("choice", lambda options: ChoiceFormat(tuple(options))),
+    "lark": ("grammar", LarkFormat),
+    "ebnf": ("grammar", EbnfFormat),
+}
+
+
+def _structured(body: StructuredOutputs | None) -> tuple[str, ResponseFormat | None]:
+    if body is None:
+        return "", None
+    given = _by_kind(body, "", "structured_outputs.")
+    if body.json_object:
+        given.append(("structured_outputs.json_object", JsonObjectFormat()))
     if len(given) != 1:
         raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
     return given[0]
 
 
-def _json_format(field: str, raw: msgspec.Raw) -> JsonSchemaFormat | None:
+def _by_kind(body: msgspec.Struct, prefix: str, path: str = "") -> list[tuple[str, ResponseFormat]]:
+    """vLLM's constraints, of fields that begin with `prefix`, by their names below `path`."""
+    found: list[tuple[str, ResponseFormat]] = []
+    for kind, make in _KINDS.items():
+        given, name = getattr(body, f"{prefix}{kind}"), f"{path}{prefix}{kind}"
+        # A Raw is empty where nothing was said.
+        if given is not None and given not in _NOTHING:
+            found.append((name, make(name, given)))
+    return found
+
+
+def _json_format(field: str, raw: msgspec.Raw) -> JsonSchemaFormat:
     text = bytes(raw)
-    if text in (b"", b"null"):
-        return None
     if text.startswith(b'"'):
         # The schema as JSON text inside a string.
         return JsonSchemaFormat(msgspec.json.decode(text, type=str), strict=False)
@@ -263,17 +241,15 @@ def _json_format(field: str, raw: msgspec.Raw) -> JsonSchemaFormat | None:
     return JsonSchemaFormat(text.decode(), strict=False)
 
 
-def _choice(options: list[str] | None) -> ChoiceFormat | None:
-    return None if options is None else ChoiceFormat(tuple(options))
-
-
-def _grammar(text: str | None) -> ResponseFormat | None:
-    if text is None:
-        return None
+def _grammar(_: str, text: str) -> ResponseFormat:
     # GBNF defines rules with "::=", Lark with ":".
     return EbnfFormat(text) if "::=" in text else LarkFormat(text)
 
 
-def json_text(value: Mapping[str, Any] | None) -> str:
-    """A JSON object as text; "" for none."""
-    return "" if value is None else msgspec.json.encode(value).decode()
+_NOTHING = (msgspec.Raw(), msgspec.Raw(b"null"))
+_KINDS: Mapping[str, Callable[[str, Any], ResponseFormat]] = {
+    "json": _json_format,
+    "regex": lambda _, pattern: RegexFormat(pattern),
+    "choice": lambda _, options: ChoiceFormat(tuple(options)),
+    "grammar": _grammar,
+}

@@ -84,7 +84,7 @@ class HttpServer:
         return bound
 
     async def stop(self) -> None:
-        """Stops listening and closes what is idle; what is not has a second to end."""
+        """Stops listening and closes what is idle; what is not has a second to end, and one to be cut off."""
         server, self._server = self._server, None
         if server is None or self._socket is None:
             return
@@ -98,3 +98,6 @@ class HttpServer:
             _, running = await asyncio.wait(tasks, timeout=_FAREWELL_S)
             for task in running:
                 task.cancel()
+            if running:
+                # What they still do for those that cancelled them (the books) is done before the rest closes.
+                await asyncio.wait(running, timeout=_FAREWELL_S)

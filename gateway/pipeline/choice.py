@@ -9,7 +9,7 @@ from gateway.engines.types import EngineOutput
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.text.choice import ChoiceText, TextOptions
 from gateway.text.detokenizer import TokenTexts
-from gateway.text.tool_calls import CallIds
+from gateway.text.tool_calls.parser import CallIds
 
 
 class ChoiceStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import msgspec
 
@@ -31,14 +32,15 @@ class ChoiceDelta(TextDelta, kw_only=True):
     verdict: Verdict | None = None
 
     def absorb(self, later: ChoiceDelta) -> None:
-        """Adds what came right after this delta of the same choice."""
+        """Adds what came right after this delta of the same choice, which stays as it is."""
         self.content += later.content
         self.reasoning += later.reasoning
-        self.token_ids = [*self.token_ids, *later.token_ids]
-        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         for piece in later.tool_calls:
-            self.add_call(piece)
+            # Both may still be read.
+            self.add_call(copy(piece))
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.verdict = later.verdict

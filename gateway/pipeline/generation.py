@@ -14,11 +14,11 @@ from contract.errors import MillraceError, Reason
 from contract.outputs import FinishReason
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.types import EngineOutput
+from gateway.limits.reservation import Reservation
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
-from gateway.pipeline.ports import Reservation
 from gateway.pipeline.transcript import Transcript
 
 # Outcome of a request whose client went away.

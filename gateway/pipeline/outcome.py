@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 from opentelemetry.trace import Span
 
 from contract.errors import MillraceError, Reason
 from gateway.pipeline import span_attributes
+from gateway.pipeline.call import Call
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
 from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.pipeline.span_attributes import ttft_parts
-from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
 from observability import genai, names
@@ -25,16 +23,32 @@ from observability.tracing import Telemetry
 _COMPLETE = frozenset({"stop", "tool_calls"})
 
 
-class End(msgspec.Struct, frozen=True):
-    """The moment at which a request ended, on both clocks; it is told some milliseconds later."""
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted request that has ended, and when, on both clocks; it is told some milliseconds later."""
 
+    call: Call
+    generation: Generation
+    outcome: Outcome
+    usage: Usage
     monotonic_s: float
     unix_s: float
 
-    @classmethod
-    def now(cls) -> End:
-        """This moment."""
-        return cls(time.monotonic(), time.time())
+    @property
+    def duration_s(self) -> float:
+        """Since the request's first byte."""
+        return self.monotonic_s - self.call.caller.received_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """See Meter."""
+        return self.generation.meter.tpot_s(self.generation.info.num_choices)
+
+    @property
+    def group(self) -> str:
+        """The outcome as a label: ok, cancelled or failed."""
+        if self.outcome.name == CANCELLED:
+            return "cancelled"
+        return "ok" if self.outcome.name.islower() else "failed"
 
 
 class OutcomeRecorder:
@@ -76,35 +90,22 @@ class OutcomeRecorder:
             attributes[names.RETRY_AFTER_S] = error.retry_after_s
         self._telemetry.end(span, end_s=end_s, attributes=attributes, error=reason)
 
-    def ended(
-        self,
-        span: Span,
-        caller: Caller,
-        request: GenerationRequest,
-        tier: Tier,
-        generation: Generation,
-        outcome: Outcome,
-        usage: Usage,
-        end: End,
-    ) -> None:
+    def ended(self, end: Ended) -> None:
         """An accepted request, with its one outcome."""
-        duration_s = end.monotonic_s - caller.received_s
-        tpot_s = generation.meter.tpot_s(generation.info.num_choices)
-        group = _outcome_group(outcome)
-        self._count(caller, request, request.model, tier.name, group)
-        if request.response_format is not None and group == "ok":
+        self._count(end.call.caller, end.call.request, end.call.request.model, end.call.tier.name, end.group)
+        form, judge = end.call.request.response_format, end.generation.judge
+        if form is not None and end.group == "ok":
             # Every token was allowed by the grammar: an answer that ended by itself is complete, one that was
             # cut by a limit is not. What the grammar leaves open has been judged.
-            judged = generation.judge is None or generation.judge.all_valid
-            complete = judged and outcome.name in _COMPLETE
-            kind = span_attributes.GUIDED_KINDS[type(request.response_format)]
+            complete = (judge is None or judge.all_valid) and end.outcome.name in _COMPLETE
+            kind = span_attributes.GUIDED_KINDS[type(form)]
             self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
-        self._observe(span, request, tier, generation, usage, duration_s, tpot_s)
-        self._observe_gen_ai(request, usage, duration_s, tpot_s, "" if group == "ok" else outcome.name)
-        self._count_tokens(caller, request, tier.name, usage)
-        self._judge(caller, tier, usage, tpot_s, completed=group == "ok")
-        self._end_span(span, caller, request, tier, generation, usage, outcome, tpot_s, end)
-        self._ledger.record(_entry(caller, request, tier, generation, usage, outcome, duration_s, end))
+        self._observe(end)
+        self._observe_gen_ai(end)
+        self._count_tokens(end)
+        self._judge(end)
+        self._end_span(end)
+        self._ledger.record(_entry(end))
 
     def _count(self, caller: Caller, request: GenerationRequest, model: str, tier: str, group: str) -> None:
         self._metrics.add(
@@ -116,63 +117,57 @@ class OutcomeRecorder:
             outcome=group,
         )
 
-    def _observe(
-        self,
-        span: Span,
-        request: GenerationRequest,
-        tier: Tier,
-        generation: Generation,
-        usage: Usage,
-        duration_s: float,
-        tpot_s: float | None,
-    ) -> None:
-        metrics, model = self._metrics, request.model
-        metrics.observe(
-            names.E2E, duration_s, span=NO_EXEMPLAR, model=model, tier=tier.name, face=request.face
-        )
-        if tpot_s is not None:
-            metrics.observe(
+    def _observe(self, end: Ended) -> None:
+        observe = self._metrics.observe
+        request, usage, pool = end.call.request, end.usage, end.generation.pool
+        of = {"model": request.model, "tier": end.call.tier.name}
+        observe(names.E2E, end.duration_s, span=NO_EXEMPLAR, **of, face=request.face)
+        if end.tpot_s is not None:
+            observe(
                 names.TPOT,
-                tpot_s,
+                end.tpot_s,
                 span=NO_EXEMPLAR,
-                model=model,
-                tier=tier.name,
+                **of,
                 output_bucket=length_bucket(usage.completion_tokens),
-                speculative=str(generation.meter.statistics.drafted_tokens > 0).lower(),
-                pool=generation.pool,
+                speculative=str(end.generation.meter.statistics.drafted_tokens > 0).lower(),
+                pool=pool,
             )
         if usage.ttft is None:
             return
-        metrics.observe(
+        observe(
             names.TTFT,
             usage.ttft.total_s,
             # The trace that a slow first token leads to.
-            span=span.get_span_context() if span.is_recording() else NO_EXEMPLAR,
-            model=model,
-            tier=tier.name,
+            span=end.call.span.get_span_context() if end.call.span.is_recording() else NO_EXEMPLAR,
+            **of,
             prompt_bucket=length_bucket(usage.prompt_tokens),
             cache="hit" if usage.cached_prompt_tokens else "miss",
             guided=str(request.response_format is not None).lower(),
-            adapter=generation.info.adapter,
-            pool=generation.pool,
+            adapter=end.generation.info.adapter,
+            pool=pool,
         )
         for part, seconds in ttft_parts(usage.ttft).items():
-            metrics.observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=tier.name)
+            observe(names.TTFT_PART, seconds, span=NO_EXEMPLAR, part=part.value, tier=end.call.tier.name)
 
-    def _observe_gen_ai(
-        self, request: GenerationRequest, usage: Usage, duration_s: float, tpot_s: float | None, error: str
-    ) -> None:
+    def _observe_gen_ai(self, end: Ended) -> None:
         """The same times as other makers' servers report them."""
-        observe, labels = self._metrics.observe, _gen_ai_labels(request, request.model)
-        observe(names.GEN_AI_DURATION, duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
+        observe, labels = self._metrics.observe, _gen_ai_labels(end.call.request, end.call.request.model)
+        error = "" if end.group == "ok" else end.outcome.name
+        observe(names.GEN_AI_DURATION, end.duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
         if error:
             return
-        if usage.ttft is not None:
-            observe(names.GEN_AI_TTFT, usage.ttft.total_s, span=NO_EXEMPLAR, **labels)
-        if tpot_s is not None:
-            observe(names.GEN_AI_TPOT, tpot_s, span=NO_EXEMPLAR, **labels)
+        if end.usage.ttft is not None:
+            observe(names.GEN_AI_TTFT, end.usage.ttft.total_s, span=NO_EXEMPLAR, **labels)
+        if end.tpot_s is not None:
+            observe(names.GEN_AI_TPOT, end.tpot_s, span=NO_EXEMPLAR, **labels)
 
-    def _count_tokens(self, caller: Caller, request: GenerationRequest, tier: str, usage: Usage) -> None:
+    def _count_tokens(self, end: Ended) -> None:
+        usage = end.usage
+        labels = {
+            "model": end.call.request.model,
+            "tier": end.call.tier.name,
+            "tenant": end.call.caller.identity.tenant,
+        }
         for kind, amount in (
             ("prompt_computed", usage.prompt_tokens - usage.cached_prompt_tokens),
             ("prompt_cached", usage.cached_prompt_tokens),
@@ -180,61 +175,36 @@ class OutcomeRecorder:
             ("reasoning", usage.reasoning_tokens),
         ):
             if amount > 0:
-                self._metrics.add(
-                    names.TOKENS,
-                    amount,
-                    kind=kind,
-                    model=request.model,
-                    tier=tier,
-                    tenant=caller.identity.tenant,
-                )
+                self._metrics.add(names.TOKENS, amount, kind=kind, **labels)
 
-    def _judge(
-        self, caller: Caller, tier: Tier, usage: Usage, tpot_s: float | None, *, completed: bool
-    ) -> None:
-        measured = (
-            ("ttft", tier.config.ttft_target_ms, None if usage.ttft is None else usage.ttft.total_s),
-            ("tpot", tier.config.tpot_target_ms, tpot_s),
-        )
-        for objective, target_ms, value_s in measured:
+    def _judge(self, end: Ended) -> None:
+        targets, ttft, completed = end.call.tier.config, end.usage.ttft, end.group == "ok"
+        labels = {"tier": end.call.tier.name, "tenant": end.call.caller.identity.tenant}
+        for objective, target_ms, value_s in (
+            ("ttft", targets.ttft_target_ms, None if ttft is None else ttft.total_s),
+            ("tpot", targets.tpot_target_ms, end.tpot_s),
+        ):
             if target_ms is None or (value_s is None and completed):
                 continue
             met = completed and value_s is not None and value_s * 1000 <= target_ms
-            self._metrics.add(
-                names.SLO,
-                tier=tier.name,
-                tenant=caller.identity.tenant,
-                objective=objective,
-                met=str(met).lower(),
-            )
+            self._metrics.add(names.SLO, 1, **labels, objective=objective, met=str(met).lower())
 
-    def _end_span(
-        self,
-        span: Span,
-        caller: Caller,
-        request: GenerationRequest,
-        tier: Tier,
-        generation: Generation,
-        usage: Usage,
-        outcome: Outcome,
-        tpot_s: float | None,
-        end: End,
-    ) -> None:
-        if not span.is_recording():
+    def _end_span(self, end: Ended) -> None:
+        if not end.call.span.is_recording():
             return
-        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
+        attributes = span_attributes.asked(self._telemetry, end.call.caller.identity, end.call.request)
         attributes |= span_attributes.answered(
             self._telemetry,
-            request,
-            tier,
-            generation,
-            usage,
-            outcome,
-            duration_s=end.monotonic_s - caller.received_s,
-            tpot_s=tpot_s,
+            end.call.request,
+            end.call.tier,
+            end.generation,
+            end.usage,
+            end.outcome,
+            duration_s=end.duration_s,
+            tpot_s=end.tpot_s,
         )
-        failed = outcome.name if outcome.error is not None else ""
-        self._telemetry.end(span, end_s=end.monotonic_s, attributes=attributes, error=failed)
+        failed = end.outcome.name if end.outcome.error is not None else ""
+        self._telemetry.end(end.call.span, end_s=end.monotonic_s, attributes=attributes, error=failed)
 
 
 def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
@@ -246,28 +216,14 @@ def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
     }
 
 
-def _outcome_group(outcome: Outcome) -> str:
-    if outcome.name == CANCELLED:
-        return "cancelled"
-    return "ok" if outcome.name.islower() else "failed"
-
-
-def _entry(
-    caller: Caller,
-    request: GenerationRequest,
-    tier: Tier,
-    generation: Generation,
-    usage: Usage,
-    outcome: Outcome,
-    duration_s: float,
-    end: End,
-) -> FinishedRequest:
+def _entry(end: Ended) -> FinishedRequest:
+    usage, generation = end.usage, end.generation
     return FinishedRequest(
-        identity=caller.identity,
-        model=request.model,
-        tier=tier.name,
-        face=request.face,
-        outcome=outcome.name,
+        identity=end.call.caller.identity,
+        model=end.call.request.model,
+        tier=end.call.tier.name,
+        face=end.call.request.face,
+        outcome=end.outcome.name,
         ended_unix_s=end.unix_s,
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
@@ -278,6 +234,6 @@ def _entry(
         statistics=generation.meter.statistics,
         queue_s=generation.meter.first_token.queue_s,
         ttft_s=None if usage.ttft is None else usage.ttft.total_s,
-        duration_s=duration_s,
-        metadata=request.metadata,
+        duration_s=end.duration_s,
+        metadata=end.call.request.metadata,
     )

@@ -6,41 +6,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any
-
-from opentelemetry.trace import Span
 
 from contract.chat import JsonSchemaFormat
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from contract.sampling import SamplingParams
+from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
+from gateway.limits.limiter import TokenLimiter
+from gateway.limits.reservation import Reservation
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
+from gateway.pipeline.call import Call, Step
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
-from gateway.pipeline.outcome import End, OutcomeRecorder
-from gateway.pipeline.ports import Callers, Limiter, Reservation, Tokenizer
+from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import check_vocabulary, validate
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
+from gateway.tokenizer.client import TokenizerClient
 from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability import names
 from observability.metrics import Metrics
-from observability.names import SpanName
-from observability.tracing import Telemetry, traceparent_of
+from observability.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
 
@@ -53,12 +52,12 @@ class Pipeline:
         *,
         model: ModelConfig,
         vocabulary: Vocabulary,
-        tokenizer: Tokenizer,
+        tokenizer: TokenizerClient,
         fleet: Fleet,
         admission: Admission,
-        limiter: Limiter,
+        limiter: TokenLimiter,
         tiers: Tiers,
-        callers: Callers,
+        callers: CallerVerifier,
         recorder: OutcomeRecorder,
         metrics: Metrics,
         telemetry: Telemetry,
@@ -149,7 +148,7 @@ class Pipeline:
             self._reader.check(request)
             tier = self._tiers.resolve(caller.identity, request.service_tier)
             tier_name = tier.name
-            call = _Call(caller, request, tier, span, self._telemetry)
+            call = Call(caller, request, tier, span, self._telemetry)
             generation = await self._accept(call)
         except BaseException as error:
             if call is not None:
@@ -173,7 +172,7 @@ class Pipeline:
         self._deferred.call(call.tell)
         return generation
 
-    async def _accept(self, call: _Call) -> Generation:
+    async def _accept(self, call: Call) -> Generation:
         caller, request = call.caller, call.request
         context = self.callers.sign(caller, call.tier, call.traceparent)
         prepared = await self._prepare(call, context)
@@ -200,7 +199,7 @@ class Pipeline:
             await reservation.cancel()
             raise
 
-    def _admit(self, call: _Call, num_prompt_tokens: int, step: _Step) -> None:
+    def _admit(self, call: Call, num_prompt_tokens: int, step: Step) -> None:
         queues = engine_queues(self.fleet, call.tier.config.pool)
         estimate = self._admission.admit(call.tier, num_prompt_tokens, queues)
         call.later(self._note_wait, step.attributes, estimate.wait_s, call.tier.name)
@@ -209,7 +208,7 @@ class Pipeline:
         attributes[names.EXPECTED_WAIT_MS] = wait_s * 1000
         self._metrics.set(names.EXPECTED_WAIT, wait_s, tier=tier)
 
-    async def _prepare(self, call: _Call, context: Any) -> Prepared:
+    async def _prepare(self, call: Call, context: Any) -> Prepared:
         with call.step(names.GATEWAY_PREPARE) as step:
             prepared = await self.tokenizer.prepare(
                 # An adapter has the vocabulary of the model that it adapts.
@@ -230,7 +229,7 @@ class Pipeline:
             )
         return prepared
 
-    async def _reserve(self, call: _Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
+    async def _reserve(self, call: Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
         asked = call.request.sampling.max_tokens
         with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
@@ -242,7 +241,7 @@ class Pipeline:
             )
 
     def _route(
-        self, call: _Call, prepared: Prepared, sampling: SamplingParams, context: Any
+        self, call: Call, prepared: Prepared, sampling: SamplingParams, context: Any
     ) -> ContinuousStream:
         caller, tier = call.caller, call.tier
         stream = ContinuousStream(
@@ -273,7 +272,7 @@ class Pipeline:
 
     def _generation(
         self,
-        call: _Call,
+        call: Call,
         prepared: Prepared,
         sampling: SamplingParams,
         stream: ContinuousStream,
@@ -313,7 +312,7 @@ class Pipeline:
             generation.expire_at(caller.deadline_s)
         return generation
 
-    def _judge(self, call: _Call, prepared: Prepared, context: Any) -> OutputJudge | None:
+    def _judge(self, call: Call, prepared: Prepared, context: Any) -> OutputJudge | None:
         report, form = prepared.enforcement, call.request.response_format
         if not isinstance(form, JsonSchemaFormat) or report is None:
             return None
@@ -329,7 +328,7 @@ class Pipeline:
             self._metrics.set_function(names.ACTIVE_STREAMS, number, tier=tier.name)
         self._num_active[tier.name] = self._num_active.get(tier.name, 0) + change
 
-    def _settled(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage) -> None:
+    def _settled(self, call: Call, generation: Generation, outcome: Outcome, usage: Usage) -> None:
         self._open.discard(generation)
         self._count_active(call.tier, -1)
         meter = generation.meter
@@ -338,17 +337,25 @@ class Pipeline:
         if generation.num_engines_lost:
             # Seldom, and whoever looks for it looks at once.
             self._note_continuations(call, generation, outcome)
-        self._deferred.call(self._tell, call, generation, outcome, usage, End.now())
+        end = Ended(
+            call=call,
+            generation=generation,
+            outcome=outcome,
+            usage=usage,
+            monotonic_s=time.monotonic(),
+            unix_s=time.time(),
+        )
+        self._deferred.call(self._tell, end)
 
-    def _tell(self, call: _Call, generation: Generation, outcome: Outcome, usage: Usage, end: End) -> None:
-        first_s = generation.meter.first_output_s
+    def _tell(self, end: Ended) -> None:
+        first_s = end.generation.meter.first_output_s
         if first_s is not None:
             self._telemetry.tell_step(
-                names.GATEWAY_STREAM, of=call.span, start_s=first_s, end_s=end.monotonic_s
+                names.GATEWAY_STREAM, of=end.call.span, start_s=first_s, end_s=end.monotonic_s
             )
-        self._recorder.ended(call.span, call.caller, call.request, call.tier, generation, outcome, usage, end)
+        self._recorder.ended(end)
 
-    def _note_continuations(self, call: _Call, generation: Generation, outcome: Outcome) -> None:
+    def _note_continuations(self, call: Call, generation: Generation, outcome: Outcome) -> None:
         lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
         result = "failed" if lost else "continued"
         self._metrics.add(names.RESUBMISSIONS, generation.num_engines_lost, outcome=result)
@@ -370,74 +377,3 @@ async def _let_go(stream: ContinuousStream) -> None:
     except BaseException:
         stream.cancel(CancelReason.CLIENT)
         raise
-
-
-class _Call:
-    """What the steps of one request share, and what is told of them once it is accepted or refused."""
-
-    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier", "traceparent")
-
-    def __init__(
-        self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
-    ) -> None:
-        self.caller = caller
-        self.request = request
-        self.tier = tier
-        self.span = span
-        # What other services do for it is below its span.
-        self.traceparent = traceparent_of(span)
-        self._telemetry = telemetry
-        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-    def later(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Has `work` called by `tell`: the next service, and the client, do not wait for it."""
-        self._untold.append((work, arguments))
-
-    def tell(self) -> None:
-        """Tells of the steps, and counts what is counted of them."""
-        untold, self._untold = self._untold, []
-        for work, arguments in untold:
-            work(*arguments)
-
-    def step(self, name: SpanName) -> _Step:
-        """Around a block that is a step of this request; its trace has it when it is told."""
-        return _Step(self, name)
-
-    def end(self, step: _Step, failure: BaseException | None) -> None:
-        """Tells of a step that is over."""
-        if not self.span.is_recording():
-            return
-        error = "" if failure is None else type(failure).__name__
-        if error and self._telemetry.config.capture_content:
-            error = f"{error}: {failure}"
-        self._telemetry.step(
-            step.name,
-            of=self.span,
-            start_s=step.start_s,
-            end_s=step.end_s,
-            attributes=step.attributes,
-            error=error,
-        )
-
-
-class _Step:
-    """A step of a request. It is not current: no step looks for a current span."""
-
-    __slots__ = ("_call", "attributes", "end_s", "name", "start_s")
-
-    def __init__(self, call: _Call, name: SpanName) -> None:
-        self._call = call
-        self.name = name
-        self.attributes: dict[str, Any] = {}
-        # In monotonic seconds; the end is 0 until it is over.
-        self.start_s = time.monotonic()
-        self.end_s = 0.0
-
-    def __enter__(self) -> _Step:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end_s = time.monotonic()
-        self._call.later(self._call.end, self, failure)

@@ -10,7 +10,8 @@ from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.validate import refuse
 from gateway.text.choice import TextOptions, shown_ids
 from gateway.text.detokenizer import TokenTexts
-from gateway.text.tool_calls import PARSERS, CallIds
+from gateway.text.tool_calls import PARSERS
+from gateway.text.tool_calls.parser import CallIds
 from gateway.text.vocabulary import Vocabulary
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest

@@ -13,7 +13,7 @@ from typing import Any
 from contract.chat import Conversation, Message, Prompt, Role, TextPrompt
 from contract.outputs import FinishReason
 from gateway.pipeline.delta import ChoiceDelta
-from gateway.text.delta import TextDelta, ToolCallDelta
+from gateway.text.delta import ToolCallDelta
 
 # The conventions' own words; what they have none for is told as it is.
 _FINISH_REASONS: Mapping[FinishReason, str] = {
@@ -35,20 +35,12 @@ class Transcript:
     """The answers of one request, gathered from its deltas."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, TextDelta] = {}
-        self._reasons: dict[int, FinishReason] = {}
+        self._choices: dict[int, ChoiceDelta] = {}
 
     def add(self, deltas: Iterable[ChoiceDelta]) -> None:
         """Takes in what is about to be sent."""
         for delta in deltas:
-            said = self._choices.setdefault(delta.index, TextDelta())
-            said.content += delta.content
-            said.reasoning += delta.reasoning
-            for piece in delta.tool_calls:
-                # The piece itself goes to the client.
-                said.add_call(ToolCallDelta(piece.index, piece.id, piece.name, piece.arguments))
-            if delta.finish_reason is not None:
-                self._reasons[delta.index] = delta.finish_reason
+            self._choices.setdefault(delta.index, ChoiceDelta(index=delta.index)).absorb(delta)
 
     def answered(self) -> str:
         """All choices as `gen_ai.output.messages`; one that was broken off ended with an error."""
@@ -57,15 +49,15 @@ class Transcript:
                 {
                     "role": "assistant",
                     "parts": _said(said.reasoning, said.content, said.tool_calls),
-                    "finish_reason": self._reason(index),
+                    "finish_reason": _reason(said.finish_reason or FinishReason.ERROR),
                 }
-                for index, said in sorted(self._choices.items())
+                for _, said in sorted(self._choices.items())
             ]
         )
 
-    def _reason(self, index: int) -> str:
-        reason = self._reasons.get(index, FinishReason.ERROR)
-        return _FINISH_REASONS.get(reason, reason.name.lower())
+
+def _reason(reason: FinishReason) -> str:
+    return _FINISH_REASONS.get(reason, reason.name.lower())
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import TokenTexts, detokenizer
 from gateway.text.reasoning import ContentParser, TextParser, ThinkParser
 from gateway.text.stop_strings import StopStrings
-from gateway.text.tool_calls import MARKERS, PARSERS, CallIds, ToolCallParser
+from gateway.text.tool_calls import MARKERS, PARSERS
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 REASONING_MARKERS = ("<think>", "</think>")
 REASONING_FORMATS = frozenset({"think", "deepseek_r1", "qwen3"})

@@ -32,8 +32,3 @@ class TextDelta(msgspec.Struct):
             last.arguments += piece.arguments
         else:
             self.tool_calls.append(piece)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return not (self.content or self.reasoning or self.tool_calls)

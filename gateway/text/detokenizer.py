@@ -10,24 +10,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import Protocol
 
 from gateway.text.vocabulary import DecoderKind, Vocabulary
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
-
-
-class Detokenizer(Protocol):
-    """Turns the ids of one text into characters, piece by piece."""
-
-    def feed(self, token_ids: Iterable[int]) -> str:
-        """Text that is certain after these ids; may be empty."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back; an incomplete character becomes U+FFFD."""
-        ...
 
 
 class TokenTexts:
@@ -51,14 +38,15 @@ class TokenTexts:
         try:
             return self._texts[token_id]
         except KeyError:
-            pass
-        text: str | None
-        try:
-            text = self.raw(token_id).decode("utf-8")
-        except UnicodeDecodeError:
-            text = None
-        self._texts[token_id] = text
-        return text
+            self._texts[token_id] = text = _whole(self.raw(token_id))
+            return text
+
+
+def _whole(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 class ByteLevelDetokenizer:
@@ -72,7 +60,7 @@ class ByteLevelDetokenizer:
         self._pending = False
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """See Detokenizer."""
+        """Text that is certain after these ids; may be empty."""
         pieces = []
         for token_id in token_ids:
             if not self._pending:
@@ -85,7 +73,7 @@ class ByteLevelDetokenizer:
         return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
     def finish(self) -> str:
-        """See Detokenizer."""
+        """What was held back; an incomplete character becomes U+FFFD."""
         self._pending = False
         return self._decoder.decode(b"", final=True)
 
@@ -107,7 +95,7 @@ class PieceDetokenizer:
         self._front: DecoderKind | None = texts.vocabulary.decoder
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """See Detokenizer."""
+        """See ByteLevelDetokenizer."""
         pieces = []
         for token_id in token_ids:
             text = self._texts.alone(token_id)
@@ -121,7 +109,7 @@ class PieceDetokenizer:
         return self._without_leading_space("".join(pieces))
 
     def finish(self) -> str:
-        """See Detokenizer."""
+        """See ByteLevelDetokenizer."""
         return self._without_leading_space(self._end_run())
 
     def _end_run(self) -> str:
@@ -130,10 +118,8 @@ class PieceDetokenizer:
         run, self._run = bytes(self._run), bytearray()
         if self._front is DecoderKind.METASPACE:
             self._front = None
-        try:
-            return run.decode("utf-8")
-        except UnicodeDecodeError:
-            return _REPLACEMENT * len(run)
+        text = _whole(run)
+        return _REPLACEMENT * len(run) if text is None else text
 
     def _without_leading_space(self, text: str) -> str:
         if self._front is not DecoderKind.SENTENCEPIECE or not text:
@@ -142,7 +128,7 @@ class PieceDetokenizer:
         return text.removeprefix(" ")
 
 
-def detokenizer(texts: TokenTexts) -> Detokenizer:
+def detokenizer(texts: TokenTexts) -> ByteLevelDetokenizer | PieceDetokenizer:
     """A fresh detokenizer of the kind that the vocabulary asks for."""
     vocabulary = texts.vocabulary
     if vocabulary.decoder is DecoderKind.BYTE_LEVEL and not vocabulary.byte_ids:

@@ -13,13 +13,9 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str | None,
     Returns (text before it, the marker, rest). Without one: (text that cannot belong to a marker, None, the
     tail that might yet become one).
     """
-    best: tuple[int, int, str] | None = None
-    for marker in markers:
-        start = text.find(marker)
-        if start >= 0 and (best is None or (start, -len(marker)) < best[:2]):
-            best = (start, -len(marker), marker)
-    if best is not None:
-        start, _, marker = best
+    found = ((start, -len(each), each) for each in markers if (start := text.find(each)) >= 0)
+    start, _, marker = min(found, default=(-1, 0, ""))
+    if marker:
         return text[:start], marker, text[start + len(marker) :]
     keep = longest_partial_suffix(text, markers)
     return text[: len(text) - keep], None, text[len(text) - keep :]

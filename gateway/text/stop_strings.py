@@ -36,11 +36,6 @@ class StopStrings:
         """Whether there is anything to stop at."""
         return bool(self._patterns)
 
-    @property
-    def num_held(self) -> int:
-        """Characters held back."""
-        return len(self._held)
-
     def feed(self, text: str) -> str:
         """Text that is certain not to belong to a stop string; sets `matched` when one is complete."""
         if not self._patterns:
@@ -61,11 +56,5 @@ class StopStrings:
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for pattern in self._patterns:
-            start = text.find(pattern)
-            if start >= 0:
-                candidate = (start + len(pattern), start, pattern)
-                if best is None or candidate < best:
-                    best = candidate
-        return None if best is None else (best[1], best[2])
+        found = ((start, each) for each in self._patterns if (start := text.find(each)) >= 0)
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)

@@ -8,53 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import JsonValue
-from gateway.text.tool_calls.sink import CallSink
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 _OLD_TYPE = "function"
 
 
-class DeepSeekParser:
-    """See ToolCallParser. White space between the answer and the calls belongs to the format."""
+class DeepSeekParser(ToolCallParser):
+    """White space between the answer and the calls belongs to the format."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
-        self.num_complete = 0
-        self._sink = CallSink(call_id)
+    def __init__(self, call_id: CallIds) -> None:
+        super().__init__(call_id)
         # Reads one character of a call; None outside of calls.
         self._step: Callable[[DeepSeekParser, str], None] | None = None
         self._in_calls = False
-        self._held = ""
         self._header = ""
         # What followed the first marker so far, given back when no call comes of it.
         self._raw = ""
         self._value = JsonValue()
 
-    @property
-    def num_calls(self) -> int:
-        """See ToolCallParser."""
-        return self._sink.num_begun
-
-    def feed(self, text: str, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _read(self, text: str) -> None:
         while text:
             text = self._read_call(text) if self._step is not None else self._read_between(self._held + text)
 
-    def finish(self, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _end(self) -> None:
         if self._step is DeepSeekParser._before_arguments:
             self._sink.content((CALL_BEGIN if self.num_calls else self._raw) + self._header)
         elif self._in_calls and not self.num_calls:
             self._sink.content(self._raw + self._held)
         elif not self._in_calls:
             self._sink.content(self._held if self._held.strip() or not self.num_calls else "")
-        self._held = ""
 
     def _read_between(self, text: str) -> str:
         self._held = ""

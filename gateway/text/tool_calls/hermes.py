@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import CallState, JsonCall
-from gateway.text.tool_calls.sink import CallSink
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MARKERS = OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
-    """See ToolCallParser. Line breaks around calls belong to the format and are dropped."""
+class HermesParser(ToolCallParser):
+    """Line breaks around calls belong to the format and are dropped."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
-        self.num_complete = 0
-        self._sink = CallSink(call_id)
+    def __init__(self, call_id: CallIds) -> None:
+        super().__init__(call_id)
         self._call: JsonCall | None = None
-        # Text between calls: what may be a marker or line breaks before one.
-        self._held = ""
         # A call has ended and its closing marker has not been seen.
         self._closing = False
 
-    @property
-    def num_calls(self) -> int:
-        """See ToolCallParser."""
-        return self._sink.num_begun
-
-    def feed(self, text: str, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _read(self, text: str) -> None:
         while text:
             if self._call is not None:
                 text = self._read_call(self._call, text)
@@ -40,15 +27,12 @@ class HermesParser:
             else:
                 text = self._read_content(text)
 
-    def finish(self, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _end(self) -> None:
         if self._call is not None and not self._call.named:
             self._sink.content(OPEN + "".join(self._call.raw))
         only_breaks = self.num_calls > 0 and not self._held.strip("\n")
         if not self._closing and not only_breaks:
             self._sink.content(self._held)
-        self._held = ""
         self._call = None
 
     def _read_content(self, text: str) -> str:
@@ -59,7 +43,7 @@ class HermesParser:
             self._held = before[len(certain) :] + rest
             return ""
         self._held = ""
-        self._call = JsonCall(self._sink.begin, self._sink.argue)
+        self._call = JsonCall(self._sink)
         return rest
 
     def _read_call(self, call: JsonCall, text: str) -> str:
@@ -87,5 +71,5 @@ class HermesParser:
             return ""
         self._closing = False
         if marker == OPEN:
-            self._call = JsonCall(self._sink.begin, self._sink.argue)
+            self._call = JsonCall(self._sink)
         return rest

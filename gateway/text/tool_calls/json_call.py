@@ -6,13 +6,17 @@ state alone, which is what makes the outcome independent of how the text was cut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from enum import Enum, auto
 
 import msgspec
 
+from gateway.text.tool_calls.parser import CallSink
+
 _SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
+# Characters between keys and values, and what may come after each; "" is a value.
+_FOLLOWING: Mapping[str, str] = {"{": '"}', ",": '"}', ":": ""}
 
 
 class CallState(Enum):
@@ -63,98 +67,71 @@ class JsonValue:
 
 
 class JsonCall:
-    """One call. `on_name` is called once, then `on_arguments` with each piece.
+    """One call, told to `sink`: its name once, then each piece of its arguments.
 
     With `needs_arguments` an object without arguments is no call, and its name waits for them.
     """
 
-    def __init__(
-        self,
-        on_name: Callable[[str], None],
-        on_arguments: Callable[[str], None],
-        *,
-        needs_arguments: bool = False,
-    ) -> None:
+    def __init__(self, sink: CallSink, *, needs_arguments: bool = False) -> None:
         self.state = CallState.OPEN
         # Whether the name has been told.
         self.named = False
-        self._name = ""
-        self._argued = False
-        self._needs_arguments = needs_arguments
         # Everything read, to be given back as content when this turns out not to be a call.
         self.raw: list[str] = []
-        self._on_name = on_name
-        self._on_arguments = on_arguments
-        self._step: Callable[[JsonCall, str], None] = JsonCall._before_object
-        self._key = ""
-        self._value = JsonValue()
-        self._text: list[str] = []
+        self._sink = sink
+        self._needs_arguments = needs_arguments
+        self._name = ""
+        self._argued = False
         # Arguments that came before the name.
         self._early = ""
+        # Characters of which the next one must be; "" where a value begins.
+        self._expected = "{"
+        # Of the value that is read or comes next; None at a key.
+        self._key: str | None = None
+        # The key or value that is read, and its text so far.
+        self._value: JsonValue | None = None
+        self._text: list[str] = []
 
     def take(self, character: str) -> None:
         """Reads one character."""
         self.raw.append(character)
-        self._step(self, character)
-
-    def _before_object(self, character: str) -> None:
-        if character == "{":
-            self._step = JsonCall._before_key
+        if self._value is not None:
+            self._read(self._value, character)
         elif character not in _SPACE:
-            self.state = CallState.BROKEN
+            self._between(character)
 
-    def _before_key(self, character: str) -> None:
-        if character == '"':
-            self._text = [character]
-            self._value = JsonValue()
-            self._value.take(character)
-            self._step = JsonCall._in_key
+    def _between(self, character: str) -> None:
+        """Reads what stands around keys and values."""
+        if character not in self._expected if self._expected else character in ",}]:":
+            self.state = CallState.BROKEN
         elif character == "}":
             self._end()
-        elif character not in _SPACE:
-            self.state = CallState.BROKEN
+        elif self._expected and character in _FOLLOWING:
+            self._expected = _FOLLOWING[character]
+        else:
+            if self._key in _ARGUMENT_KEYS and self._name and character != '"':
+                self._announce()
+            self._value, self._text = JsonValue(), []
+            self._read(self._value, character)
 
-    def _in_key(self, character: str) -> None:
-        self._text.append(character)
-        _, ended = self._value.take(character)
-        if ended:
-            key = _decode_string("".join(self._text))
-            if key is None:
-                self.state = CallState.BROKEN
-                return
-            self._key = key
-            self._step = JsonCall._before_colon
-
-    def _before_colon(self, character: str) -> None:
-        if character == ":":
-            self._step = JsonCall._before_value
-        elif character not in _SPACE:
-            self.state = CallState.BROKEN
-
-    def _before_value(self, character: str) -> None:
-        if character in _SPACE:
-            return
-        if character in ",}]:":
-            self.state = CallState.BROKEN
-            return
-        if self._key in _ARGUMENT_KEYS and self._name and character != '"':
-            self._announce()
-        self._value = JsonValue()
-        self._text = []
-        self._step = JsonCall._in_value
-        self._in_value(character)
-
-    def _in_value(self, character: str) -> None:
-        belongs, ended = self._value.take(character)
+    def _read(self, value: JsonValue, character: str) -> None:
+        belongs, ended = value.take(character)
         if belongs:
             self._text.append(character)
             if self._streams:
-                self._on_arguments(character)
-        if ended:
-            self._end_value("".join(self._text))
-            self._step = JsonCall._after_value
-            if not belongs:
-                self._after_value(character)
+                self._sink.argue(character)
+        if not ended:
+            return
+        text, self._value = "".join(self._text), None
+        if self._key is None:
+            self._key, self._expected = _decode_string(text), ":"
+            if self._key is None:
+                self.state = CallState.BROKEN
+            return
+        self._end_value(text)
+        self._key, self._expected = None, ",}"
+        if not belongs and character not in _SPACE and self.state is CallState.OPEN:
+            self._between(character)
 
     @property
     def _streams(self) -> bool:
@@ -164,7 +141,7 @@ class JsonCall:
     def _announce(self) -> None:
         if not self.named:
             self.named = True
-            self._on_name(self._name)
+            self._sink.begin(self._name)
 
     def _end_value(self, text: str) -> None:
         if self._key == "name" and not self._name:
@@ -174,40 +151,29 @@ class JsonCall:
                 return
             self._name = name
             if self._argued or not self._needs_arguments:
-                self._announce()
-                self._argue(self._early)
-        elif self._key in _ARGUMENT_KEYS and self._streams:
-            self._argued = True
+                self._tell(self._early)
         elif self._key in _ARGUMENT_KEYS:
+            streamed, self._argued = self._streams, True
+            if streamed:
+                return
             # Clients parse the arguments of every call; what is no JSON text is theirs to see.
             decoded = _decode_string(text) if text.startswith('"') else text
             written = text if decoded is None else decoded or "{}"
-            self._argued = True
             if self._name:
-                self._announce()
-                self._argue(written)
+                self._tell(written)
             else:
                 self._early = written
 
-    def _argue(self, written: str) -> None:
+    def _tell(self, written: str) -> None:
+        self._announce()
         if written:
-            self._on_arguments(written)
-
-    def _after_value(self, character: str) -> None:
-        if self.state is CallState.BROKEN:
-            return
-        if character == ",":
-            self._step = JsonCall._before_key
-        elif character == "}":
-            self._end()
-        elif character not in _SPACE:
-            self.state = CallState.BROKEN
+            self._sink.argue(written)
 
     def _end(self) -> None:
         self.state = CallState.DONE if self.named else CallState.BROKEN
         if self.named and not self._argued:
             # Clients parse the arguments of every call.
-            self._on_arguments("{}")
+            self._sink.argue("{}")
 
 
 def _decode_string(text: str) -> str | None:

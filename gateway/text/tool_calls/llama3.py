@@ -6,36 +6,24 @@ not calls begin with `{`: what turns out not to be a call, with its arguments, i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from gateway.text.delta import TextDelta
 from gateway.text.tool_calls.json_call import CallState, JsonCall
-from gateway.text.tool_calls.sink import CallSink
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 TAG = "<|python_tag|>"
+MARKERS = (TAG,)
 _BETWEEN = " \t\r\n;"
 
 
-class Llama3Parser:
-    """See ToolCallParser."""
+class Llama3Parser(ToolCallParser):
+    """Calls are told as their arguments come."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
-        self.num_complete = 0
-        self._sink = CallSink(call_id)
+    def __init__(self, call_id: CallIds) -> None:
+        super().__init__(call_id)
         self._call: JsonCall | None = None
-        # Text before a call: white space, separators, the tag or its beginning.
-        self._held = ""
         # No call can come any more.
         self._plain = False
 
-    @property
-    def num_calls(self) -> int:
-        """See ToolCallParser."""
-        return self._sink.num_begun
-
-    def feed(self, text: str, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _read(self, text: str) -> None:
         for position, character in enumerate(text):
             if self._plain:
                 self._sink.content(text[position:])
@@ -45,19 +33,17 @@ class Llama3Parser:
             else:
                 self._in_call(self._call, character)
 
-    def finish(self, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _end(self) -> None:
         if self._call is not None and not self._call.named:
             self._sink.content(self._held + "".join(self._call.raw))
         elif self._call is None and not self.num_calls:
             self._sink.content(self._held)
-        self._held, self._call = "", None
+        self._call = None
 
     def _before_call(self, character: str) -> None:
         before = self._held.lstrip(_BETWEEN)
         if character == "{" and before.rstrip(_BETWEEN) in ("", TAG):
-            self._call = JsonCall(self._begin, self._sink.argue, needs_arguments=True)
+            self._call = JsonCall(self._sink, needs_arguments=True)
             self._call.take(character)
             return
         self._held += character
@@ -70,18 +56,16 @@ class Llama3Parser:
         if call.state is CallState.OPEN:
             return
         self._call = None
+        if not call.named:
+            self._give_up(self._held + "".join(call.raw))
+            return
+        self._held = ""
         if call.state is CallState.DONE:
             self.num_complete += 1
-        elif call.named:
+        else:
             # The name is out already: the broken rest is the client's to see.
             self._sink.argue(character)
             self._plain = True
-        else:
-            self._give_up(self._held + "".join(call.raw))
-
-    def _begin(self, name: str) -> None:
-        self._held = ""
-        self._sink.begin(name)
 
     def _give_up(self, text: str) -> None:
         self._held = ""

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.text.delta import TextDelta
 from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import CallState, JsonCall, JsonValue
-from gateway.text.tool_calls.sink import CallSink
+from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-MARKER = "[TOOL_CALLS]"
-ARGUMENTS = "[ARGS]"
-CALL_ID = "[CALL_ID]"
+MARKERS = MARKER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _SPACE = " \t\r\n"
 
 
-class MistralParser:
-    """See ToolCallParser. Text after the first marker that is no call is dropped: the format has none."""
+class MistralParser(ToolCallParser):
+    """Text after the first marker that is no call is dropped: the format has none."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
-        self.num_complete = 0
-        self._sink = CallSink(call_id)
+    def __init__(self, call_id: CallIds) -> None:
+        super().__init__(call_id)
         # Reads one character after the marker; None before it.
         self._step: Callable[[MistralParser, str], None] | None = None
-        self._held = ""
         # What followed the marker so far, given back when no call comes of it.
         self._raw = ""
         self._name = ""
         self._call: JsonCall | None = None
         self._value = JsonValue()
 
-    @property
-    def num_calls(self) -> int:
-        """See ToolCallParser."""
-        return self._sink.num_begun
-
-    def feed(self, text: str, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _read(self, text: str) -> None:
         if self._step is None:
             before, marker, rest = split_at_marker(self._held + text, (MARKER,))
             self._held = "" if marker else rest
@@ -48,14 +36,11 @@ class MistralParser:
         for character in text:
             self._step(self, character)
 
-    def finish(self, delta: TextDelta) -> None:
-        """See ToolCallParser."""
-        self._sink.delta = delta
+    def _end(self) -> None:
         if self._step is None:
             self._sink.content(self._held)
         elif not self.num_calls:
             self._sink.content(MARKER + self._raw)
-        self._held = ""
 
     def _after_marker(self, character: str) -> None:
         if character == "{":
@@ -71,7 +56,7 @@ class MistralParser:
 
     def _between_calls(self, character: str) -> None:
         if character == "{":
-            self._call = JsonCall(self._sink.begin, self._sink.argue)
+            self._call = JsonCall(self._sink)
             self._step = MistralParser._in_call
             self._in_call(character)
         else:

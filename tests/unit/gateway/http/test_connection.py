@@ -10,6 +10,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from contract.errors import MillraceError, Reason
 from gateway.http import server as server_module
-from gateway.http.connection import Connection, JoiningTransport
+from gateway.http.connection import Connection
 from gateway.http.exchange import Exchange
 from gateway.http.server import HttpServer
 from tests.unit.gateway.http.serving import (
@@ -81,14 +82,46 @@ async def test_events_come_as_chunks_and_the_connection_stays() -> None:
         writer.close()
 
 
-async def test_http_1_0_gets_events_without_chunks() -> None:
+async def test_http_1_0_gets_events_as_they_come_without_chunks_until_the_connection_closes() -> None:
+    async with served() as (echo, server), asyncio.timeout(10):
+        reader, writer = await connect(server)
+        writer.write(b"GET /held HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"content-length" not in head
+        assert b"connection: close" in head
+        assert await reader.readuntil(b"\n\n") == b"data: 0\n\n"
+        echo.proceed.set()
+        assert await reader.read() == b"data: [DONE]\n\n"
+        writer.close()
+
+
+async def test_http_1_0_gets_whole_answers_with_their_length() -> None:
     async with served() as (_, server):
         reader, writer = await connect(server)
-        writer.write(b"GET /events HTTP/1.0\r\n\r\n")
+        writer.write(b"GET /a HTTP/1.0\r\n\r\n")
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert b"transfer-encoding" not in head
-        assert body == b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+        assert b"content-length: 7" in head
+        assert body == b"GET /a "
         writer.close()
+
+
+async def test_an_unexpected_failure_is_answered_in_openais_form_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(exchange: Exchange) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    async with serving(fail) as server:
+        reader, writer = await connect(server)
+        writer.write(request("/health", b"", "x-request-id: abc"))
+        status, headers, body = await answer(reader)
+        writer.close()
+    assert (status, headers["content-type"], headers["x-request-id"]) == (500, "application/json", "abc")
+    assert msgspec.json.decode(body)["error"]["code"] == "INTERNAL"
+    (record,) = caplog.records
+    assert "/health" in record.getMessage()
+    assert "abc" in record.getMessage()
 
 
 async def test_every_reason_of_the_error_table_can_be_answered() -> None:
@@ -100,7 +133,7 @@ async def test_every_reason_of_the_error_table_can_be_answered() -> None:
     async def receive() -> dict[str, Any]:
         raise AssertionError("there is no body to read")
 
-    scope = {"method": "GET", "path": "/", "headers": [], "http_version": "1.1"}
+    scope = {"method": "GET", "path": "/", "headers": []}
     for reason in Reason:
         await Exchange(scope, receive, send, LIMIT).respond_error(MillraceError(reason, "why"))
     assert sum(b'"code":' in message.get("body", b"") for message in sent) == len(Reason)
@@ -266,27 +299,27 @@ async def test_stop_ends_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> N
         writer.close()
 
 
-async def test_what_is_written_in_one_turn_goes_out_together() -> None:
-    class Wire(asyncio.Transport):
-        def __init__(self) -> None:
-            super().__init__()
-            self.writes: list[bytes] = []
+async def test_stop_waits_for_what_it_has_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_FAREWELL_S", 0.05)
+    begun = asyncio.Event()
+    settled = asyncio.Event()
 
-        def write(self, data: Any) -> None:
-            self.writes.append(data)
+    async def settle(exchange: Exchange) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            settled.set()
 
-        def is_closing(self) -> bool:
-            return False
-
-    wire = Wire()
-    transport = JoiningTransport(wire, asyncio.get_running_loop())
-    transport.write(b"head")
-    transport.write(b"body")
-    assert wire.writes == []
-    await asyncio.sleep(0)
-    assert wire.writes == [b"headbody"]
-    transport.write(b"x" * 100_000)
-    assert wire.writes[1:] == [b"x" * 100_000]
+    async with serving(settle) as server:
+        _, writer = await connect(server)
+        writer.write(request("/a"))
+        await begun.wait()
+        await server.stop()
+        assert settled.is_set()
+        writer.close()
 
 
 def test_an_answer_is_sent_before_anything_else_is_done() -> None:

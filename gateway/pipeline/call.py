@@ -1,0 +1,87 @@
+"""One request on its way through the pipeline: what its steps share, and what is told of them later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from opentelemetry.trace import Span
+
+from gateway.tiers import Tier
+from gateway.types.caller import Caller
+from gateway.types.request import GenerationRequest
+from observability.names import SpanName
+from observability.tracing import Telemetry, traceparent_of
+
+
+class Call:
+    """What the steps of one request share, and what is told of them once it is accepted or refused."""
+
+    __slots__ = ("_telemetry", "_untold", "caller", "request", "span", "tier", "traceparent")
+
+    def __init__(
+        self, caller: Caller, request: GenerationRequest, tier: Tier, span: Span, telemetry: Telemetry
+    ) -> None:
+        self.caller = caller
+        self.request = request
+        self.tier = tier
+        self.span = span
+        # What other services do for it is below its span.
+        self.traceparent = traceparent_of(span)
+        self._telemetry = telemetry
+        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Has `work` called by `tell`: the next service, and the client, do not wait for it."""
+        self._untold.append((work, arguments))
+
+    def tell(self) -> None:
+        """Tells of the steps, and counts what is counted of them."""
+        untold, self._untold = self._untold, []
+        for work, arguments in untold:
+            work(*arguments)
+
+    def step(self, name: SpanName) -> Step:
+        """Around a block that is a step of this request; its trace has it when it is told."""
+        return Step(self, name)
+
+    def end(self, step: Step, failure: BaseException | None) -> None:
+        """Tells of a step that is over."""
+        if not self.span.is_recording():
+            return
+        error = "" if failure is None else type(failure).__name__
+        if error and self._telemetry.config.capture_content:
+            error = f"{error}: {failure}"
+        self._telemetry.step(
+            step.name,
+            of=self.span,
+            start_s=step.start_s,
+            end_s=step.end_s,
+            attributes=step.attributes,
+            error=error,
+        )
+
+
+class Step:
+    """A step of a request. It is not current: no step looks for a current span."""
+
+    __slots__ = ("_call", "attributes", "end_s", "name", "start_s")
+
+    def __init__(self, call: Call, name: SpanName) -> None:
+        self._call = call
+        self.name = name
+        self.attributes: dict[str, Any] = {}
+        # In monotonic seconds; the end is 0 until it is over.
+        self.start_s = time.monotonic()
+        self.end_s = 0.0
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_s = time.monotonic()
+        self._call.later(self._call.end, self, failure)

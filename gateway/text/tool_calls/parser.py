@@ -1,0 +1,67 @@
+"""What the parsers of all formats have in common: where calls go, and how text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.text.delta import TextDelta, ToolCallDelta
+
+# Makes the id of the call with this index.
+CallIds = Callable[[int], str]
+
+
+class CallSink:
+    """Writes content and pieces of calls into the current delta, and numbers the calls."""
+
+    def __init__(self, call_id: CallIds) -> None:
+        self.num_begun = 0
+        self.delta = TextDelta()
+        self._call_id = call_id
+
+    def begin(self, name: str) -> None:
+        """A call's name is known."""
+        index = self.num_begun
+        self.num_begun += 1
+        self.delta.add_call(ToolCallDelta(index=index, id=self._call_id(index), name=name))
+
+    def argue(self, piece: str) -> None:
+        """A piece of the arguments of the call that began last."""
+        self.delta.add_call(ToolCallDelta(index=self.num_begun - 1, arguments=piece))
+
+    def content(self, text: str) -> None:
+        """Text that belongs to no call."""
+        self.delta.content += text
+
+
+class ToolCallParser:
+    """A TextParser that takes calls out of the text; what never became a call is content."""
+
+    def __init__(self, call_id: CallIds) -> None:
+        # Calls completed so far.
+        self.num_complete = 0
+        # A call that is read keeps this: methods of the parser's own would be a cycle.
+        self._sink = CallSink(call_id)
+        # Text that may yet become a marker, or that belongs to the format if a call follows.
+        self._held = ""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._sink.num_begun
+
+    def feed(self, text: str, delta: TextDelta) -> None:
+        """Adds content and pieces of calls that are certain."""
+        self._sink.delta = delta
+        self._read(text)
+
+    def finish(self, delta: TextDelta) -> None:
+        """Adds what was held back."""
+        self._sink.delta = delta
+        self._end()
+        self._held = ""
+
+    def _read(self, text: str) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
