@@ -5,12 +5,12 @@ still passes through, so that services behind this one may record.
 
 A span costs many times what a step of one does. So what a request goes through in a service is told by one
 span: its steps are one attribute of it, and spans of their own only where somebody will look
-for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`).
+for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`), and the details
+of a span, which are one attribute as well, as attributes of it.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,7 @@ from observability.provider import make_provider
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
 _SHUTDOWN_LIMIT_S = 3.0
-# Names and keys are kinds of str of their own.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_JSON = msgspec.json.Encoder()
 _W3C = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, AttributeValue]
@@ -159,16 +158,24 @@ class Telemetry:
         *,
         end_s: float | None = None,
         attributes: Attributes | None = None,
+        details: Attributes | None = None,
         error: str = "",
     ) -> None:
-        """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed."""
+        """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed.
+
+        `attributes` are what traces are searched and compared by, `details` what is read of one that was
+        found: they are told in one attribute, DETAILS.
+        """
         if not span.is_recording():
             return
+        found = {**(attributes or {})}
+        if details:
+            found[names.DETAILS] = _JSON.encode(details).decode()
         steps = self._steps.pop(span, None)
         if steps:
-            attributes = {**(attributes or {}), names.STEPS: _to_json(steps)}
-        if attributes:
-            span.set_attributes(attributes)
+            found[names.STEPS] = _JSON.encode(steps).decode()
+        if found:
+            span.set_attributes(found)
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(None if end_s is None else unix_ns(end_s))
@@ -239,7 +246,10 @@ class Telemetry:
         """
         if of.is_recording():
             duration_ms = round(max(0.0, end_s - start_s) * 1000, 6)
-            self._steps.setdefault(of, []).append((name, unix_ns(start_s), duration_ms, attributes or {}))
+            steps = self._steps.get(of)
+            if steps is None:
+                steps = self._steps[of] = []
+            steps.append((name, unix_ns(start_s), duration_ms, attributes or {}))
 
     def span(
         self,

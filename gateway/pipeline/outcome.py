@@ -70,11 +70,11 @@ class OutcomeRecorder:
         )
         if not span.is_recording():
             return
-        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
-        attributes[names.OUTCOME] = reason
+        told = span_attributes.asked(self._telemetry, caller.identity, request)
+        told.attributes[names.OUTCOME] = reason
         if isinstance(error, MillraceError) and error.retry_after_s is not None:
-            attributes[names.RETRY_AFTER_S] = error.retry_after_s
-        self._telemetry.end(span, end_s=end_s, attributes=attributes, error=reason)
+            told.details[names.RETRY_AFTER_S] = error.retry_after_s
+        self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
 
     def ended(
         self,
@@ -222,8 +222,8 @@ class OutcomeRecorder:
     ) -> None:
         if not span.is_recording():
             return
-        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
-        attributes |= span_attributes.answered(
+        asked = span_attributes.asked(self._telemetry, caller.identity, request)
+        answered = span_attributes.answered(
             self._telemetry,
             request,
             tier,
@@ -234,7 +234,13 @@ class OutcomeRecorder:
             tpot_s=tpot_s,
         )
         failed = outcome.name if outcome.error is not None else ""
-        self._telemetry.end(span, end_s=end.monotonic_s, attributes=attributes, error=failed)
+        self._telemetry.end(
+            span,
+            end_s=end.monotonic_s,
+            attributes=asked.attributes | answered.attributes,
+            details=asked.details | answered.details,
+            error=failed,
+        )
 
 
 def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
