@@ -22,7 +22,16 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -75,11 +84,23 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
 
 
 class RemoteSpan(NonRecordingSpan):
-    """The caller's span, in another process, with the identity that the spans below it get."""
+    """The caller's span, in another process, with the identity that the spans below it get.
 
-    def __init__(self, context: SpanContext, identity: RequestIdentity | None = None) -> None:
-        super().__init__(context)
+    Its headers are read when somebody asks for them: most short steps of it leave nothing.
+    """
+
+    def __init__(self, traceparent: str, tracestate: str, identity: RequestIdentity | None) -> None:
+        super().__init__(INVALID_SPAN_CONTEXT)
+        self._headers: tuple[str, str] | None = (traceparent, tracestate)
         self.identity: Attributes = {} if identity is None else identity.attributes()
+
+    def get_span_context(self) -> SpanContext:
+        """The caller's; invalid where the headers are."""
+        if self._headers is not None:
+            found = context_from_traceparent(*self._headers)
+            self._context = trace.get_current_span(found).get_span_context()
+            self._headers = None
+        return self._context
 
 
 def remote_span(
@@ -89,8 +110,7 @@ def remote_span(
 
     An empty or invalid header makes them begin a trace of their own.
     """
-    found = _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
-    return RemoteSpan(trace.get_current_span(found).get_span_context(), identity)
+    return RemoteSpan(traceparent, tracestate, identity)
 
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
