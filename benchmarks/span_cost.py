@@ -1,19 +1,19 @@
-"""What telling of a request's work costs: a span, an event, a step that is told in an attribute, and neither.
+"""What telling of a request costs: a span, an event, an attribute, and steps and details that share one.
 
 `python -m benchmarks.span_cost [--output FILE]`
 
 Below a request's span that carries an identity, spans of their own are made and ended, events are added, or
-short steps are told of (`Telemetry.step`); then the same for a trace that is not recorded. Each figure is CPU
-time a part, of the request's end and of encoding for OTLP as well, less that of a request without parts; the
-best of several rounds in one warm process. Beside `benchmarks.tracing_overhead`, which has everything, this
-has little noise.
+short steps are told of (`Telemetry.step`); it ends with attributes of its own or with details
+(`Telemetry.end`); then steps are told of a trace that is not recorded. Each figure is CPU time a part, of the
+request's end and of encoding for OTLP as well, less that of a request without parts; the best of several
+rounds in one warm process. Beside `benchmarks.tracing_overhead`, which has everything, this has little noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -36,6 +36,7 @@ _IDENTITY = RequestIdentity("4bf92f35-77b3-4da6-a3ce-929d0e0e4736", "mine", "acm
 
 
 Tell = Callable[[Telemetry, Span, int], None]
+_VALUES = {f"millrace.benchmark.{number}": number * 1.5 for number in range(_PARTS)}
 
 
 def _span(telemetry: Telemetry, request: Span, number: int) -> None:
@@ -63,7 +64,15 @@ def _nothing(telemetry: Telemetry, request: Span, number: int) -> None:
     pass
 
 
-def best_us(telemetry: Telemetry, exporter: InMemorySpanExporter, *, flags: str, tell: Tell) -> float:
+def best_us(
+    telemetry: Telemetry,
+    exporter: InMemorySpanExporter,
+    *,
+    flags: str = "01",
+    tell: Tell = _nothing,
+    attributes: Mapping[str, float] | None = None,
+    details: Mapping[str, float] | None = None,
+) -> float:
     """CPU microseconds a part, in the best round."""
     parent = remote_span(f"00-{'ab' * 16}-{'cd' * 8}-{flags}", "", _IDENTITY)
     best_s = float("inf")
@@ -73,7 +82,7 @@ def best_us(telemetry: Telemetry, exporter: InMemorySpanExporter, *, flags: str,
             request = telemetry.start(names.GATEWAY_REQUEST, parent=parent)
             for number in range(_PARTS):
                 tell(telemetry, request, number)
-            telemetry.end(request)
+            telemetry.end(request, attributes=attributes, details=details)
         encode_spans(exporter.get_finished_spans()).SerializeToString()
         best_s = min(best_s, time.process_time() - started_s)
         exporter.clear()
@@ -89,11 +98,13 @@ def main() -> None:
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry("gateway", ObservabilityConfig(), provider)
-    empty_us = best_us(telemetry, exporter, flags="01", tell=_nothing)
+    empty_us = best_us(telemetry, exporter)
     figures = {
-        name: best_us(telemetry, exporter, flags="01", tell=tell) - empty_us
+        name: best_us(telemetry, exporter, tell=tell) - empty_us
         for name, tell in (("span_us", _span), ("event_us", _event), ("step_us", _step))
     }
+    figures["attribute_us"] = best_us(telemetry, exporter, attributes=_VALUES) - empty_us
+    figures["detail_us"] = best_us(telemetry, exporter, details=_VALUES) - empty_us
     figures["not_recorded_us"] = best_us(telemetry, exporter, flags="00", tell=_step)
     print("  ".join(f"{name} {value:.2f}" for name, value in figures.items()))
     telemetry.shutdown()

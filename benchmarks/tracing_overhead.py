@@ -25,6 +25,7 @@ import random
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +36,7 @@ import uvloop
 from benchmarks.gateways.load import Counts, Load, Peer, request_of, steady
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
+from observability import names
 from observability.store import SpanReader
 from services.bench.report import machine
 from services.supervisor.state import RunState
@@ -43,8 +45,8 @@ from services.supervisor.state import RunState
 _SETTLE_S = 2.2
 _WINDOW_S = 2.5
 _FOREIGN_SHARE = 0.05
-# A traced request leaves more than this.
-_SPANS_A_REQUEST = 12
+# A traced request leaves one of each.
+_SPANS = (names.GATEWAY_REQUEST, names.TOKENIZER_PREPARE, names.ENGINE_REQUEST)
 _RESAMPLES = 4000
 
 
@@ -184,10 +186,10 @@ async def _switch(counts: Counts, peer: Peer, load: Load, *, traced: bool) -> st
 def _check(store: Path, trace_id: str, num_requests: int) -> None:
     """The figures mean nothing unless what should be traced was."""
     reader = SpanReader(store)
-    num_spans = len(reader.trace(trace_id))
+    found = Counter(span.name for span in reader.trace(trace_id))
     reader.close()
-    if num_spans < _SPANS_A_REQUEST * num_requests:
-        raise SystemExit(f"{num_requests} traced requests left {num_spans} spans only")
+    if any(found[name] < num_requests for name in _SPANS):
+        raise SystemExit(f"{num_requests} traced requests left these spans only: {dict(found)}")
 
 
 def measure(setting: Setting, num_pairs: int) -> tuple[list[Pair], int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from observability import names
+from observability import genai, names
 from observability.names import Cause, TtftPart
 from observability.store import SpanReader, StoredSpan
 from observability.tree import delays_of, request_span, ttft_of
@@ -184,14 +184,14 @@ def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
             continue
         text = names.TTFT_PART_MEANING[part]
         if part is TtftPart.PREFILL:
-            prompt, cached = attributes.get(names.PROMPT_TOKENS), attributes.get(names.CACHED_TOKENS, 0)
+            prompt, cached = attributes.get(genai.INPUT_TOKENS), attributes.get(names.CACHED_TOKENS, 0)
             text = "computing its own prompt" + (
                 f" of {prompt} tokens, {cached} of them cached" if prompt else ""
             )
         found.append(Finding(milliseconds, text))
     decode_ms = sum(span.duration_ms for span in spans if span.name == names.ENGINE_DECODE)
     if decode_ms:
-        tokens = attributes.get(names.OUTPUT_TOKENS)
+        tokens = attributes.get(genai.OUTPUT_TOKENS)
         found.append(Finding(decode_ms, "generating" + (f" {tokens} tokens" if tokens else "")))
     return [finding for finding in found if finding.milliseconds > 0]
 

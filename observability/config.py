@@ -25,6 +25,11 @@ _OPT_IN_LATEST = "gen_ai_latest_experimental"
 
 Protocol = Literal["grpc", "http/protobuf"]
 _PROTOCOLS: Mapping[str, Protocol] = {"": "grpc", "grpc": "grpc", "http/protobuf": "http/protobuf"}
+# Where the specification sends what is not told where to go.
+_DEFAULT_ENDPOINTS: Mapping[Protocol, str] = {
+    "grpc": "http://localhost:4317",
+    "http/protobuf": "http://localhost:4318",
+}
 # Where OTLP over HTTP takes spans, below an address that names no path.
 _HTTP_PATH = "/v1/traces"
 _BATCH = 2048
@@ -103,7 +108,10 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if is_disabled or exporter == "none":
             return ()
         found = []
-        named = _standard_export(environ) or _own_export(self.otlp_endpoint, _protocol(environ))
+        protocol = _protocol(environ)
+        named = _standard_export(environ) or _own_export(self.otlp_endpoint, protocol)
+        if named is None and exporter:
+            named = _standard_export(environ, _DEFAULT_ENDPOINTS[protocol])
         if named is not None:
             found.append(named)
         # The store speaks gRPC alone.
@@ -154,12 +162,12 @@ def _protocol(environ: Mapping[str, str]) -> Protocol:
     return protocol
 
 
-def _standard_export(environ: Mapping[str, str]) -> Export | None:
-    """The receiver that OTEL_EXPORTER_OTLP_* variables name."""
+def _standard_export(environ: Mapping[str, str], default: str = "") -> Export | None:
+    """The receiver that OTEL_EXPORTER_OTLP_* variables name, else `default`, with what they say of it."""
     own, general = (
         environ.get(f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT", "").strip() for signal in ("TRACES_", "")
     )
-    endpoint = own or general
+    endpoint = own or general or default
     if not endpoint:
         return None
 

@@ -1,4 +1,4 @@
-"""OTLP bytes as spans, and the steps that services tell in an attribute (`Telemetry.step`) as spans again.
+"""OTLP bytes as spans: steps that services tell in one attribute are spans again, and details attributes.
 
 Only whoever reads traces pays for this, not the services that make them.
 """
@@ -131,9 +131,19 @@ def _stored(service: str, span: trace_pb2.Span) -> StoredSpan:
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
         error=(span.status.message or "error") if failed else "",
-        attributes={key: value for key, value in _attributes(span.attributes).items() if key != names.STEPS},
+        attributes=_with_details(_attributes(span.attributes)),
         links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
     )
+
+
+def _with_details(attributes: dict[str, Any]) -> dict[str, Any]:
+    attributes.pop(names.STEPS, None)
+    told = attributes.pop(names.DETAILS, "")
+    try:
+        return msgspec.json.decode(told, type=dict[str, Any]) | attributes if told else attributes
+    except (msgspec.MsgspecError, TypeError):
+        # Not of our services.
+        return attributes
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:

@@ -13,39 +13,39 @@ import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from observability.config import Semconv
-from observability.names import Attribute
+from observability.names import attribute
 
 PROVIDER = "millrace"
 
 # In both generations.
-OPERATION = Attribute("gen_ai.operation.name", "", "chat or text_completion.")
-REQUEST_MODEL = Attribute("gen_ai.request.model", "", "Model that the client asked for.")
-RESPONSE_MODEL = Attribute("gen_ai.response.model", "", "Model that answered.")
-RESPONSE_ID = Attribute("gen_ai.response.id", "", "Id of the completion.")
-MAX_TOKENS = Attribute("gen_ai.request.max_tokens", "{token}", "Limit that the client set.")
-TEMPERATURE = Attribute("gen_ai.request.temperature", "1", "Sampling temperature.")
-TOP_P = Attribute("gen_ai.request.top_p", "1", "Nucleus sampling.")
-TOP_K = Attribute("gen_ai.request.top_k", "{token}", "Top-k sampling.")
-SEED = Attribute("gen_ai.request.seed", "", "Random seed.")
-CHOICE_COUNT = Attribute("gen_ai.request.choice.count", "{choice}", "Choices asked for, when not one.")
-FINISH_REASONS = Attribute("gen_ai.response.finish_reasons", "", "One per choice.")
-INPUT_TOKENS = Attribute("gen_ai.usage.input_tokens", "{token}", "Prompt tokens.")
-OUTPUT_TOKENS = Attribute("gen_ai.usage.output_tokens", "{token}", "Completion tokens.")
+OPERATION = attribute("gen_ai.operation.name", "", "chat or text_completion.")
+REQUEST_MODEL = attribute("gen_ai.request.model", "", "Model that the client asked for.")
+RESPONSE_MODEL = attribute("gen_ai.response.model", "", "Model that answered.")
+RESPONSE_ID = attribute("gen_ai.response.id", "", "Id of the completion.")
+MAX_TOKENS = attribute("gen_ai.request.max_tokens", "{token}", "Limit that the client set.")
+TEMPERATURE = attribute("gen_ai.request.temperature", "1", "Sampling temperature.")
+TOP_P = attribute("gen_ai.request.top_p", "1", "Nucleus sampling.")
+TOP_K = attribute("gen_ai.request.top_k", "{token}", "Top-k sampling.")
+SEED = attribute("gen_ai.request.seed", "", "Random seed.")
+CHOICE_COUNT = attribute("gen_ai.request.choice.count", "{choice}", "Choices asked for, when not one.")
+FINISH_REASONS = attribute("gen_ai.response.finish_reasons", "", "One per choice.")
+INPUT_TOKENS = attribute("gen_ai.usage.input_tokens", "{token}", "Prompt tokens.")
+OUTPUT_TOKENS = attribute("gen_ai.usage.output_tokens", "{token}", "Completion tokens.")
 # Up to 1.36.
-SYSTEM = Attribute("gen_ai.system", "", "This product; up to version 1.36.")
-SERVICE_TIER_OLD = Attribute("gen_ai.openai.request.service_tier", "", "Tier asked for; up to 1.36.")
-RESPONSE_TIER_OLD = Attribute("gen_ai.openai.response.service_tier", "", "Tier served; up to 1.36.")
+SYSTEM = attribute("gen_ai.system", "", "This product; up to version 1.36.")
+SERVICE_TIER_OLD = attribute("gen_ai.openai.request.service_tier", "", "Tier asked for; up to 1.36.")
+RESPONSE_TIER_OLD = attribute("gen_ai.openai.response.service_tier", "", "Tier served; up to 1.36.")
 # Current.
-PROVIDER_NAME = Attribute("gen_ai.provider.name", "", "This product; after version 1.36.")
-STREAM = Attribute("gen_ai.request.stream", "", "Whether the answer is streamed; after 1.36.")
-CACHED_TOKENS = Attribute("gen_ai.usage.cache_read.input_tokens", "{token}", "Cached prompt tokens.")
-REASONING_TOKENS = Attribute("gen_ai.usage.reasoning.output_tokens", "{token}", "Reasoning tokens.")
-TIME_TO_FIRST_CHUNK = Attribute("gen_ai.response.time_to_first_chunk", "s", "Time to the first chunk.")
-SERVICE_TIER = Attribute("openai.request.service_tier", "", "Tier asked for; after 1.36.")
-RESPONSE_TIER = Attribute("openai.response.service_tier", "", "Tier served; after 1.36.")
+PROVIDER_NAME = attribute("gen_ai.provider.name", "", "This product; after version 1.36.")
+STREAM = attribute("gen_ai.request.stream", "", "Whether the answer is streamed; after 1.36.")
+CACHED_TOKENS = attribute("gen_ai.usage.cache_read.input_tokens", "{token}", "Cached prompt tokens.")
+REASONING_TOKENS = attribute("gen_ai.usage.reasoning.output_tokens", "{token}", "Reasoning tokens.")
+TIME_TO_FIRST_CHUNK = attribute("gen_ai.response.time_to_first_chunk", "s", "Time to the first chunk.")
+SERVICE_TIER = attribute("openai.request.service_tier", "", "Tier asked for; after 1.36.")
+RESPONSE_TIER = attribute("openai.response.service_tier", "", "Tier served; after 1.36.")
 # Content; only with `capture_content`.
-INPUT_MESSAGES = Attribute("gen_ai.input.messages", "", "The conversation, as JSON.")
-OUTPUT_MESSAGES = Attribute("gen_ai.output.messages", "", "The completions, as JSON.")
+INPUT_MESSAGES = attribute("gen_ai.input.messages", "", "The conversation, as JSON.")
+OUTPUT_MESSAGES = attribute("gen_ai.output.messages", "", "The completions, as JSON.")
 
 
 class GenAiRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,35 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NewType
+
+# Plain strings at run time: encoders are fast for those.
+SpanName = NewType("SpanName", str)
+Attribute = NewType("Attribute", str)
+# What was declared, with its meaning.
+SPANS: dict[str, str] = {}
+ATTRIBUTES: dict[str, str] = {}
 
 
-class SpanName(str):
-    """Name of a span, which it equals as a string."""
-
-    service: str
-    meaning: str
-
-    def __new__(cls, name: str, service: str, meaning: str) -> SpanName:
-        """`service` is the process that makes the span."""
-        self = super().__new__(cls, name)
-        self.service, self.meaning = service, meaning
-        SPANS[name] = self
-        return self
+def span(name: str, meaning: str) -> SpanName:
+    """Declares a span; ours begin with the service that makes them."""
+    SPANS[name] = meaning
+    return SpanName(name)
 
 
-class Attribute(str):
-    """Key of a span attribute, which it equals as a string."""
-
-    unit: str
-    meaning: str
-
-    def __new__(cls, key: str, unit: str, meaning: str) -> Attribute:
-        """`unit` is "" for text, else the unit of the number (UCUM-like: ms, s, {token}, {block})."""
-        self = super().__new__(cls, key)
-        self.unit, self.meaning = unit, meaning
-        ATTRIBUTES[key] = self
-        return self
+def attribute(key: str, unit: str, meaning: str) -> Attribute:
+    """Declares a span attribute. `unit` is "" for text, else the number's (UCUM-like: ms, s, {token})."""
+    ATTRIBUTES[key] = f"{meaning} [{unit}]" if unit else meaning
+    return Attribute(key)
 
 
 @dataclass(frozen=True)
@@ -62,8 +53,6 @@ class Metric:
         METRICS[self.name] = self
 
 
-SPANS: dict[str, SpanName] = {}
-ATTRIBUTES: dict[str, Attribute] = {}
 METRICS: dict[str, Metric] = {}
 
 # --- Services (service.name of the trace resource) ---------------------------------------------------------
@@ -74,99 +63,98 @@ ENGINE = "engine"
 SERVICES = (ENVOY, GATEWAY, TOKENIZER, ENGINE)
 
 # --- Spans -------------------------------------------------------------------------------------------------
-# A step of a request that took less is told in an attribute of its span: a span costs many times as much.
-LONG_MS = 25.0
+# A step of a request that took less is told in an attribute of its span: a span costs many times as much, and
+# under load, when there is least time for that, every step takes tens of milliseconds.
+LONG_MS = 100.0
 # No delay is blamed that was shorter.
 DELAY_MS = 5.0
 # Envoy names its own server span; this is the operation its configuration sets.
-ENVOY_INGRESS = SpanName("ingress", ENVOY, "The request at the edge, first byte in to last byte out.")
-GATEWAY_AUTHORIZE = SpanName(
+ENVOY_INGRESS = span("ingress", "The request at the edge, first byte in to last byte out.")
+GATEWAY_AUTHORIZE = span(
     "gateway.authorize",
-    GATEWAY,
     "Credentials to tenant and tier, where they were refused or it took long.",
 )
-GATEWAY_RATE_LIMIT = SpanName("gateway.rate_limit", GATEWAY, "Requests per minute, asked by the edge.")
-GATEWAY_REQUEST = SpanName(
-    "gateway.request", GATEWAY, "The whole request in the gateway; has the TTFT parts."
+GATEWAY_RATE_LIMIT = span("gateway.rate_limit", "Requests per minute, asked by the edge.")
+GATEWAY_REQUEST = span("gateway.request", "The whole request in the gateway; has the TTFT parts.")
+GATEWAY_PREPARE = span("gateway.prepare", "Call to the tokenizer service.")
+GATEWAY_RESERVE = span("gateway.reserve", "Reservation of the token budget.")
+GATEWAY_ADMIT = span("gateway.admit", "Admission or refusal by the tier's promises.")
+GATEWAY_ROUTE = span("gateway.route", "Choice of the engine.")
+GATEWAY_STREAM = span("gateway.stream", "From the first output of the engine to the last chunk.")
+GATEWAY_RESUBMIT = span("gateway.resubmit", "Continuation on another engine after one was lost.")
+TOKENIZER_PREPARE = span("tokenizer.prepare", "Template, encoding and grammar of one request.")
+TOKENIZER_RENDER = span("tokenizer.render", "The chat template.")
+TOKENIZER_ENCODE = span("tokenizer.encode", "Text to token ids.")
+TOKENIZER_COMPILE = span("tokenizer.compile", "Grammar compiled, or found in the cache.")
+ENGINE_REQUEST = span("engine.request", "The request in the engine, submission to last token.")
+ENGINE_QUEUE = span("engine.queue", "Waiting until the first token of the prompt is scheduled.")
+ENGINE_PREFILL = span("engine.prefill", "One chunk of the prompt in one step.")
+ENGINE_FIRST_DECODE = span("engine.first_decode", "From the end of the prompt to the first token.")
+ENGINE_DECODE = span("engine.decode", "All decode steps as one summary.")
+ENGINE_PREEMPTED = span("engine.preempted", "Out of the batch, its blocks given to others.")
+ENGINE_RESUMED = span(
+    "engine.resumed", "Back in the batch, until its next token: what was lost is computed again."
 )
-GATEWAY_PREPARE = SpanName("gateway.prepare", GATEWAY, "Call to the tokenizer service.")
-GATEWAY_RESERVE = SpanName("gateway.reserve", GATEWAY, "Reservation of the token budget.")
-GATEWAY_ADMIT = SpanName("gateway.admit", GATEWAY, "Admission or refusal by the tier's promises.")
-GATEWAY_ROUTE = SpanName("gateway.route", GATEWAY, "Choice of the engine.")
-GATEWAY_STREAM = SpanName("gateway.stream", GATEWAY, "From the first output of the engine to the last chunk.")
-GATEWAY_RESUBMIT = SpanName("gateway.resubmit", GATEWAY, "Continuation on another engine after one was lost.")
-TOKENIZER_PREPARE = SpanName("tokenizer.prepare", TOKENIZER, "Template, encoding and grammar of one request.")
-TOKENIZER_RENDER = SpanName("tokenizer.render", TOKENIZER, "The chat template.")
-TOKENIZER_ENCODE = SpanName("tokenizer.encode", TOKENIZER, "Text to token ids.")
-TOKENIZER_COMPILE = SpanName("tokenizer.compile", TOKENIZER, "Grammar compiled, or found in the cache.")
-ENGINE_REQUEST = SpanName("engine.request", ENGINE, "The request in the engine, submission to last token.")
-ENGINE_QUEUE = SpanName("engine.queue", ENGINE, "Waiting until the first token of the prompt is scheduled.")
-ENGINE_PREFILL = SpanName("engine.prefill", ENGINE, "One chunk of the prompt in one step.")
-ENGINE_FIRST_DECODE = SpanName(
-    "engine.first_decode", ENGINE, "From the end of the prompt to the first token."
-)
-ENGINE_DECODE = SpanName("engine.decode", ENGINE, "All decode steps as one summary.")
-ENGINE_PREEMPTED = SpanName("engine.preempted", ENGINE, "Out of the batch, its blocks given to others.")
-ENGINE_RESUMED = SpanName(
-    "engine.resumed", ENGINE, "Back in the batch, until its next token: what was lost is computed again."
-)
-ENGINE_OFFLOAD = SpanName(
-    "engine.offload", ENGINE, "The step in which blocks of it were brought back from host memory."
-)
+ENGINE_OFFLOAD = span("engine.offload", "The step in which blocks of it were brought back from host memory.")
 
 # --- Attributes --------------------------------------------------------------------------------------------
-REQUEST_ID = Attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
-CLIENT_REQUEST_ID = Attribute("millrace.client_request_id", "", "The client's own x-request-id.")
-TENANT = Attribute("millrace.tenant", "", "Who asked.")
-TIER = Attribute("millrace.tier", "", "SLA tier the request is served under.")
+REQUEST_ID = attribute("millrace.request_id", "", "Id that Envoy gave the request; on every span.")
+CLIENT_REQUEST_ID = attribute("millrace.client_request_id", "", "The client's own x-request-id.")
+TENANT = attribute("millrace.tenant", "", "Who asked.")
+TIER = attribute("millrace.tier", "", "SLA tier the request is served under.")
 IDENTITY = (REQUEST_ID, CLIENT_REQUEST_ID, TENANT, TIER)
-STEPS = Attribute(
+STEPS = attribute(
     "millrace.steps", "", "Short steps of the span as JSON: name, Unix ns of the beginning, ms, attributes."
 )
-KEY_ID = Attribute("millrace.key_id", "", "Public identifier of the API key; never the key.")
-FACE = Attribute("millrace.face", "", "grpc or http.")
-STREAMING = Attribute("millrace.streaming", "", "Whether the answer is streamed.")
-OUTCOME = Attribute("millrace.outcome", "", "Finish reason, or the reason of the error table.")
-ENGINE_ID = Attribute("millrace.engine_id", "", "Engine process that served the request.")
-POOL = Attribute("millrace.pool", "", "Pool of the engine that served; absent where engines name none.")
-ADAPTER = Attribute("millrace.adapter", "", "LoRA adapter; absent for the base model.")
-GUIDED = Attribute("millrace.guided", "", "Kind of output constraint; absent without one.")
-SPECULATIVE = Attribute("millrace.speculative", "", "Whether drafts were verified for this request.")
-PROMPT_TOKENS = Attribute("millrace.prompt_tokens", "{token}", "Length of the prompt.")
-CACHED_TOKENS = Attribute("millrace.cached_prompt_tokens", "{token}", "Prompt tokens from the prefix cache.")
-OUTPUT_TOKENS = Attribute("millrace.output_tokens", "{token}", "Tokens generated.")
-MAX_TOKENS = Attribute("millrace.max_tokens", "{token}", "Limit of generated tokens.")
-NUM_CHOICES = Attribute("millrace.num_choices", "{choice}", "Choices asked for.")
-CHOICE_INDEX = Attribute("millrace.choice_index", "", "Which choice the span is about.")
-CHUNK_TOKENS = Attribute("millrace.chunk_tokens", "{token}", "Prompt tokens computed in this chunk.")
-NUM_CHUNKS = Attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the prompt was computed in.")
-NUM_STEPS = Attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
-NUM_PREEMPTIONS = Attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
-RECOMPUTED_TOKENS = Attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
-RESTORED_TOKENS = Attribute("millrace.restored_tokens", "{token}", "Tokens brought back from host memory.")
-LINK_CAUSE = Attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
-LINK_OVERLAP_MS = Attribute("millrace.link.overlap_ms", "ms", "On links: its work during the time lost.")
-DRAFTED_TOKENS = Attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
-ACCEPTED_TOKENS = Attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
-GRAMMAR_DIGEST = Attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
-GRAMMAR_CACHE = Attribute("millrace.grammar.cache", "", "hit or miss.")
-GRAMMAR_MS = Attribute("millrace.grammar_ms", "ms", "Time spent on grammar masks in the engine.")
-EXPECTED_WAIT_MS = Attribute("millrace.expected_wait_ms", "ms", "Wait that admission expected.")
-ROUTE_REASON = Attribute("millrace.route.reason", "", "Why this engine: prefix, least_pending, only, ...")
-ROUTE_PREFIX_TOKENS = Attribute(
+DETAILS = attribute(
+    "millrace.details",
+    "",
+    "What else is known of the span, by key, as JSON: an attribute of its own costs as much as all these.",
+)
+KEY_ID = attribute("millrace.key_id", "", "Public identifier of the API key; never the key.")
+FACE = attribute("millrace.face", "", "grpc or http.")
+STREAMING = attribute("millrace.streaming", "", "Whether the answer is streamed.")
+OUTCOME = attribute("millrace.outcome", "", "Finish reason, or the reason of the error table.")
+ENGINE_ID = attribute("millrace.engine_id", "", "Engine process that served the request.")
+POOL = attribute("millrace.pool", "", "Pool of the engine that served; absent where engines name none.")
+ADAPTER = attribute("millrace.adapter", "", "LoRA adapter; absent for the base model.")
+GUIDED = attribute("millrace.guided", "", "Kind of output constraint; absent without one.")
+SPECULATIVE = attribute("millrace.speculative", "", "Whether drafts were verified for this request.")
+PROMPT_TOKENS = attribute("millrace.prompt_tokens", "{token}", "Length of the prompt.")
+CACHED_TOKENS = attribute("millrace.cached_prompt_tokens", "{token}", "Prompt tokens from the prefix cache.")
+OUTPUT_TOKENS = attribute("millrace.output_tokens", "{token}", "Tokens generated.")
+MAX_TOKENS = attribute("millrace.max_tokens", "{token}", "Limit of generated tokens.")
+NUM_CHOICES = attribute("millrace.num_choices", "{choice}", "Choices asked for.")
+CHOICE_INDEX = attribute("millrace.choice_index", "", "Which choice the span is about.")
+CHUNK_TOKENS = attribute("millrace.chunk_tokens", "{token}", "Prompt tokens computed in this chunk.")
+NUM_CHUNKS = attribute("millrace.num_prefill_chunks", "{chunk}", "Chunks the prompt was computed in.")
+NUM_STEPS = attribute("millrace.num_steps", "{step}", "Engine steps the choice took part in.")
+NUM_PREEMPTIONS = attribute("millrace.num_preemptions", "{preemption}", "Times the request lost its place.")
+RECOMPUTED_TOKENS = attribute("millrace.recomputed_tokens", "{token}", "Tokens computed a second time.")
+RESTORED_TOKENS = attribute("millrace.restored_tokens", "{token}", "Tokens brought back from host memory.")
+LINK_CAUSE = attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
+LINK_OVERLAP_MS = attribute("millrace.link.overlap_ms", "ms", "On links: its work during the time lost.")
+DRAFTED_TOKENS = attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
+ACCEPTED_TOKENS = attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
+GRAMMAR_DIGEST = attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
+GRAMMAR_CACHE = attribute("millrace.grammar.cache", "", "hit or miss.")
+GRAMMAR_MS = attribute("millrace.grammar_ms", "ms", "Time spent on grammar masks in the engine.")
+EXPECTED_WAIT_MS = attribute("millrace.expected_wait_ms", "ms", "Wait that admission expected.")
+ROUTE_REASON = attribute("millrace.route.reason", "", "Why this engine: prefix, least_pending, only, ...")
+ROUTE_PREFIX_TOKENS = attribute(
     "millrace.route.prefix_tokens", "{token}", "Prefix the router expected cached."
 )
-RETRY_AFTER_S = Attribute("millrace.retry_after_s", "s", "Advice given with a refusal.")
-TPOT_MS = Attribute("millrace.tpot_ms", "ms", "Mean time per output token after the first.")
-ITL_MAX_MS = Attribute("millrace.itl_max_ms", "ms", "Longest gap between two chunks.")
-E2E_MS = Attribute("millrace.e2e_ms", "ms", "First byte in to last byte out, at the gateway.")
-TTFT_TARGET_MS = Attribute("millrace.ttft_target_ms", "ms", "Target of the tier.")
-TPOT_TARGET_MS = Attribute("millrace.tpot_target_ms", "ms", "Target of the tier.")
-TTFT_MS = Attribute("millrace.ttft_ms", "ms", "Time to the first token; the sum of the parts.")
-DELAYED_BY = Attribute("millrace.delayed_by", "", "Causes that cost time, the most expensive first.")
+RETRY_AFTER_S = attribute("millrace.retry_after_s", "s", "Advice given with a refusal.")
+TPOT_MS = attribute("millrace.tpot_ms", "ms", "Mean time per output token after the first.")
+ITL_MAX_MS = attribute("millrace.itl_max_ms", "ms", "Longest gap between two chunks.")
+E2E_MS = attribute("millrace.e2e_ms", "ms", "First byte in to last byte out, at the gateway.")
+TTFT_TARGET_MS = attribute("millrace.ttft_target_ms", "ms", "Target of the tier.")
+TPOT_TARGET_MS = attribute("millrace.tpot_target_ms", "ms", "Target of the tier.")
+TTFT_MS = attribute("millrace.ttft_ms", "ms", "Time to the first token; the sum of the parts.")
+DELAYED_BY = attribute("millrace.delayed_by", "", "Causes that cost time, the most expensive first.")
 # Envoy writes these itself.
-ENVOY_REQUEST_ID = Attribute("guid:x-request-id", "", "Request id on Envoy's own spans.")
-HTTP_STATUS = Attribute("http.status_code", "", "Status on Envoy's own spans.")
+ENVOY_REQUEST_ID = attribute("guid:x-request-id", "", "Request id on Envoy's own spans.")
+HTTP_STATUS = attribute("http.status_code", "", "Status on Envoy's own spans.")
 
 
 class TtftPart(StrEnum):
@@ -189,7 +177,7 @@ TTFT_PART_MEANING: Mapping[TtftPart, str] = {
     TtftPart.SERIALIZE: "token to text to the first chunk on the socket",
 }
 TTFT_PARTS: Mapping[TtftPart, Attribute] = {
-    part: Attribute(f"millrace.ttft.{part}_ms", "ms", TTFT_PART_MEANING[part]) for part in TtftPart
+    part: attribute(f"millrace.ttft.{part}_ms", "ms", TTFT_PART_MEANING[part]) for part in TtftPart
 }
 
 
@@ -222,7 +210,7 @@ CAUSE_MEANING: Mapping[Cause, str] = {
     Cause.ENGINE_LOST: "its engine was lost and another one continued",
 }
 DELAYED_BY_MS: Mapping[Cause, Attribute] = {
-    cause: Attribute(f"millrace.delayed_by.{cause}_ms", "ms", CAUSE_MEANING[cause]) for cause in Cause
+    cause: attribute(f"millrace.delayed_by.{cause}_ms", "ms", CAUSE_MEANING[cause]) for cause in Cause
 }
 
 # --- Buckets of lengths, as label values -------------------------------------------------------------------

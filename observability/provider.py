@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
+from observability import names
 from observability.config import Export, ObservabilityConfig
 from services.errors import ConfigError
 
@@ -65,13 +66,12 @@ def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider |
 
 
 def edge_resource() -> dict[str, str]:
-    """What Envoy's spans say of their maker: as those of the services, but for the process."""
-    named = {"service.name", "service.instance.id"}
-    resource = _resource("envoy").attributes
+    """What Envoy's spans say of their maker; the process is the one that writes its configuration."""
     return {
         key: str(value)
-        for key, value in resource.items()
-        if key not in named and not key.startswith("telemetry.")
+        for key, value in _resource(names.ENVOY).attributes.items()
+        # Envoy has settings of its own for these.
+        if key != "service.name" and not key.startswith("telemetry.")
     }
 
 

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 # Spans waiting to be written; beyond them the senders are told that theirs were refused.
 MAX_QUEUED_SPANS = 50_000
+MAX_QUEUED_BYTES = 128 * 1024 * 1024
 # Messages that come within this time of each other are written together.
 _GATHER_S = 0.5
 # An ExportTraceServiceResponse that says nothing: all was taken.
@@ -38,6 +39,7 @@ class TraceReceiver:
         self._metrics = metrics
         self._queued: list[tuple[int, bytes]] = []
         self._num_queued = 0
+        self._num_queued_bytes = 0
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
 
@@ -47,17 +49,23 @@ class TraceReceiver:
             num_spans = _count_spans(data)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ExportTraceServiceRequest")
+        if not num_spans:
+            # Nothing to keep, and no number of such messages would pass the first limit.
+            return _TAKEN
         if self._num_queued + num_spans > MAX_QUEUED_SPANS:
-            return self._refuse(num_spans)
+            return self._refuse(num_spans, f"more than {MAX_QUEUED_SPANS} spans wait to be written")
+        if self._num_queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            return self._refuse(num_spans, f"more than {MAX_QUEUED_BYTES} bytes wait to be written")
         self._queued.append((num_spans, data))
         self._num_queued += num_spans
+        self._num_queued_bytes += len(data)
         self._wake.set()
         return _TAKEN
 
-    def _refuse(self, num_spans: int) -> bytes:
+    def _refuse(self, num_spans: int, why: str) -> bytes:
         response = trace_service_pb2.ExportTraceServiceResponse()
         response.partial_success.rejected_spans = num_spans
-        response.partial_success.error_message = f"more than {MAX_QUEUED_SPANS} spans wait to be written"
+        response.partial_success.error_message = why
         self._metrics.add(names.SPANS_DROPPED, num_spans)
         return response.SerializeToString()
 
@@ -70,7 +78,7 @@ class TraceReceiver:
                 await self._gather()
                 continue
             messages, num_spans = self._queued, self._num_queued
-            self._queued, self._num_queued = [], 0
+            self._queued, self._num_queued, self._num_queued_bytes = [], 0, 0
             try:
                 await asyncio.to_thread(self._store.add, messages)
             except sqlite3.Error as error:

@@ -5,12 +5,12 @@ still passes through, so that services behind this one may record.
 
 A span costs many times what a step of one does. So what a request goes through in a service is told by one
 span: its steps are one attribute of it, and spans of their own only where somebody will look
-for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`).
+for them (`Telemetry.step`). Readers of the local store get both back as spans (`decode.py`), and the details
+of a span, which are one attribute as well, as attributes of it.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,16 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -35,8 +44,7 @@ from observability.provider import make_provider
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.
 _SHUTDOWN_LIMIT_S = 3.0
-# Names and keys are kinds of str of their own.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_JSON = msgspec.json.Encoder()
 _W3C = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, AttributeValue]
@@ -76,11 +84,23 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
 
 
 class RemoteSpan(NonRecordingSpan):
-    """The caller's span, in another process, with the identity that the spans below it get."""
+    """The caller's span, in another process, with the identity that the spans below it get.
 
-    def __init__(self, context: SpanContext, identity: RequestIdentity | None = None) -> None:
-        super().__init__(context)
+    Its headers are read when somebody asks for them: most short steps of it leave nothing.
+    """
+
+    def __init__(self, traceparent: str, tracestate: str, identity: RequestIdentity | None) -> None:
+        super().__init__(INVALID_SPAN_CONTEXT)
+        self._headers: tuple[str, str] | None = (traceparent, tracestate)
         self.identity: Attributes = {} if identity is None else identity.attributes()
+
+    def get_span_context(self) -> SpanContext:
+        """The caller's; invalid where the headers are."""
+        if self._headers is not None:
+            found = context_from_traceparent(*self._headers)
+            self._context = trace.get_current_span(found).get_span_context()
+            self._headers = None
+        return self._context
 
 
 def remote_span(
@@ -90,8 +110,7 @@ def remote_span(
 
     An empty or invalid header makes them begin a trace of their own.
     """
-    found = _W3C.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
-    return RemoteSpan(trace.get_current_span(found).get_span_context(), identity)
+    return RemoteSpan(traceparent, tracestate, identity)
 
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
@@ -159,16 +178,24 @@ class Telemetry:
         *,
         end_s: float | None = None,
         attributes: Attributes | None = None,
+        details: Attributes | None = None,
         error: str = "",
     ) -> None:
-        """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed."""
+        """Ends a span at `end_s` monotonic seconds (default now); `error` marks it as failed.
+
+        `attributes` are what traces are searched and compared by, `details` what is read of one that was
+        found: they are told in one attribute, DETAILS.
+        """
         if not span.is_recording():
             return
+        found = {**(attributes or {})}
+        if details:
+            found[names.DETAILS] = _JSON.encode(details).decode()
         steps = self._steps.pop(span, None)
         if steps:
-            attributes = {**(attributes or {}), names.STEPS: _to_json(steps)}
-        if attributes:
-            span.set_attributes(attributes)
+            found[names.STEPS] = _JSON.encode(steps).decode()
+        if found:
+            span.set_attributes(found)
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(None if end_s is None else unix_ns(end_s))
@@ -239,7 +266,10 @@ class Telemetry:
         """
         if of.is_recording():
             duration_ms = round(max(0.0, end_s - start_s) * 1000, 6)
-            self._steps.setdefault(of, []).append((name, unix_ns(start_s), duration_ms, attributes or {}))
+            steps = self._steps.get(of)
+            if steps is None:
+                steps = self._steps[of] = []
+            steps.append((name, unix_ns(start_s), duration_ms, attributes or {}))
 
     def span(
         self,

@@ -130,7 +130,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         prepared: Prepared,
         render_s: float,
     ) -> None:
-        identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
+        identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = remote_span(head.traceparent, head.tracestate, identity)
         span = self._telemetry.start(names.TOKENIZER_PREPARE, start_s=begin_s, parent=parent)
         self._preparer.tell_short(prepared, render_s, span)
@@ -145,7 +145,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         head = request.head if isinstance(request, LargeRequest) else request
         who = self._verify(head)
         self._check_model(head.model, who)
-        identity = RequestIdentity(who.request_id, who.client_request_id, who.tenant, who.tier)
+        identity = RequestIdentity(who.request_id, who.client_request_id)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=with_identity(identity, trace)):
             prepared = await self._within_limit(self._prepare(request, who), timeout_s)
             self._preparer.observe_length(prepared.num_tokens)

@@ -24,20 +24,13 @@ class RequestTrace:
     def __init__(self, telemetry: Telemetry, request: Request, engine_id: str, recent: RecentWork) -> None:
         self._telemetry = telemetry
         self._request = request
-        identity = RequestIdentity(
-            request.external_id, request.client_request_id, request.tenant, request.tier
-        )
+        identity = RequestIdentity(request.external_id, request.client_request_id)
         self._span = telemetry.start(
             names.ENGINE_REQUEST,
             parent=remote_span(request.traceparent, request.tracestate, identity),
             start_s=request.arrival_s,
-            attributes={
-                names.ENGINE_ID: engine_id,
-                names.PROMPT_TOKENS: len(request.prompt_token_ids),
-                names.MAX_TOKENS: request.sampling.max_tokens,
-                names.NUM_CHOICES: request.sampling.n,
-            },
         )
+        self._engine_id = engine_id
         self._recent = recent
         # Its own place in the batch, once it had one.
         self._place: Work | None = None
@@ -59,19 +52,22 @@ class RequestTrace:
             self._place.end_s = now
         if not self._span.is_recording():
             return
-        failure = event.failure
+        request, failure = self._request, event.failure
         reason = event.finish_reason or FinishReason.ERROR
-        outcome = failure.reason if failure else reason.name.lower()
-        attributes: dict[str, str | int] = {
-            names.OUTCOME: outcome,
+        details: dict[str, str | int] = {
+            names.TENANT: request.tenant,
+            names.TIER: request.tier,
+            names.ENGINE_ID: self._engine_id,
+            names.PROMPT_TOKENS: len(request.prompt_token_ids),
+            names.MAX_TOKENS: request.sampling.max_tokens,
+            names.NUM_CHOICES: request.sampling.n,
+            names.OUTCOME: failure.reason if failure else reason.name.lower(),
             names.OUTPUT_TOKENS: self.num_output_tokens,
         }
         if self._first is not None:
-            attributes[names.CACHED_TOKENS] = self._first.cached_prompt_tokens
-            attributes[names.NUM_CHUNKS] = len(self._first.prefill_chunks)
-        self._telemetry.end(
-            self._span, end_s=now, attributes=attributes, error=failure.message if failure else ""
-        )
+            details[names.CACHED_TOKENS] = self._first.cached_prompt_tokens
+            details[names.NUM_CHUNKS] = len(self._first.prefill_chunks)
+        self._telemetry.end(self._span, end_s=now, details=details, error=failure.message if failure else "")
 
     def _record_first_token(self, first: FirstTokenTimings) -> None:
         step, span = self._telemetry.step, self._span

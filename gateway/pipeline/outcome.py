@@ -84,11 +84,11 @@ class OutcomeRecorder:
         )
         if not span.is_recording():
             return
-        attributes = span_attributes.asked(self._telemetry, caller.identity, request)
-        attributes[names.OUTCOME] = reason
+        told = span_attributes.asked(self._telemetry, caller.identity, request)
+        told.attributes[names.OUTCOME] = reason
         if isinstance(error, MillraceError) and error.retry_after_s is not None:
-            attributes[names.RETRY_AFTER_S] = error.retry_after_s
-        self._telemetry.end(span, end_s=end_s, attributes=attributes, error=reason)
+            told.details[names.RETRY_AFTER_S] = error.retry_after_s
+        self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
 
     def ended(self, end: Ended) -> None:
         """An accepted request, with its one outcome."""
@@ -192,8 +192,8 @@ class OutcomeRecorder:
     def _end_span(self, end: Ended) -> None:
         if not end.call.span.is_recording():
             return
-        attributes = span_attributes.asked(self._telemetry, end.call.caller.identity, end.call.request)
-        attributes |= span_attributes.answered(
+        asked = span_attributes.asked(self._telemetry, end.call.caller.identity, end.call.request)
+        answered = span_attributes.answered(
             self._telemetry,
             end.call.request,
             end.call.tier,
@@ -204,7 +204,13 @@ class OutcomeRecorder:
             tpot_s=end.tpot_s,
         )
         failed = end.outcome.name if end.outcome.error is not None else ""
-        self._telemetry.end(end.call.span, end_s=end.monotonic_s, attributes=attributes, error=failed)
+        self._telemetry.end(
+            end.call.span,
+            end_s=end.monotonic_s,
+            attributes=asked.attributes | answered.attributes,
+            details=asked.details | answered.details,
+            error=failed,
+        )
 
 
 def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:

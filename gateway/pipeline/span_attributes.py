@@ -6,6 +6,7 @@ Names follow the GenAI conventions of the configured generation beside our own; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from opentelemetry.util.types import AttributeValue
@@ -26,7 +27,7 @@ from gateway.tiers import Tier
 from gateway.types.identity import Identity
 from gateway.types.request import GenerationRequest
 from observability import genai, names
-from observability.names import DELAYED_BY_MS, TTFT_PARTS, Cause, TtftPart
+from observability.names import DELAYED_BY_MS, TTFT_PARTS, TtftPart
 from observability.tracing import Telemetry
 
 Attributes = dict[str, AttributeValue]
@@ -46,7 +47,14 @@ def operation(request: GenerationRequest) -> str:
     return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
 
 
-def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Attributes:
+class Told(NamedTuple):
+    """What a span is given when it ends, as `Telemetry.end` takes it."""
+
+    attributes: Attributes
+    details: Attributes
+
+
+def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Told:
     """Of every request: a refused one can be found by them, too."""
     sampling = request.sampling
     asked = genai.GenAiRequest(
@@ -61,17 +69,17 @@ def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) 
         choices=sampling.n or 1,
         service_tier=request.service_tier,
     )
-    found: Attributes = {
+    attributes = genai.request_attributes(asked, telemetry.semconv)
+    details: Attributes = {
         names.FACE: request.face,
         names.STREAMING: request.streaming,
         names.KEY_ID: identity.key_id,
-        **genai.request_attributes(asked, telemetry.semconv),
     }
     if request.response_format is not None:
-        found[names.GUIDED] = GUIDED_KINDS[type(request.response_format)]
+        details[names.GUIDED] = GUIDED_KINDS[type(request.response_format)]
     if telemetry.config.capture_content and (messages := transcript.asked(request.prompt)):
-        found[genai.INPUT_MESSAGES] = messages
-    return found
+        attributes[genai.INPUT_MESSAGES] = messages
+    return Told(attributes, details)
 
 
 def answered(
@@ -84,8 +92,8 @@ def answered(
     *,
     duration_s: float,
     tpot_s: float | None,
-) -> Attributes:
-    """Of a request that was accepted."""
+) -> Told:
+    """Of a request that was accepted. Lengths are the conventions' attributes."""
     statistics = generation.meter.statistics
     response = genai.GenAiResponse(
         model=request.model,
@@ -96,39 +104,38 @@ def answered(
         cached_prompt_tokens=usage.cached_prompt_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         time_to_first_chunk_s=None if usage.ttft is None else usage.ttft.total_s,
-        service_tier=tier.name,
+        # Every span has the tier; the convention's answers who asked for one.
+        service_tier=tier.name if request.service_tier else "",
     )
-    found: Attributes = {
-        names.TIER: tier.name,
+    attributes = genai.response_attributes(response, telemetry.semconv)
+    attributes[names.TIER] = tier.name
+    details: Attributes = {
         names.OUTCOME: outcome.name,
-        names.PROMPT_TOKENS: usage.prompt_tokens,
         names.CACHED_TOKENS: usage.cached_prompt_tokens,
-        names.OUTPUT_TOKENS: usage.completion_tokens,
         names.E2E_MS: duration_s * 1000,
         names.ENGINE_ID: generation.engine,
         names.SPECULATIVE: statistics.drafted_tokens > 0,
-        **genai.response_attributes(response, telemetry.semconv),
     }
     optional = (
         (names.TPOT_MS, None if tpot_s is None else tpot_s * 1000),
         (names.ITL_MAX_MS, generation.meter.longest_gap_s * 1000 or None),
         (names.TTFT_TARGET_MS, tier.config.ttft_target_ms),
         (names.TPOT_TARGET_MS, tier.config.tpot_target_ms),
+        # Absent for the base model, and for tiers that are served by every engine.
+        (names.ADAPTER, generation.info.adapter or None),
+        (names.POOL, generation.pool or None),
     )
-    found |= {key: value for key, value in optional if value is not None}
-    # Absent for the base model, and for tiers that are served by every engine.
-    found |= {
-        key: value
-        for key, value in ((names.ADAPTER, generation.info.adapter), (names.POOL, generation.pool))
-        if value
-    }
+    details |= {key: value for key, value in optional if value is not None}
     if usage.ttft is not None:
-        found[names.TTFT_MS] = usage.ttft.total_s * 1000
-        found |= {TTFT_PARTS[part]: seconds * 1000 for part, seconds in ttft_parts(usage.ttft).items()}
-    found |= _delays(statistics.delayed_by_s)
+        attributes[names.TTFT_MS] = usage.ttft.total_s * 1000
+        details |= {TTFT_PARTS[part]: seconds * 1000 for part, seconds in ttft_parts(usage.ttft).items()}
+    causes = sorted(statistics.delayed_by_s, key=statistics.delayed_by_s.__getitem__, reverse=True)
+    if causes:
+        attributes[names.DELAYED_BY] = causes
+        details |= _delays(statistics.delayed_by_s)
     if generation.transcript is not None:
-        found[genai.OUTPUT_MESSAGES] = generation.transcript.answered()
-    return found
+        attributes[genai.OUTPUT_MESSAGES] = generation.transcript.answered()
+    return Told(attributes, details)
 
 
 def _response_id(request: GenerationRequest, request_id: str) -> str:
@@ -151,11 +158,5 @@ def ttft_parts(ttft: TimeToFirstToken) -> dict[TtftPart, float]:
 
 
 def _delays(delayed_by_s: Mapping[str, float]) -> Attributes:
-    causes = sorted(delayed_by_s, key=delayed_by_s.__getitem__, reverse=True)
-    if not causes:
-        return {}
     # An engine of a newer version may name causes that this gateway has no key for.
-    known = {cause.value: DELAYED_BY_MS[cause] for cause in Cause}
-    found: Attributes = {known[cause]: delayed_by_s[cause] * 1000 for cause in causes if cause in known}
-    found[names.DELAYED_BY] = causes
-    return found
+    return {key: delayed_by_s[cause] * 1000 for cause, key in DELAYED_BY_MS.items() if cause in delayed_by_s}

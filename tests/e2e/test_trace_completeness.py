@@ -83,4 +83,6 @@ def _check_first_token(spans: list[StoredSpan]) -> None:
         (span,) = [span for span in spans if span.name == name]
         assert span.duration_ms == pytest.approx(float(request.attributes[names.TTFT_PARTS[part]]), abs=1.0)
     assert request.attributes[genai.OPERATION] == "chat"
-    assert request.attributes[genai.OUTPUT_TOKENS] == request.attributes[names.OUTPUT_TOKENS]
+    (engine,) = [span for span in spans if span.name == names.ENGINE_REQUEST]
+    assert request.attributes[genai.OUTPUT_TOKENS] == engine.attributes[names.OUTPUT_TOKENS]
+    assert request.attributes[genai.INPUT_TOKENS] == engine.attributes[names.PROMPT_TOKENS]

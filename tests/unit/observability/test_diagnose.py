@@ -26,8 +26,8 @@ PLANTED: dict[str, tuple[str, Any, Any, str]] = {
     "engine": (names.ENGINE_ID, "e1", "e0", "e1"),
     "pool": (names.POOL, "long", "short", "long"),
     "adapter": (names.ADAPTER, "cold", "", "cold"),
-    "prompt length": (names.PROMPT_TOKENS, 9_000, 50, "<=32768"),
-    "output length": (names.OUTPUT_TOKENS, 600, 50, "<=2048"),
+    "prompt length": (genai.INPUT_TOKENS, 9_000, 50, "<=32768"),
+    "output length": (genai.OUTPUT_TOKENS, 600, 50, "<=2048"),
     "prefix cache": (names.CACHED_TOKENS, 0, 64, "miss"),
     "guided": (names.GUIDED, "json_schema", "", "json_schema"),
     "speculative": (names.SPECULATIVE, "false", "true", "false"),
@@ -53,7 +53,7 @@ def _requests(key: str, slow: Any, fast: Any, count: int = 400) -> list[StoredSp
 
 
 def test_short_answers_are_told_apart() -> None:
-    found = diagnose.diagnose(_requests(names.OUTPUT_TOKENS, 120, 8))
+    found = diagnose.diagnose(_requests(genai.OUTPUT_TOKENS, 120, 8))
     assert (found.slices[0].dimension, found.slices[0].value) == ("output length", "<=128")
 
 

@@ -225,6 +225,24 @@ def test_envoy_is_told_what_the_exporter_of_the_sdk_reads(
     assert ObservabilityConfig(otlp_endpoint="other:1").exports(environ) == (expected,)
 
 
+@pytest.mark.parametrize(
+    ("variables", "url"),
+    [
+        ({}, "http://localhost:4317"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http://localhost:4318/v1/traces"),
+    ],
+)
+def test_an_exporter_that_is_named_without_a_receiver_has_the_standards(
+    variables: dict[str, str], url: str
+) -> None:
+    environ = {"OTEL_TRACES_EXPORTER": "otlp", **variables}
+    (found,) = ObservabilityConfig().exports(environ)
+    assert (found.url, found.is_standard) == (url, True)
+    (own,) = ObservabilityConfig(otlp_endpoint="http://mine:1/x").exports(environ)
+    assert own.url == "http://mine:1/x"
+    assert ObservabilityConfig().exports(variables) == ()
+
+
 def test_a_receiver_that_is_away_loses_spans_and_nothing_else() -> None:
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": AWAY, "OTEL_BSP_MAX_QUEUE_SIZE": "10"}
     assert run(variables, count=100, parent=SAMPLED).startswith(f"00-{'a' * 32}-")

@@ -69,7 +69,7 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
         )
         short_s = time.monotonic()
         gateway.step(names.GATEWAY_ROUTE, of=root, start_s=short_s, end_s=short_s + 0.002)
-        gateway.end(root)
+        gateway.end(root, details={names.FACE: "http", names.TTFT_PARTS[names.TtftPart.QUEUE]: 1.5})
         await asyncio.to_thread(gateway.shutdown)
         await asyncio.to_thread(engine.shutdown)
         process.send_signal(signal.SIGTERM)
@@ -85,7 +85,10 @@ async def test_two_services_become_one_trace_and_a_sigterm_loses_nothing(tmp_pat
     # A short step travels as an attribute and is read as a span.
     assert (step.name, step.parent_id, step.request_id) == (names.GATEWAY_ROUTE, parent.span_id, "r-1")
     assert step.duration_ms == pytest.approx(2.0)
-    assert names.STEPS not in {**parent.attributes, **step.attributes}
+    # So do details, which are read as attributes.
+    assert parent.attributes[names.FACE] == "http"
+    assert parent.attributes[names.TTFT_PARTS[names.TtftPart.QUEUE]] == 1.5
+    assert {names.STEPS, names.DETAILS}.isdisjoint({**parent.attributes, **step.attributes})
 
 
 async def test_it_is_healthy_when_ready_and_exposes_metrics(tmp_path: Path) -> None:
@@ -119,10 +122,12 @@ async def test_a_bad_configuration_ends_with_code_2_and_one_line(
     assert expected in error.decode().splitlines()[-1]
 
 
+@pytest.mark.parametrize("limit", ["MAX_QUEUED_SPANS", "MAX_QUEUED_BYTES"])
 async def test_senders_are_told_when_the_queue_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(receiver, "MAX_QUEUED_SPANS", 3)
+    full = 3 if limit == "MAX_QUEUED_SPANS" else _request(3).ByteSize()
+    monkeypatch.setattr(receiver, limit, full)
     store = SpanStore(tmp_path / "t.sqlite", max_spans=1000, max_bytes=1 << 30)
     metrics = Metrics()
     servicer = receiver.TraceReceiver(store, metrics)
@@ -133,12 +138,17 @@ async def test_senders_are_told_when_the_queue_is_full(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = trace_service_pb2_grpc.TraceServiceStub(channel)
+            # What holds no spans takes no room.
+            await stub.Export(_request(0))
             taken = await stub.Export(_request(3))
             refused = await stub.Export(_request(2))
+            empty = await stub.Export(_request(0))
     finally:
         await server.stop(None)
     assert taken.partial_success.rejected_spans == 0
     assert refused.partial_success.rejected_spans == 2
+    assert str(full) in refused.partial_success.error_message
+    assert not empty.HasField("partial_success")
     servicer.close()
     await servicer.write_until_closed()
     assert len(SpanReader(tmp_path / "t.sqlite").find("last")) == 3

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability import names
+from observability.decode import decode
 from observability.store import SpanReader, SpanStore, StoreError
-from tests.unit.observability.planted import request_trace, write
+from tests.unit.observability.planted import message, request_trace, write
 
 
 def _store(path: Path, *, max_spans: int = 100_000, max_bytes: int = 1 << 30) -> SpanStore:
@@ -159,3 +160,10 @@ def test_spans_named_gives_the_newest_first_since_a_moment(path: Path) -> None:
         write(store, request_trace(f"r-{number}", number=number + 1, start_ns=start_ns + number * 10**9))
     found = SpanReader(path).spans_named(names.ENVOY_INGRESS, since_ns=start_ns + 2 * 10**9, limit=2)
     assert [span.request_id for span in found] == ["r-4", "r-3"]
+
+
+@pytest.mark.parametrize("told", ["", "no JSON", "[1]", '{"millrace.face":', 7])
+def test_details_that_are_none_of_ours_leave_the_span_as_it_is(told: str | int) -> None:
+    edge = request_trace()[0]
+    sent = replace(edge, attributes={**edge.attributes, str(names.DETAILS): told})
+    assert list(decode(message([sent]))) == [edge]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -77,8 +79,9 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
     (request,) = spans["engine.request"]
     assert f"{request.context.trace_id:032x}" == TRACE
     assert f"{request.parent.span_id:016x}" == PARENT
-    assert request.attributes["millrace.outcome"] == "stop"
-    assert request.attributes["millrace.output_tokens"] == 2
+    details = json.loads(request.attributes["millrace.details"])
+    assert details["millrace.outcome"] == "stop"
+    assert details["millrace.output_tokens"] == 2
     expected = {"engine.queue": [0.5], "engine.prefill": [0.5, 0.25], "engine.first_decode": [0.25]}
     expected |= {"engine.decode": [1.5], "engine.preempted": [0.5]}
     expected |= {"engine.resumed": [0.25], "engine.offload": [0.125]}
@@ -137,4 +140,4 @@ def test_a_failure_marks_the_request() -> None:
     spans = spans_of(TokenEvent(request_id=1, finish_reason=FinishReason.ERROR, failure=failure))
     (request,) = spans["engine.request"]
     assert not request.status.is_ok
-    assert request.attributes["millrace.outcome"] == "STEP_FAILED"
+    assert json.loads(request.attributes["millrace.details"])["millrace.outcome"] == "STEP_FAILED"
