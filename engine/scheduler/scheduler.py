@@ -10,14 +10,12 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.best_of import BestOf
 from engine.scheduler.forecast import WaitForecast
-from engine.scheduler.group import RequestGroup
 from engine.scheduler.isolation import FailureIsolation, Verdict
 from engine.scheduler.planner import Planner
 from engine.scheduler.queue import account_of
 from engine.scheduler.results import ResultHandler
-from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
     ChoiceHistory,
@@ -89,11 +87,9 @@ class Scheduler:
             return
         group = RequestGroup(request)
         sampling = request.sampling
-        if sampling.beam_width:
-            group.beams = BeamSearch(request)
-        elif sampling.best_of > sampling.n:
-            group.best_of = BestOf(sampling.n, request.choice_index)
-        for index in range(1 if group.beams else sampling.best_of):
+        if group.is_beam_search:
+            self._state.searches[request.request_id] = BeamSearch(sampling)
+        for index in range(1 if group.is_beam_search else sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         first.waiting_for = waited_for
@@ -111,7 +107,7 @@ class Scheduler:
         group = self._state.groups.get(request_id)
         if group is None:
             return False
-        if group.beams is not None:
+        if group.is_beam_search:
             # Copies of one another, with their steps.
             num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
             self._state.finish_beams(
@@ -265,11 +261,11 @@ class Scheduler:
         sampling = request.sampling
         if index and sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        if group.beams is not None:
-            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * group.beams.width)
+        if group.is_beam_search:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * sampling.beam_width)
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
-        sequence = Sequence(
+        return Sequence(
             sequence_id=self._state.take_sequence_id(),
             group=group,
             choice_index=request.choice_index + index,
@@ -282,9 +278,6 @@ class Scheduler:
                 block_size=self._state.cache.block_size,
             ),
         )
-        sequence.order = (sequence.sequence_id, 0)
-        sequence.is_beam = group.beams is not None
-        return sequence
 
     def _refusal(self, request: Request, now: float) -> RequestFailure | None:
         state, config = self._state, self._state.config
