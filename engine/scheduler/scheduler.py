@@ -11,7 +11,7 @@ from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.forecast import WaitForecast
-from engine.scheduler.isolation import FailureIsolation, Verdict
+from engine.scheduler.isolation import FailureIsolation
 from engine.scheduler.planner import Planner
 from engine.scheduler.queue import account_of
 from engine.scheduler.results import ResultHandler
@@ -76,20 +76,12 @@ class Scheduler:
         """
         failure = self._refusal(request, now)
         if failure is not None:
-            self._state.events.append(
-                TokenEvent(
-                    request_id=request.request_id,
-                    choice_index=request.choice_index,
-                    finish_reason=FinishReason.ERROR,
-                    failure=failure,
-                )
-            )
+            self._state.events.append(TokenEvent.of_failure(request, failure))
             return
         group = RequestGroup(request)
-        sampling = request.sampling
         if group.is_beam_search:
-            self._state.searches[request.request_id] = BeamSearch(sampling)
-        for index in range(1 if group.is_beam_search else sampling.best_of):
+            self._state.searches[request.request_id] = BeamSearch(request.sampling)
+        for index in range(1 if group.is_beam_search else request.sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         first.waiting_for = waited_for
@@ -157,13 +149,12 @@ class Scheduler:
             self._isolation.succeeded()
         self._results.apply(step, result, now)
 
-    def fail(self, step_id: int, cause: str, now: float) -> Verdict:
-        """Takes in that the oldest plan not yet answered failed as a whole."""
+    def fail(self, step_id: int, cause: str, now: float) -> bool:
+        """Takes in that the oldest plan not yet answered failed as a whole; False: the runner is broken."""
         step = self._state.in_flight.popleft()
         assert step.step_id == step_id, f"failure of step {step_id}, expected {step.step_id}"
         if step.void:
-            return Verdict.RETRY
-        self._state.totals.failed_steps += 1
+            return True
         return self._isolation.failed(step, cause, now)
 
     @property
@@ -234,7 +225,6 @@ class Scheduler:
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
-            waiting_by_tier=dict(state.waiting.num_by_tier),
             pending_prefill_tokens=state.waiting.pending_tokens
             + sum(
                 sequence.prefill_end - sequence.num_computed

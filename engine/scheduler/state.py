@@ -32,8 +32,6 @@ class Row:
     draft_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     is_long: bool = False
-    # Tokens of the row that were never computed before, for fairness.
-    num_fresh: int = 0
     # Leading blocks that the runner hears of as given up.
     num_given_up: int = 0
 
@@ -224,14 +222,7 @@ class SchedulerState:
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
                 self._remove(sequence)
-        self.events.append(
-            TokenEvent(
-                request_id=group.request.request_id,
-                choice_index=group.request.choice_index,
-                finish_reason=FinishReason.ERROR,
-                failure=failure,
-            )
-        )
+        self.events.append(TokenEvent.of_failure(group.request, failure))
         self._end_group(group)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
