@@ -21,6 +21,11 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     # Cause (see observability.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
 
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions of any cause."""
+        return sum(self.preemptions.values())
+
 
 class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
     """The present load, with what the engine's own metrics and scheduling policy look at beside it."""
