@@ -10,7 +10,6 @@ from typing import Protocol
 from engine.core import messages
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
-from engine.scheduler.isolation import Verdict
 from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
 from observability.names import Cause
 
@@ -191,7 +190,7 @@ class EngineLoop:
                 self._totals.append(_totals(launched.plan, result))
             return
         _log.warning("step %d failed: %s", result.step_id, result.failure)
-        if self._scheduler.fail(result.step_id, result.failure, self._clock()) is Verdict.BROKEN:
+        if not self._scheduler.fail(result.step_id, result.failure, self._clock()):
             raise RunnerBroken(result.failure)
 
     def _give_up(self, cause: str) -> None:

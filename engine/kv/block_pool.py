@@ -42,18 +42,9 @@ class BlockPool:
         """Unreferenced blocks that are registered under a hash."""
         return len(self._evictable)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks registered under a hash, referenced or not."""
-        return len(self._cached)
-
     def ref_count(self, block_id: int) -> int:
         """References to the block."""
         return self._ref_counts[block_id]
-
-    def hash_of(self, block_id: int) -> BlockHash | None:
-        """Hash that the block is registered under."""
-        return self._hashes[block_id]
 
     def lookup(self, block_hash: BlockHash) -> int | None:
         """Block that holds this content; it is not referenced by the look-up."""

@@ -83,16 +83,6 @@ class KvCache:
         """Whether evicted content may be kept in host memory."""
         return self._host.num_blocks > 0
 
-    @property
-    def num_host_cached(self) -> int:
-        """Blocks whose content is in host memory."""
-        return len(self._host)
-
-    @property
-    def num_host_reading(self) -> int:
-        """Host blocks whose content the latest plan brings back; free again with the next one."""
-        return self._host.num_reading
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -24,11 +24,6 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_reading(self) -> int:
-        """Blocks that the plan under construction, or the last one, reads."""
-        return len(self._reading)
-
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._cached
 

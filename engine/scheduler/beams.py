@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from engine.scheduler.sequence import Sequence
-from engine.types import FinishReason, Request, TokenLogprobs
+from engine.types import FinishReason, FirstTokenTimings, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,13 @@ class Hypothesis:
 class BeamSearch:
     """The state of one request's search."""
 
-    def __init__(self, request: Request) -> None:
-        self._sampling = request.sampling
-        self.width = request.sampling.beam_width
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
         self._reported: dict[int, TokenLogprobs] = {}
         self._finished: list[Hypothesis] = []
+        # Kept for the answers, which all come at the end.
+        self.first_token: FirstTokenTimings | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     def report(self, sequence: Sequence, alternatives: TokenLogprobs) -> None:
         """Takes in what may follow one beam."""
@@ -66,18 +68,19 @@ class BeamSearch:
             key=lambda each: (-each.score, each.parent.sequence_id, each.token_id),
         )
         self._reported.clear()
+        width = self._sampling.beam_width
         chosen: list[Candidate] = []
         passed_over: list[Candidate] = []
         for place, candidate in enumerate(candidates):
-            if len(chosen) == self.width:
+            if len(chosen) == width:
                 break
             if not self._stops(candidate):
                 chosen.append(candidate)
-            elif place < self.width:
+            elif place < width:
                 self._finish(candidate, FinishReason.STOP)
             else:
                 passed_over.append(candidate)
-        if len(self._finished) >= self.width:
+        if len(self._finished) >= width:
             return []
         if not chosen:
             # Every beam can only end, as a grammar may want it.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.scheduler.sequence import Sequence
 from engine.types import TokenEvent
 
 
@@ -23,22 +22,22 @@ class BestOf:
         """Keeps an event of one choice."""
         self._events.setdefault(event.choice_index, []).append(event)
 
-    def results(self, sequences: list[Sequence]) -> list[TokenEvent]:
+    def results(self, mean_logprobs: dict[int, float]) -> list[TokenEvent]:
         """One event for each returned choice, by falling mean log-probability, numbered anew."""
-        ranked = sorted(sequences, key=lambda each: (-each.mean_logprob, each.choice_index))
+        ranked = sorted(mean_logprobs, key=lambda index: (-mean_logprobs[index], index))
         everything = [event for events in self._events.values() for event in events]
         first = next((event.first_token for event in everything if event.first_token), None)
         prompt = next((event.prompt_logprobs for event in everything if event.prompt_logprobs), ())
         results = [
-            self._merge(sequence, self._first_index + place)
-            for place, sequence in enumerate(ranked[: self._num_returned])
+            self._merge(self._events[index], self._first_index + place)
+            for place, index in enumerate(ranked[: self._num_returned])
         ]
         # What concerns the whole request rides on its first answer.
         results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
         return results
 
-    def _merge(self, sequence: Sequence, index: int) -> TokenEvent:
-        events = self._events[sequence.choice_index]
+    @staticmethod
+    def _merge(events: list[TokenEvent], index: int) -> TokenEvent:
         return msgspec.structs.replace(
             events[-1],
             choice_index=index,

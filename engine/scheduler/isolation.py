@@ -9,19 +9,10 @@ not the requests: the runner is broken, and isolation gives up.
 
 from __future__ import annotations
 
-from enum import Enum
-
 from engine.scheduler.results import poisoned
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState, StepInFlight
 from engine.types import RequestFailure
-
-
-class Verdict(Enum):
-    """What to do after a failed step."""
-
-    RETRY = "retry"
-    BROKEN = "broken"
 
 
 class FailureIsolation:
@@ -63,8 +54,8 @@ class FailureIsolation:
                 self._state.fail_group(sequence.group, poisoned(cause))
         self._accused.clear()
 
-    def failed(self, step: StepInFlight, cause: str, now: float) -> Verdict:
-        """Books a failed step; resets everything that ran and decides whether to go on."""
+    def failed(self, step: StepInFlight, cause: str, now: float) -> bool:
+        """Books a failed step and resets everything that ran; False when it is the runner that is broken."""
         suspects = [row for row in step.rows.values() if row.sequence.status is not Status.FINISHED]
         for row in suspects:
             position = row.start + row.num_tokens
@@ -80,16 +71,15 @@ class FailureIsolation:
         if len(uncleared) > 1:
             middle = len(uncleared) // 2
             self._groups[:0] = [uncleared[:middle], uncleared[middle:]]
-            return Verdict.RETRY
-        if not uncleared:
-            return Verdict.RETRY
+        if len(uncleared) != 1:
+            return True
         self._lone_failures += 1
         self._accused.append((uncleared[0], cause))
         if self._lone_failures >= 2:
-            return Verdict.BROKEN
+            return False
         if not self._groups:
             self.convict()
-        return Verdict.RETRY
+        return True
 
     def give_up(self, failure: RequestFailure) -> None:
         """Ends every request: the runner is broken."""

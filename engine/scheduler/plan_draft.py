@@ -115,15 +115,10 @@ class RowWriter:
             or draft.budget < 1
         ):
             return False
-        end = num_expected
-        fresh = 1 if sequence.high_water < end else 0
-        draft.rows[sequence.sequence_id] = Row(
-            sequence, sequence.epoch, start, 1, True, (), False, False, fresh
-        )
+        draft.rows[sequence.sequence_id] = Row(sequence, sequence.epoch, start, 1, True)
         draft.budget -= 1
-        sequence.num_computed = end
-        if fresh:
-            sequence.high_water = end
+        sequence.num_computed = num_expected
+        sequence.high_water = max(sequence.high_water, num_expected)
         sequence.num_pending += 1
         return True
 
@@ -173,7 +168,6 @@ class RowWriter:
             draft_token_ids=drafts,
             is_prefill=remaining_prefill > 0,
             is_long=self.is_long(remaining_prefill),
-            num_fresh=fresh,
             num_given_up=num_given_up,
         )
         if row.is_prefill:

@@ -16,20 +16,17 @@ comes free. Higher tiers go on displacing lower ones meanwhile, so they hardly w
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.config import SchedulerConfig
 from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.scheduler.sequence import Sequence
 
-_NO_DEADLINE = float("inf")
+_INFINITY = float("inf")
 # A request is due when so large a part of its queue limit is left.
 _DUE_SHARE = 0.25
-
-# (deadline, arrival order, sequence): the heap of one tenant in one tier.
-_Heap = list[tuple[float, tuple[int, int], Sequence]]
 
 
 def account_of(sequence: Sequence) -> Account:
@@ -37,9 +34,19 @@ def account_of(sequence: Sequence) -> Account:
     return sequence.priority, sequence.group.request.tenant
 
 
+class _Entry(NamedTuple):
+    """A member as its heap has it: by deadline, then arrival, with its size when it joined."""
+
+    deadline_s: float
+    order: tuple[int, int]
+    sequence: Sequence
+    num_places: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class Line:
-    """What waits in one tier, or for one account."""
+    """What waits for one account, or for several."""
 
     num_sequences: int = 0
     # Places in the batch that they will take: further choices and beams count.
@@ -55,85 +62,62 @@ class WaitingQueue:
     def __init__(self, config: SchedulerConfig, counters: VirtualTokenCounters) -> None:
         self._config = config
         self._counters = counters
-        # Priority to the heaps of its tenants; preempted sequences have one of their own.
-        self._tiers: dict[int, dict[Account, _Heap]] = {}
-        self._preempted: dict[int, list[tuple[tuple[int, int], Sequence]]] = {}
-        # All members in order of joining, for aging.
-        self._members: OrderedDict[int, Sequence] = OrderedDict()
-        self._by_priority: dict[int, Line] = {}
-        self._by_account: dict[Account, Line] = {}
-        self.num_by_tier: Counter[str] = Counter()
+        # Priority to the heaps of its tenants; preempted sequences have one of their own, under None.
+        self._heaps: dict[int, dict[str | None, list[_Entry]]] = {}
+        # The present entry of every member, in order of joining.
+        self._members: dict[int, _Entry] = {}
+        self._lines: dict[Account, Line] = {}
         self._num_admitted = 0
         # (moment at which it is due, order, sequence) of those that have a queue limit.
-        self._due: _Heap = []
-        # Places and tokens to compute of each member, as they were when it joined.
-        self._sizes: dict[int, tuple[int, int]] = {}
+        self._due: list[tuple[float, tuple[int, int], Sequence]] = []
         self.pending_tokens = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._members.values())
+        return (entry.sequence for entry in self._members.values())
 
     def at_or_above(self, priority: int) -> Line:
         """Everything that waits in this tier and in higher ones."""
-        total = Line()
-        for each, line in self._by_priority.items():
-            if each >= priority:
-                total.num_sequences += line.num_sequences
-                total.num_places += line.num_places
-                total.num_tokens += line.num_tokens
-        return total
+        lines = [line for (each, _), line in self._lines.items() if each >= priority]
+        return Line(
+            num_sequences=sum(line.num_sequences for line in lines),
+            num_places=sum(line.num_places for line in lines),
+            num_tokens=sum(line.num_tokens for line in lines),
+        )
 
     def accounts_of(self, priority: int) -> dict[str, Line]:
         """What waits in one tier, by tenant."""
-        return {tenant: line for (each, tenant), line in self._by_account.items() if each == priority}
+        return {tenant: line for (each, tenant), line in self._lines.items() if each == priority}
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence; one that was preempted keeps its rank."""
-        priority = sequence.priority
-        if sequence.took.num_preemptions:
-            heapq.heappush(self._preempted.setdefault(priority, []), (sequence.order, sequence))
-        else:
-            deadline = sequence.group.request.ttft_deadline_s
-            heap = self._tiers.setdefault(priority, {}).setdefault(account_of(sequence), [])
-            heapq.heappush(heap, (deadline or _NO_DEADLINE, sequence.order, sequence))
-        self._members[sequence.sequence_id] = sequence
-        self._push_due(sequence)
-        self.num_by_tier[sequence.group.request.tier] += 1
-        size = sequence.num_places, sequence.num_known
-        self._sizes[sequence.sequence_id] = size
-        self.pending_tokens += sequence.num_known
-        self._count(sequence, *size, sign=1)
-
-    def _push_due(self, sequence: Sequence) -> None:
-        request, started_s = sequence.group.request, sequence.group.first_scheduled_s
-        if request.queue_deadline_s is not None and started_s is None:
+        request = sequence.group.request
+        tenant, deadline_s = None, 0.0
+        if not sequence.took.num_preemptions:
+            tenant, deadline_s = request.tenant, request.ttft_deadline_s or _INFINITY
+        entry = _Entry(deadline_s, sequence.order, sequence, sequence.num_places, sequence.num_known)
+        heapq.heappush(self._heaps.setdefault(sequence.priority, {}).setdefault(tenant, []), entry)
+        self._members[sequence.sequence_id] = entry
+        if request.queue_deadline_s is not None and sequence.group.first_scheduled_s is None:
             margin_s = _DUE_SHARE * (request.queue_deadline_s - request.arrival_s)
             heapq.heappush(self._due, (request.queue_deadline_s - margin_s, sequence.order, sequence))
-
-    def _count(self, sequence: Sequence, num_places: int, num_tokens: int, *, sign: int) -> None:
-        account = account_of(sequence)
-        for line in (
-            self._by_priority.setdefault(sequence.priority, Line()),
-            self._by_account.setdefault(account, Line(weight=sequence.group.request.weight)),
-        ):
-            line.num_sequences += sign
-            line.num_places += sign * num_places
-            line.num_tokens += sign * num_tokens
-        if not self._by_priority[sequence.priority].num_sequences:
-            del self._by_priority[sequence.priority]
-        if not self._by_account[account].num_sequences:
-            del self._by_account[account]
+        self._count(entry, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a member out."""
-        del self._members[sequence.sequence_id]
-        self.num_by_tier[sequence.group.request.tier] -= 1
-        size = self._sizes.pop(sequence.sequence_id)
-        self.pending_tokens -= size[1]
-        self._count(sequence, *size, sign=-1)
+        self._count(self._members.pop(sequence.sequence_id), -1)
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        account = account_of(entry.sequence)
+        line = self._lines.setdefault(account, Line(weight=entry.sequence.group.request.weight))
+        line.num_sequences += sign
+        line.num_places += sign * entry.num_places
+        line.num_tokens += sign * entry.num_tokens
+        self.pending_tokens += sign * entry.num_tokens
+        if not line.num_sequences:
+            del self._lines[account]
 
     def peek(self, now: float, skipped: set[int], *, with_due: bool = True) -> Sequence | None:
         """The member to admit next, `skipped` ones left out; None when there is none. Without `with_due`, due
@@ -145,15 +129,15 @@ class WaitingQueue:
         due = self._first_due(now)
         if with_due and due is not None and due.sequence_id not in skipped:
             return due
-        for priority in sorted(self._by_priority, reverse=True):
-            found = self._peek_preempted(priority, skipped) or self._peek_tenants(priority, skipped)
+        for priority in sorted({each for each, _ in self._lines}, reverse=True):
+            found = self._first_of(priority, skipped)
             if found is not None:
                 return found
         return None
 
     def oldest(self) -> Sequence | None:
         """The member that joined first."""
-        return next(iter(self._members.values()), None)
+        return next(iter(self), None)
 
     def admitted(self, sequence: Sequence, now: float) -> None:
         """Takes out a member that was admitted, and lets one that won by age keep its place."""
@@ -188,47 +172,32 @@ class WaitingQueue:
             return None
         return oldest if now - oldest.group.request.arrival_s > self._config.aging_s else None
 
-    def _peek_preempted(self, priority: int, skipped: set[int]) -> Sequence | None:
-        heap = self._preempted.get(priority)
-        if not heap:
-            return None
-        while heap and self._is_stale(heap[0][1], preempted=True):
-            heapq.heappop(heap)
-        if not skipped:
-            return heap[0][1] if heap else None
-        live = [entry for entry in heap if not self._is_stale(entry[1], preempted=True)]
-        left = [entry for entry in live if entry[1].sequence_id not in skipped]
-        return min(left)[1] if left else None
-
-    def _peek_tenants(self, priority: int, skipped: set[int]) -> Sequence | None:
-        best: tuple[tuple[int, float, tuple[int, int]], Sequence] | None = None
+    def _first_of(self, priority: int, skipped: set[int]) -> Sequence | None:
+        best: tuple[tuple[float, float, tuple[int, int]], Sequence] | None = None
         floor = self._counters.floor(priority)
-        tenants = self._tiers.get(priority, {})
-        for account in list(tenants):
-            head = self._head(tenants[account], skipped)
+        heaps = self._heaps[priority]
+        for tenant, heap in list(heaps.items()):
+            head = self._head(heap, skipped)
             if head is None:
-                if not tenants[account]:
-                    del tenants[account]
+                if not heap:
+                    del heaps[tenant]
                 continue
-            deadline, order, sequence = head
-            ahead = self._counters.counter(account) - floor
-            key = (int(ahead // self._config.fairness_band_tokens), deadline, order)
+            band = -_INFINITY
+            if tenant is not None:
+                ahead = self._counters.counter((priority, tenant)) - floor
+                band = ahead // self._config.fairness_band_tokens
+            key = (band, head.deadline_s, head.order)
             if best is None or key < best[0]:
-                best = key, sequence
+                best = key, head.sequence
         return None if best is None else best[1]
 
-    def _head(self, heap: _Heap, skipped: set[int]) -> tuple[float, tuple[int, int], Sequence] | None:
-        while heap and self._is_stale(heap[0][2], preempted=False):
+    def _head(self, heap: list[_Entry], skipped: set[int]) -> _Entry | None:
+        while heap and self._is_stale(heap[0]):
             heapq.heappop(heap)
-        if not heap or heap[0][2].sequence_id not in skipped:
+        if not heap or heap[0].sequence.sequence_id not in skipped:
             return heap[0] if heap else None
-        left = [
-            entry
-            for entry in heap
-            if entry[2].sequence_id not in skipped and not self._is_stale(entry[2], preempted=False)
-        ]
-        return min(left, default=None)
+        live = (each for each in heap if not self._is_stale(each))
+        return min((each for each in live if each.sequence.sequence_id not in skipped), default=None)
 
-    def _is_stale(self, sequence: Sequence, *, preempted: bool) -> bool:
-        member = sequence.sequence_id in self._members
-        return not member or bool(sequence.took.num_preemptions) != preempted
+    def _is_stale(self, entry: _Entry) -> bool:
+        return self._members.get(entry.sequence.sequence_id) is not entry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.scheduler.group import RequestGroup
+from engine.scheduler.beams import BeamSearch
 from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import Row, SchedulerState, StepInFlight
@@ -112,17 +112,15 @@ class ResultHandler:
         sequence = row.sequence
         if row.epoch == sequence.epoch:
             sequence.takes_result(now, is_sampled=row.samples)
-        if sequence.group.beams is None:
-            sequence.prompt_logprobs.extend(outcome.prompt_logprobs)
-        else:
-            sequence.group.beam_prompt_logprobs.extend(outcome.prompt_logprobs)
+        search = self._state.searches.get(sequence.group.request.request_id)
+        (search or sequence).prompt_logprobs.extend(outcome.prompt_logprobs)
         if not row.samples:
             self._confirm(row, 0)
             return
         sequence.num_pending -= 1
-        if sequence.group.beams is not None:
+        if search is not None:
             self._confirm(row, 0)
-            self._report_beam(sequence.group, sequence, outcome, prefill_end, now)
+            self._report_beam(search, sequence, outcome, prefill_end, now)
             return
         num_rejected = len(row.draft_token_ids) - outcome.num_accepted if row.draft_token_ids else 0
         sequence.took.drafted_tokens += len(row.draft_token_ids)
@@ -152,22 +150,26 @@ class ResultHandler:
             self._state.finish(sequence, reason, now, event=event)
 
     def _report_beam(
-        self, group: RequestGroup, sequence: Sequence, outcome: SequenceResult, prefill_end: float, now: float
+        self,
+        search: BeamSearch,
+        sequence: Sequence,
+        outcome: SequenceResult,
+        prefill_end: float,
+        now: float,
     ) -> None:
-        beams = group.beams
-        assert beams is not None
+        group = sequence.group
         if not outcome.logprobs:
             self._state.fail_group(group, poisoned("the runner returned no alternatives for a beam"))
             return
-        beams.report(sequence, outcome.logprobs[-1])
-        if not beams.is_complete(group.sequences):
+        search.report(sequence, outcome.logprobs[-1])
+        if not search.is_complete(group.sequences):
             return
         first_token = group.take_first_token_timings(prefill_end, now)
         if first_token is not None:
-            group.beam_first_token = first_token
+            search.first_token = first_token
             sequence.first_token_s = now
         request = group.request
-        candidates = beams.advance(group.sequences)
+        candidates = search.advance(group.sequences)
         self._state.counters.charge(account_of(sequence), request.weight, 0, len(group.sequences))
         if candidates:
             self._state.replace_beams(group, candidates, now)
@@ -178,13 +180,13 @@ class ResultHandler:
                 choice_index=request.choice_index + index,
                 token_ids=answer.token_ids,
                 logprobs=answer.logprobs if request.sampling.logprobs is not None else (),
-                prompt_logprobs=() if index else tuple(group.beam_prompt_logprobs),
+                prompt_logprobs=() if index else tuple(search.prompt_logprobs),
                 finish_reason=answer.reason,
                 stop_token_id=answer.stop_token_id,
-                first_token=None if index else group.beam_first_token,
+                first_token=None if index else search.first_token,
                 statistics=sequence.history(now),
             )
-            for index, answer in enumerate(beams.best())
+            for index, answer in enumerate(search.best())
         ]
         self._state.finish_beams(group, events, now)
 

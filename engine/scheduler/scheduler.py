@@ -10,14 +10,12 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.kv import KvCache, PrefixHasher
 from engine.scheduler import admission
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.best_of import BestOf
 from engine.scheduler.forecast import WaitForecast
-from engine.scheduler.group import RequestGroup
-from engine.scheduler.isolation import FailureIsolation, Verdict
+from engine.scheduler.isolation import FailureIsolation
 from engine.scheduler.planner import Planner
 from engine.scheduler.queue import account_of
 from engine.scheduler.results import ResultHandler
-from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
     ChoiceHistory,
@@ -78,22 +76,12 @@ class Scheduler:
         """
         failure = self._refusal(request, now)
         if failure is not None:
-            self._state.events.append(
-                TokenEvent(
-                    request_id=request.request_id,
-                    choice_index=request.choice_index,
-                    finish_reason=FinishReason.ERROR,
-                    failure=failure,
-                )
-            )
+            self._state.events.append(TokenEvent.of_failure(request, failure))
             return
         group = RequestGroup(request)
-        sampling = request.sampling
-        if sampling.beam_width:
-            group.beams = BeamSearch(request)
-        elif sampling.best_of > sampling.n:
-            group.best_of = BestOf(sampling.n, request.choice_index)
-        for index in range(1 if group.beams else sampling.best_of):
+        if group.is_beam_search:
+            self._state.searches[request.request_id] = BeamSearch(request.sampling)
+        for index in range(1 if group.is_beam_search else request.sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         first.waiting_for = waited_for
@@ -111,7 +99,7 @@ class Scheduler:
         group = self._state.groups.get(request_id)
         if group is None:
             return False
-        if group.beams is not None:
+        if group.is_beam_search:
             # Copies of one another, with their steps.
             num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
             self._state.finish_beams(
@@ -161,13 +149,12 @@ class Scheduler:
             self._isolation.succeeded()
         self._results.apply(step, result, now)
 
-    def fail(self, step_id: int, cause: str, now: float) -> Verdict:
-        """Takes in that the oldest plan not yet answered failed as a whole."""
+    def fail(self, step_id: int, cause: str, now: float) -> bool:
+        """Takes in that the oldest plan not yet answered failed as a whole; False: the runner is broken."""
         step = self._state.in_flight.popleft()
         assert step.step_id == step_id, f"failure of step {step_id}, expected {step.step_id}"
         if step.void:
-            return Verdict.RETRY
-        self._state.totals.failed_steps += 1
+            return True
         return self._isolation.failed(step, cause, now)
 
     @property
@@ -238,7 +225,6 @@ class Scheduler:
         return SchedulerLoad(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
-            waiting_by_tier=dict(state.waiting.num_by_tier),
             pending_prefill_tokens=state.waiting.pending_tokens
             + sum(
                 sequence.prefill_end - sequence.num_computed
@@ -265,11 +251,11 @@ class Scheduler:
         sampling = request.sampling
         if index and sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        if group.beams is not None:
-            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * group.beams.width)
+        if group.is_beam_search:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=2 * sampling.beam_width)
         elif group.best_of is not None and sampling.logprobs is None:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
-        sequence = Sequence(
+        return Sequence(
             sequence_id=self._state.take_sequence_id(),
             group=group,
             choice_index=request.choice_index + index,
@@ -282,9 +268,6 @@ class Scheduler:
                 block_size=self._state.cache.block_size,
             ),
         )
-        sequence.order = (sequence.sequence_id, 0)
-        sequence.is_beam = group.beams is not None
-        return sequence
 
     def _refusal(self, request: Request, now: float) -> RequestFailure | None:
         state, config = self._state, self._state.config

@@ -1,16 +1,20 @@
-"""One choice of a request while it is decoded. Mutable, owned by the scheduler."""
+"""A request and its choices while they are decoded. Mutable, owned by the scheduler."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from engine.kv.block_table import BlockTable
 from engine.kv.hashing import PrefixHasher
-from engine.types import ChoiceHistory, ChoiceStatistics, SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from engine.scheduler.group import RequestGroup
+from engine.scheduler.best_of import BestOf
+from engine.types import (
+    ChoiceHistory,
+    ChoiceStatistics,
+    FirstTokenTimings,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class Status(Enum):
@@ -21,6 +25,39 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class RequestGroup:
+    """One request with its sequences. Lives until every choice has ended or the request failed."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.sequences: list[Sequence] = []
+        self.num_finished = 0
+        self.first_scheduled_s: float | None = None
+        self.cached_prompt_tokens = 0
+        self.prefill_chunks: list[tuple[float, float, int]] = []
+        self.first_token_reported = False
+        sampling = request.sampling
+        self.is_beam_search = sampling.beam_width > 0
+        # Only where more choices are generated than returned.
+        competes = sampling.best_of > sampling.n and not self.is_beam_search
+        self.best_of = BestOf(sampling.n, request.choice_index) if competes else None
+
+    def take_first_token_timings(self, prefill_end_s: float, now: float) -> FirstTokenTimings | None:
+        """Timings for the request's first token; None ever after."""
+        if self.first_token_reported:
+            return None
+        self.first_token_reported = True
+        arrival = self.request.arrival_s
+        return FirstTokenTimings(
+            arrival_s=arrival,
+            first_scheduled_s=arrival if self.first_scheduled_s is None else self.first_scheduled_s,
+            prefill_end_s=prefill_end_s,
+            first_token_s=now,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            prefill_chunks=tuple(self.prefill_chunks),
+        )
 
 
 class Sequence:
@@ -72,10 +109,10 @@ class Sequence:
         # Parent whose prompt blocks the first admission may share.
         self.fork_parent: Sequence | None = None
         # Order of submission; the second number tells beams of one request apart.
-        self.order = (0, 0)
+        self.order = (sequence_id, 0)
         # Whether the runner has state for it.
         self.is_introduced = False
-        self.is_beam = False
+        self.is_beam = group.is_beam_search
         # Beam that it continues with one more token.
         self.beam_parent_id: int | None = None
         self.beam_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -155,7 +192,6 @@ class Sequence:
             hasher=self.hasher.copy(),
         )
         child.token_ids = [*self.token_ids, token_id]
-        child.is_beam = True
         child.order = (self.order[0], sequence_id)
         child.prefill_end = 0
         child.boosted, child.awaits_promise = self.boosted, self.awaits_promise

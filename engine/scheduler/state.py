@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
-from engine.scheduler.beams import Candidate
+from engine.scheduler.beams import BeamSearch, Candidate
 from engine.scheduler.fairness import VirtualTokenCounters
-from engine.scheduler.group import RequestGroup
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
-from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
 # Seconds over which places that come free, and arrivals, are averaged.
@@ -33,8 +32,6 @@ class Row:
     draft_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     is_long: bool = False
-    # Tokens of the row that were never computed before, for fairness.
-    num_fresh: int = 0
     # Leading blocks that the runner hears of as given up.
     num_given_up: int = 0
 
@@ -63,6 +60,8 @@ class SchedulerState:
     counters: VirtualTokenCounters = field(init=False)
     waiting: WaitingQueue = field(init=False)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
+    # Of the requests that ask for one.
+    searches: dict[int, BeamSearch] = field(default_factory=dict)
     # Sorted by rank.
     running: list[Sequence] = field(default_factory=list)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
@@ -106,10 +105,9 @@ class SchedulerState:
 
     def reserve_of_beams(self, group: RequestGroup) -> int:
         """Blocks that a beam search may still come to need: at worst its beams end up sharing nothing."""
-        assert group.beams is not None
         held = {block_id for beam in group.sequences for block_id in beam.table.block_ids}
         most = self.cache.blocks_for(group.sequences[0].max_tokens_total - 1)
-        return max(0, group.beams.width * most - len(held))
+        return max(0, group.request.sampling.beam_width * most - len(held))
 
     @property
     def is_restoring_cheaper(self) -> bool:
@@ -133,7 +131,7 @@ class SchedulerState:
     def _promise(self, sequence: Sequence) -> None:
         """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
         group = sequence.group
-        if group.beams is None:
+        if not group.is_beam_search:
             self._promised[sequence.sequence_id] = sequence
             return
         self._promised_beams[group.request.request_id] = group
@@ -207,7 +205,9 @@ class SchedulerState:
         self.report(group, event)
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
-                self.events += group.best_of.results(group.sequences)
+                self.events += group.best_of.results(
+                    {each.choice_index: each.mean_logprob for each in group.sequences}
+                )
             self._end_group(group)
 
     def report(self, group: RequestGroup, event: TokenEvent) -> None:
@@ -222,22 +222,16 @@ class SchedulerState:
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:
                 self._remove(sequence)
-        self.events.append(
-            TokenEvent(
-                request_id=group.request.request_id,
-                choice_index=group.request.choice_index,
-                finish_reason=FinishReason.ERROR,
-                failure=failure,
-            )
-        )
+        self.events.append(TokenEvent.of_failure(group.request, failure))
         self._end_group(group)
 
     def release_held(self, group: RequestGroup, now: float) -> None:
         """The prompt is computed or will be: further choices may start."""
-        for sequence in group.held:
-            sequence.status = Status.WAITING
-            sequence.waits_for("", now)
-            self.waiting.push(sequence)
+        for sequence in group.sequences:
+            if sequence.status is Status.HELD:
+                sequence.status = Status.WAITING
+                sequence.waits_for("", now)
+                self.waiting.push(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -301,6 +295,7 @@ class SchedulerState:
     def _end_group(self, group: RequestGroup) -> None:
         del self.groups[group.request.request_id]
         self._promised_beams.pop(group.request.request_id, None)
+        self.searches.pop(group.request.request_id, None)
         self.counters.leave(account_of(group.sequences[0]))
         # They know their group as well: what is left of a request would wait for the garbage collector, which
         # holds up a step for as long as it looks.

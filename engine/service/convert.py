@@ -14,6 +14,7 @@ from contract.proto.engine import first_token_fields, logprobs_fields, statistic
 from contract.proto.grammar import grammar
 from contract.proto.status import to_detail
 from contract.sampling import SamplingParams, check, check_ids, check_token_ids
+from engine.config import EngineConfig
 from engine.types import MemoryPlan, ModelFacts, Request, TokenEvent
 
 # A message's fields by their names. Messages inside messages are given so: protobuf copies a message into
@@ -111,17 +112,16 @@ def _invalid(option: str, problem: str) -> MillraceError:
 
 
 def to_info(
+    memory: MemoryPlan,
+    facts: ModelFacts,
+    config: EngineConfig,
     *,
     engine_id: str,
     model: str,
     fingerprint: str,
-    memory: MemoryPlan,
-    facts: ModelFacts,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    pool: str,
 ) -> engine_pb2.EngineInfo:
     """What this engine is."""
+    parts = {field.name: getattr(memory, field.name) for field in engine_pb2.MemoryPlan.DESCRIPTOR.fields}
     return engine_pb2.EngineInfo(
         engine_id=engine_id,
         model=model,
@@ -129,20 +129,13 @@ def to_info(
         max_model_len=memory.max_model_len,
         block_size=memory.block_size,
         num_blocks=memory.num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        pool=pool,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        pool=config.pool,
         dtype=facts.dtype,
         attention_backend=facts.attention_backend,
         device=facts.device,
-        memory=engine_pb2.MemoryPlan(
-            total_bytes=memory.total_bytes,
-            weights_bytes=memory.weights_bytes,
-            kv_cache_bytes=memory.kv_cache_bytes,
-            workspace_bytes=memory.workspace_bytes,
-            headroom_bytes=memory.headroom_bytes,
-            kv_bytes_per_token=memory.kv_bytes_per_token,
-        ),
+        memory=engine_pb2.MemoryPlan(**parts),
     )
 
 

@@ -151,12 +151,7 @@ class Dispatcher:
         # Of the same requests, and before their end.
         self._deferred.flush()
         for opened in list(self.requests.values()):
-            event = TokenEvent(
-                request_id=opened.request.request_id,
-                choice_index=opened.request.choice_index,
-                finish_reason=FinishReason.ERROR,
-                failure=failure,
-            )
+            event = TokenEvent.of_failure(opened.request, failure)
             self._trace([(opened, event, self._take_in(opened, event))], now)
 
     def _take_in(self, opened: OpenRequest, event: TokenEvent) -> bool:

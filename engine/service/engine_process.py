@@ -93,14 +93,12 @@ class EngineProcess:
                 metadata={"gateway": accept_fingerprint, "engine": fingerprint},
             )
         return convert.to_info(
+            ready.memory,
+            ready.facts,
+            self.config,
             engine_id=self.engine_id,
             model=self.model.served_name,
             fingerprint=fingerprint,
-            memory=ready.memory,
-            facts=ready.facts,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
-            pool=self.config.pool,
         )
 
     def limits(self) -> convert.ModelLimits:

@@ -13,7 +13,6 @@ from engine.types import (
     BlocksEvicted,
     ChoiceStatistics,
     FinishReason,
-    FirstTokenTimings,
     MemoryPlan,
     MemoryUse,
     SchedulerCounters,
@@ -22,9 +21,23 @@ from engine.types import (
 )
 from observability import names
 from observability.metrics import NO_EXEMPLAR, Metrics, set_build_info
+from observability.names import Metric
 
 # Reasons for which a client, and not the model, ended a request.
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
+
+# Metric and labels of each number that the scheduler counts.
+_COUNTERS: tuple[tuple[Metric, dict[str, str], str], ...] = (
+    (names.PREEMPTIONS, {}, "num_preemptions"),
+    (names.PREFIX_QUERIES, {}, "prefix_queried_tokens"),
+    (names.PREFIX_HITS, {}, "prefix_hit_tokens"),
+    (names.RECOMPUTED, {}, "recomputed_tokens"),
+    (names.PROMPT_TOKENS_DONE, {"source": "computed"}, "computed_prompt_tokens"),
+    (names.PROMPT_TOKENS_DONE, {"source": "cached"}, "prefix_hit_tokens"),
+    (names.PROMPT_TOKENS_DONE, {"source": "restored"}, "restored_tokens"),
+    (names.OFFLOADED, {"direction": "out"}, "offloaded_blocks"),
+    (names.OFFLOADED, {"direction": "in"}, "restored_blocks"),
+)
 
 
 def _resident_bytes(process: psutil.Process) -> float:
@@ -60,13 +73,8 @@ class EngineMetrics:
             running_lora_adapters="",
             waiting_lora_adapters="",
         )
-        for part, num_bytes in (
-            ("weights", memory.weights_bytes),
-            ("workspace", memory.workspace_bytes),
-            ("headroom", memory.headroom_bytes),
-            ("kv_cache", memory.kv_cache_bytes),
-        ):
-            self.metrics.set(names.MEMORY_PLAN, num_bytes, part=part)
+        for part in ("weights", "workspace", "headroom", "kv_cache"):
+            self.metrics.set(names.MEMORY_PLAN, getattr(memory, f"{part}_bytes"), part=part)
 
     def steps_done(self, steps: Sequence[tuple[messages.StepDone, Mapping[int, str]]]) -> None:
         """Takes in reports, at least one, each with the tiers of the requests that it names; the tier of
@@ -91,12 +99,8 @@ class EngineMetrics:
             self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences, span=NO_EXEMPLAR)
 
     def _take_memory(self, memory: MemoryUse) -> None:
-        for part, num_bytes in (
-            ("weights", memory.weights_bytes),
-            ("kv_cache", memory.kv_cache_bytes),
-            ("workspace", memory.workspace_bytes),
-        ):
-            self.metrics.set(names.MEMORY_USED, num_bytes, part=part)
+        for part in ("weights", "kv_cache", "workspace"):
+            self.metrics.set(names.MEMORY_USED, getattr(memory, f"{part}_bytes"), part=part)
 
     def _take_load(self, load: SchedulerLoad) -> None:
         metrics = self.metrics
@@ -114,49 +118,24 @@ class EngineMetrics:
     def _take_counters(self, counters: SchedulerCounters) -> None:
         """Adds what happened since the last report; the core counts from its start."""
         before, self._counted = self._counted, counters
-        preemptions = sum(counters.preemptions.values()) - sum(before.preemptions.values())
-        for metric, more in (
-            (names.PREEMPTIONS, preemptions),
-            (names.PREFIX_QUERIES, counters.prefix_queried_tokens - before.prefix_queried_tokens),
-            (names.PREFIX_HITS, counters.prefix_hit_tokens - before.prefix_hit_tokens),
-            (names.RECOMPUTED, counters.recomputed_tokens - before.recomputed_tokens),
-        ):
+        for metric, labels, name in _COUNTERS:
+            more = getattr(counters, name) - getattr(before, name)
             if more:
-                self.metrics.add(metric, more)
-        for source, more in (
-            ("computed", counters.computed_prompt_tokens - before.computed_prompt_tokens),
-            ("cached", counters.prefix_hit_tokens - before.prefix_hit_tokens),
-            ("restored", counters.restored_tokens - before.restored_tokens),
-        ):
-            if more:
-                self.metrics.add(names.PROMPT_TOKENS_DONE, more, source=source)
-        for direction, more in (
-            ("out", counters.offloaded_blocks - before.offloaded_blocks),
-            ("in", counters.restored_blocks - before.restored_blocks),
-        ):
-            if more:
-                self.metrics.add(names.OFFLOADED, more, direction=direction)
+                self.metrics.add(metric, more, **labels)
 
     def _take_event(self, event: TokenEvent, tier: str) -> None:
         if event.token_ids:
             self.metrics.add(names.GENERATED_TOKENS, len(event.token_ids), tier=tier)
         if event.first_token is not None:
-            self._take_first_token(event.first_token, tier)
+            parts = event.first_token.parts
+            self.metrics.observe(names.QUEUE_SECONDS, parts.queue_s, span=NO_EXEMPLAR, tier=tier)
+            self.metrics.observe(names.PREFILL_SECONDS, parts.prefill_s, span=NO_EXEMPLAR, tier=tier)
         if event.statistics is not None:
             self._take_statistics(event.statistics, tier)
         if event.finish_reason in _CANCELLED:
             self.metrics.add(names.ENGINE_CANCELLED, reason=_CANCELLED[event.finish_reason])
         if event.failure is not None and event.failure.reason == "STEP_FAILED":
             self.metrics.add(names.STEP_FAILURES)
-
-    def _take_first_token(self, first: FirstTokenTimings, tier: str) -> None:
-        metrics = self.metrics
-        metrics.observe(
-            names.QUEUE_SECONDS, first.first_scheduled_s - first.arrival_s, span=NO_EXEMPLAR, tier=tier
-        )
-        metrics.observe(
-            names.PREFILL_SECONDS, first.prefill_end_s - first.first_scheduled_s, span=NO_EXEMPLAR, tier=tier
-        )
 
     def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
         metrics = self.metrics

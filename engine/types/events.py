@@ -6,6 +6,7 @@ import msgspec
 
 from contract.errors import RequestFailure
 from contract.outputs import ChoiceStatistics, FinishReason, FirstToken, TokenLogprobs
+from engine.types.request import Request
 
 
 class FirstTokenTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,3 +58,13 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     failure: RequestFailure | None = None
     first_token: FirstTokenTimings | None = None
     statistics: ChoiceHistory | None = None
+
+    @classmethod
+    def of_failure(cls, request: Request, failure: RequestFailure) -> TokenEvent:
+        """The end of a whole request with an error."""
+        return cls(
+            request_id=request.request_id,
+            choice_index=request.choice_index,
+            finish_reason=FinishReason.ERROR,
+            failure=failure,
+        )

@@ -16,18 +16,20 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     restored_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
-    evicted_blocks: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
-    failed_steps: int = 0
     # Cause (see observability.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions of any cause."""
+        return sum(self.preemptions.values())
 
 
 class SchedulerLoad(EngineLoad, frozen=True, kw_only=True):
     """The present load, with what the engine's own metrics and scheduling policy look at beside it."""
 
-    waiting_by_tier: dict[str, int]
     # Of the free blocks, the ones whose content can be reused.
     num_cached_blocks: int
     counters: SchedulerCounters

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.architecture import figures
 from tests.architecture.sources import Source, python_sources
 
 # Lines: where a reader should be told why, and where it ends.
 SOFT_FILE, HARD_FILE = 300, 600
 SOFT_FUNCTION, HARD_FUNCTION = 40, 80
-# Production files that name one option, or one number per choice.
-MOST_NAMING = 9
 # Kernels are as long as they must be.
 _KERNELS = ("engine/kernels/", "tests/kernels/")
 
@@ -50,10 +47,3 @@ def test_size_report() -> None:
     assert len(long_functions) <= 0.05 * len(functions), (
         f"{len(long_functions)} of {len(functions)} functions"
     )
-
-
-def test_what_is_said_once_is_named_in_few_files() -> None:
-    """An option is declared in the contract, and named again by what computes with it; so is a statistic."""
-    for word in (figures.OPTION, figures.STATISTIC):
-        files = figures.naming(word)
-        assert len(files) <= MOST_NAMING, f"{word} is named in {files}; derive it from its declaration"

@@ -6,7 +6,6 @@ from collections import deque
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.scheduler import Scheduler
-from engine.scheduler.isolation import Verdict
 from engine.types import FinishReason, MemoryPlan, Request, SamplingParams, StepResult, TokenEvent
 from tests.unit.engine.checked_runner import CheckedRunner, expected_token
 
@@ -120,7 +119,7 @@ class Driver:
     def _collect(self, result: StepResult) -> None:
         if not result.failure:
             self.scheduler.update(result, self.now)
-        elif self.scheduler.fail(result.step_id, result.failure, self.now) is Verdict.BROKEN:
+        elif not self.scheduler.fail(result.step_id, result.failure, self.now):
             self.broken = True
         self._after()
 

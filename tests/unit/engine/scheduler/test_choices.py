@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.kv import PrefixHasher
 from engine.scheduler.beams import BeamSearch
-from engine.scheduler.group import RequestGroup
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import RequestGroup, Sequence
 from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenLogprobs
 from tests.unit.engine.checked_runner import alternatives, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
@@ -167,7 +166,7 @@ def test_beams_are_preempted_a_bounded_number_of_times_and_end(
 def test_beams_that_can_only_end_give_as_many_answers_as_asked_for() -> None:
     sampling = SamplingParams(n=3, best_of=3, beam_width=3, max_tokens=9, stop_token_ids=(2,))
     request = Request(request_id=1, external_id="1", prompt_token_ids=(5,), sampling=sampling)
-    group, search = RequestGroup(request), BeamSearch(request)
+    group, search = RequestGroup(request), BeamSearch(sampling)
     beams = []
     for index, logprob in enumerate((-1.0, -0.5)):
         beam = Sequence(

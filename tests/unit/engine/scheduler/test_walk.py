@@ -251,4 +251,4 @@ def test_ending_requests_frees_everything_within_one_step(
     assert driver.scheduler.num_requests == 0
     assert driver.runner.num_states() == 0
     driver.run()
-    assert driver.scheduler._state.cache.num_host_reading == 0
+    assert driver.scheduler._state.cache._host._reading == []

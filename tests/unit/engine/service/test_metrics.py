@@ -24,7 +24,6 @@ from observability.metrics import Metrics
 LOAD = SchedulerLoad(
     num_running=3,
     num_waiting=2,
-    waiting_by_tier={"gold": 2},
     pending_prefill_tokens=40,
     num_free_blocks=25,
     num_cached_blocks=15,
