@@ -1,4 +1,4 @@
-"""The decoder that all families share: embedding, layers, final norm, head.
+"""The decoder that all families share: embedding, layers with their norms, final norm, head.
 
 Shape letters: T tokens, E hidden size, R rows whose logits are wanted, V vocabulary.
 """
@@ -16,11 +16,55 @@ from engine.kernels.attention import AttentionBackend
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.selection import Kernels
 from engine.kernels.transfer import on_device
+from engine.model.expert_reading import read_sparse
 from engine.model.experts import feed_sparse
 from engine.model.forward_batch import ForwardBatch
-from engine.model.latent_attention import attend_latents
-from engine.model.layers import StepContext, attend, entering, feed, multiply, normed
-from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, SparseFeedForward
+from engine.model.latent_attention import attend_latents, read_latents
+from engine.model.layers import (
+    StepContext,
+    attend,
+    entering,
+    feed,
+    multiply,
+    normed,
+    read_attention,
+    read_feed_forward,
+    read_norm,
+)
+from engine.model.records import LatentAttention, Layer, Linear, ModelRecord, Norm, SparseFeedForward
+from engine.model.spec import ModelSpec
+from engine.model.weights import WeightReader
+
+# Placement to the names of norms (before attention, before feed-forward), (after attention, after
+# feed-forward).
+NORM_NAMES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
+    "pre": (("input_layernorm", "post_attention_layernorm"), ("", "")),
+    "post": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "sandwich": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+
+
+def read_layer(weights: WeightReader, index: int, spec: ModelSpec) -> Layer:
+    """The layer `index` of a checkpoint."""
+    prefix = f"model.layers.{index}"
+    attention = read_latents if spec.latent else read_attention
+    before, after = NORM_NAMES[spec.norm_placement]
+
+    def norm(name: str) -> Norm | None:
+        return read_norm(weights, f"{prefix}.{name}", spec.hidden_size, spec) if name else None
+
+    is_sparse = spec.experts is not None and index in spec.experts.layers
+    return Layer(
+        attention=attention(weights, f"{prefix}.self_attn", spec, index),
+        feed_forward=read_sparse(weights, prefix, spec)
+        if is_sparse
+        else read_feed_forward(weights, f"{prefix}.mlp", spec, spec.intermediate_size),
+        before=[norm(name) for name in before],
+        after=[norm(name) for name in after],
+    )
 
 
 def advance(

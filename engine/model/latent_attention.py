@@ -16,11 +16,48 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from engine.kernels.attention import AttentionOptions
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.rope import rotate
-from engine.model.layers import StepContext, multiply
+from engine.model.layers import StepContext, multiply, read_floats, read_linear
 from engine.model.records import LatentAttention
-from engine.model.spec import INNER_NORM_EPS
+from engine.model.spec import INNER_NORM_EPS, ModelSpec
+from engine.model.weights import WeightReader
+
+
+def read_latents(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> LatentAttention:
+    """The attention of layer `index`; its up-projections are dense, whatever they are stored in."""
+    latent, hidden, bias = spec.latent, spec.hidden_size, spec.qkv_bias
+    assert latent is not None, "called for latent attention only"
+    query_down = query_norm = None
+    query_name, query_inputs = "q_proj", hidden
+    if latent.query_rank:
+        query_down = read_linear(weights, [f"{prefix}.q_a_proj"], [latent.query_rank], hidden, bias)
+        query_norm = read_floats(weights, f"{prefix}.q_a_layernorm.weight", latent.query_rank)
+        query_name, query_inputs = "q_b_proj", latent.query_rank
+    query_size = spec.num_heads * (latent.nope_dim + latent.rope_dim)
+    up_shape = (spec.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    # On a GPU the model's: in float32 matrix units are idle, and 576 numbers to a key have no registers.
+    dtype = torch.float32 if weights.device.type == "cpu" else weights.dtype
+    up = weights.dense(f"{prefix}.kv_b_proj", up_shape, dtype=dtype).view(spec.num_heads, -1, latent.kv_rank)
+    rope = spec.rope_of_layer[index]
+    down_name, down_size = f"{prefix}.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim
+    values = spec.num_heads * latent.value_dim
+    return LatentAttention(
+        query_down=query_down,
+        query_norm=query_norm,
+        query_up=read_linear(weights, [f"{prefix}.{query_name}"], [query_size], query_inputs, False),
+        down=read_linear(weights, [down_name], [down_size], hidden, bias),
+        latent_norm=read_floats(weights, f"{prefix}.kv_a_layernorm.weight", latent.kv_rank),
+        key_up=up[:, : latent.nope_dim].contiguous(),
+        value_up=up[:, latent.nope_dim :].transpose(1, 2).contiguous(),
+        output=read_linear(weights, [f"{prefix}.o_proj"], [hidden], values, spec.output_bias),
+        num_heads=spec.num_heads,
+        latent=latent,
+        options=AttentionOptions(scale=spec.attention_scale, window=spec.windows[index]),
+        rope=rope,
+        interleaved=spec.ropes[rope].interleaved,
+    )
 
 
 def attend_latents(attention: LatentAttention, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:

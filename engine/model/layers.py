@@ -1,4 +1,6 @@
-"""Torch's computation of what every family's layers are made of, from their records.
+"""What every family's layers are made of: how their records are read, and how torch computes from them.
+
+Who reads asks for tensors by name, and knows their shapes.
 
 Shape letters: T tokens, E hidden size, H query heads, K kv heads, D head dim.
 """
@@ -11,12 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import AttentionBackend
+from engine.kernels.attention import AttentionBackend, AttentionOptions
 from engine.kernels.linear import QuantizedRows, QuantizingProduct
 from engine.kernels.norm import QuantizingNorm
 from engine.kernels.paged_cache import LayerCache
 from engine.kernels.selection import Kernels
 from engine.model.records import Attention, FeedForward, Linear, Norm
+from engine.model.spec import ModelSpec
+from engine.model.weights import WeightReader
 
 
 @dataclass(kw_only=True)
@@ -29,6 +33,28 @@ class StepContext:
     rotations: list[tuple[Tensor, Tensor]]
     attention: AttentionBackend
     attention_plan: Any
+
+
+def read_linear(
+    weights: WeightReader, names: list[str], outputs: list[int], inputs: int, bias: bool
+) -> Linear:
+    """One linear layer of those `names`, their outputs one after another."""
+    linear = Linear(weight=weights.linear(names, outputs, inputs, calibrates=True))
+    if bias:
+        parts = zip(names, outputs, strict=True)
+        linear.bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts])
+    return linear
+
+
+def read_norm(weights: WeightReader, name: str, size: int, spec: ModelSpec) -> Norm:
+    """The norm `name` of `size` elements."""
+    weight = read_floats(weights, f"{name}.weight", size)
+    return Norm(weight=weight + 1.0 if spec.norm_offset else weight, eps=spec.norm_eps)
+
+
+def read_floats(weights: WeightReader, name: str, size: int) -> Tensor:
+    """A tensor [size] in float32."""
+    return weights.keep(name, (size,), dtype=torch.float32)
 
 
 def multiply(linear: Linear, x: Tensor | QuantizedRows) -> Tensor:
@@ -58,6 +84,35 @@ def entering(
     return (x, normed(norm, x, kernels)) if change is None else backend.added(x, change, weight, norm.eps)
 
 
+def read_attention(weights: WeightReader, prefix: str, spec: ModelSpec, index: int) -> Attention:
+    """The attention of layer `index`."""
+    sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+    names, outputs = [f"{prefix}.{part}_proj" for part in "qkv"], sizes
+    if spec.fused_projections:
+        names, outputs = [f"{prefix}.qkv_proj"], [sum(sizes)]
+    rope = spec.rope_of_layer[index]
+    attention = Attention(
+        qkv=read_linear(weights, names, outputs, spec.hidden_size, spec.qkv_bias),
+        output=read_linear(weights, [f"{prefix}.o_proj"], [spec.hidden_size], sizes[0], spec.output_bias),
+        sizes=sizes,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        options=AttentionOptions(
+            scale=spec.attention_scale, window=spec.windows[index], soft_cap=spec.attention_soft_cap
+        ),
+        rope=rope,
+        interleaved=spec.ropes[rope].interleaved,
+        qk_norm=spec.qk_norm,
+    )
+    if spec.qk_norm != "none":
+        whole = spec.qk_norm == "full"
+        attention.q_norm = read_norm(weights, f"{prefix}.q_norm", sizes[0] if whole else spec.head_dim, spec)
+        attention.k_norm = read_norm(weights, f"{prefix}.k_norm", sizes[1] if whole else spec.head_dim, spec)
+    if spec.attention_sinks:
+        attention.sinks = read_floats(weights, f"{prefix}.sinks", spec.num_heads)
+    return attention
+
+
 def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, step: StepContext) -> Tensor:
     """x [T, E] -> [T, E]; writes this step's keys and values."""
     kernels, options = step.kernels, attention.options
@@ -73,6 +128,18 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     q = kernels.rope.rotate_and_store(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
     return multiply(attention.output, mixed.flatten(1))
+
+
+def read_feed_forward(weights: WeightReader, prefix: str, spec: ModelSpec, size: int) -> FeedForward:
+    """A feed-forward of `size` inner elements."""
+    names, sizes = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [size, size]
+    if spec.fused_projections:
+        names, sizes = [f"{prefix}.gate_up_proj"], [2 * size]
+    return FeedForward(
+        gate_up=read_linear(weights, names, sizes, spec.hidden_size, spec.mlp_bias),
+        down=read_linear(weights, [f"{prefix}.down_proj"], [spec.hidden_size], size, spec.mlp_bias),
+        activation=spec.activation,
+    )
 
 
 def feed(feed_forward: FeedForward, x: Tensor | QuantizedRows, kernels: Kernels) -> Tensor:

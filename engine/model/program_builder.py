@@ -115,9 +115,10 @@ class ProgramBuilder:
 
     def enter(self, norm: Norm | None) -> Floats:
         """What a half layer computes upon; a pending change joins the stream on the way."""
-        normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
-        if norm is None and self.pending is None:
+        either = norm or self.pending
+        if either is None:
             return self.stream
+        normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
         args = RmsNormArgs(
             step=self.step,
@@ -129,7 +130,7 @@ class ProgramBuilder:
             out=None if normed is None else address_of(normed),
             width=self.spec.hidden_size,
             logit_rows=0,
-            eps=self.spec.norm_eps,
+            eps=either.eps,
         )
         self.add("rms_norm", args, change, normed, norm, self.pending)
         self.pending = None
@@ -214,7 +215,7 @@ class ProgramBuilder:
             rotary_dim=2 * cos.shape[1],
             interleaved=int(attention.interleaved),
             norm=QK_NORMS[attention.qk_norm],
-            eps=self.spec.norm_eps,
+            eps=0.0 if attention.q_norm is None else attention.q_norm.eps,
         )
         self.add("rope_cache", args, attention, cos, sin)
 

@@ -79,7 +79,8 @@ class ExpertSpec(Routing, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer."""
 
-    architecture: str
+    # Its name in `architectures`, which `families.read_spec` adds.
+    architecture: str = ""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

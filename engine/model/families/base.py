@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
 from engine.model.spec import CheckpointError, ModelSpec
 
+Family = Callable[[ConfigReader], ModelSpec]
+FAMILIES: dict[str, Family] = {}
+"""Name in `architectures` of config.json to what reads such a checkpoint."""
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
-def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> ModelSpec:
+def family(architecture: str) -> Callable[[Family], Family]:
+    """Enters the function below it under the architecture's name."""
+
+    def enter(read: Family) -> Family:
+        FAMILIES[architecture] = read
+        return read
+
+    return enter
+
+
+def decoder_spec(config: ConfigReader, **overrides: Any) -> ModelSpec:
     """The spec of a Llama-like decoder: pre-norm, grouped-query attention, gated feed-forward.
 
     `overrides` replaces or adds fields that the family decides differently.
@@ -20,14 +34,14 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
     num_layers = config.count("num_hidden_layers")
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
-    head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
+    stated_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
+    head_dim = overrides.get("head_dim", stated_dim)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.source}: num_attention_heads = {num_heads} is not a multiple of "
             f"num_key_value_heads = {num_kv_heads}"
         )
     fields: dict[str, Any] = {
-        "architecture": architecture,
         "vocab_size": config.count("vocab_size"),
         "hidden_size": config.count("hidden_size"),
         "intermediate_size": config.integer("intermediate_size"),
@@ -48,6 +62,12 @@ def decoder_spec(config: ConfigReader, architecture: str, **overrides: Any) -> M
     if "ropes" not in overrides:
         fields["ropes"] = (config.rope(head_dim),)
     return ModelSpec(**(fields | overrides))
+
+
+def attention_biases(config: ConfigReader, *, default: bool = False) -> dict[str, bool]:
+    """`attention_bias`, of the projections before attention and after it."""
+    bias = config.flag("attention_bias", default)
+    return {"qkv_bias": bias, "output_bias": bias}
 
 
 def activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec
+from engine.model.families.base import attention_biases, decoder_spec, family
 from engine.model.spec import CheckpointError, ExpertSpec, LatentSpec, ModelSpec, RopeSpec, yarn_magnitude
 
 
+@family("DeepseekV2ForCausalLM")
 def read_v2(config: ConfigReader) -> ModelSpec:
-    """`DeepseekV2ForCausalLM`: softmax scores, the best groups by their best expert."""
+    """Softmax scores, the best groups by their best expert."""
     config.require("norm_topk_prob", False, False)
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -20,13 +21,12 @@ def read_v2(config: ConfigReader) -> ModelSpec:
     groups = {}
     if method == "group_limited_greedy":
         groups = {"num_groups": config.integer("n_group"), "num_active_groups": config.integer("topk_group")}
-    return _read(config, "DeepseekV2ForCausalLM", {"normalized": False, **groups}, interleaved=True)
+    return _read(config, {"normalized": False, **groups}, interleaved=True)
 
 
+@family("DeepseekV3ForCausalLM")
 def read_v3(config: ConfigReader) -> ModelSpec:
-    """`DeepseekV3ForCausalLM`: sigmoid scores with a correction in the choice, groups by their two best
-    experts.
-    """
+    """Sigmoid scores with a correction in the choice, groups by their two best experts."""
     routing = {
         "scoring": "sigmoid",
         "correction_bias": True,
@@ -35,12 +35,10 @@ def read_v3(config: ConfigReader) -> ModelSpec:
         "num_active_groups": config.integer("topk_group", 4),
         "group_score": "two_best",
     }
-    return _read(config, "DeepseekV3ForCausalLM", routing, interleaved=config.flag("rope_interleave", True))
+    return _read(config, routing, interleaved=config.flag("rope_interleave", True))
 
 
-def _read(
-    config: ConfigReader, architecture: str, routing: dict[str, Any], *, interleaved: bool
-) -> ModelSpec:
+def _read(config: ConfigReader, routing: dict[str, Any], *, interleaved: bool) -> ModelSpec:
     num_layers = config.count("num_hidden_layers")
     latent = LatentSpec(
         query_rank=config.optional_integer("q_lora_rank") or 0,
@@ -50,7 +48,6 @@ def _read(
         value_dim=config.count("v_head_dim", 128),
     )
     rope = msgspec.structs.replace(config.rope(latent.rope_dim), interleaved=interleaved)
-    bias = config.flag("attention_bias", False)
     expert_size = config.count("moe_intermediate_size")
     experts = ExpertSpec(
         num_experts=config.integer_of("n_routed_experts", "num_local_experts", "num_experts"),
@@ -64,12 +61,10 @@ def _read(
     head_dim = latent.nope_dim + latent.rope_dim
     return decoder_spec(
         config,
-        architecture,
         head_dim=head_dim,
         ropes=(rope,),
         attention_scale=head_dim**-0.5 * _magnitude(rope) ** 2,
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(config),
         latent=latent,
         experts=experts,
     )

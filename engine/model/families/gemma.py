@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import activation, decoder_spec, windows_of
+from engine.model.families.base import activation, attention_biases, decoder_spec, family, windows_of
 from engine.model.spec import ModelSpec
 
 
+@family("Gemma2ForCausalLM")
 def read_gemma2(config: ConfigReader) -> ModelSpec:
-    """`Gemma2ForCausalLM`: every other layer slides, scores and logits have soft caps."""
+    """Every other layer slides, scores and logits have soft caps."""
     num_layers = config.count("num_hidden_layers")
     windows = windows_of(
         config,
@@ -19,17 +20,16 @@ def read_gemma2(config: ConfigReader) -> ModelSpec:
     )
     return decoder_spec(
         config,
-        "Gemma2ForCausalLM",
         **_shared(config),
         windows=windows,
-        ropes=(config.rope(config.count("head_dim", 256)),),
         attention_soft_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_cap(config, "final_logit_softcapping", 30.0),
     )
 
 
+@family("Gemma3ForCausalLM")
 def read_gemma3(config: ConfigReader) -> ModelSpec:
-    """`Gemma3ForCausalLM`: five of six layers slide and turn by a base of their own; queries and keys are
+    """Five of six layers slide and turn by a base of their own; queries and keys are
     normed.
     """
     config.require("use_bidirectional_attention", False, False)
@@ -43,7 +43,6 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
     head_dim = config.count("head_dim", 256)
     return decoder_spec(
         config,
-        "Gemma3ForCausalLM",
         **_shared(config),
         windows=windows,
         ropes=(
@@ -67,14 +66,11 @@ def local_rope(config: ConfigReader, head_dim: int) -> Any:
 
 
 def _shared(config: ConfigReader) -> dict[str, Any]:
-    bias = config.flag("attention_bias", False)
-    head_dim = config.count("head_dim", 256)
     return {
-        "head_dim": head_dim,
+        **attention_biases(config),
+        "head_dim": config.count("head_dim", 256),
         "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "qkv_bias": bias,
-        "output_bias": bias,
         "norm_placement": "sandwich",
         "norm_offset": True,
         "embedding_scale": config.count("hidden_size") ** 0.5,

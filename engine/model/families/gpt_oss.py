@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec, windows_of
+from engine.model.families.base import attention_biases, decoder_spec, family, windows_of
 from engine.model.spec import ExpertSpec, ModelSpec
 
 
+@family("GptOssForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """`GptOssForCausalLM` with experts in a floating-point type."""
+    """Experts lie in a floating-point type or in MXFP4."""
     num_layers = config.count("num_hidden_layers")
     config.require("swiglu_alpha", 1.702, 1.702)
     config.require("swiglu_limit", 7.0, 7.0)
@@ -26,17 +27,13 @@ def read(config: ConfigReader) -> ModelSpec:
         layout="gpt_oss",
     )
     head_dim = config.count("head_dim", 64)
-    bias = config.flag("attention_bias", True)
     return decoder_spec(
         config,
-        "GptOssForCausalLM",
         norm_eps=config.number("rms_norm_eps", 1e-5),
         head_dim=head_dim,
-        attention_scale=head_dim**-0.5,
         ropes=(config.rope(head_dim, default_theta=150_000.0),),
         windows=windows,
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(config, default=True),
         attention_sinks=True,
         activation="clamped_swiglu",
         experts=experts,

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec
+from engine.model.families.base import attention_biases, decoder_spec, family
 from engine.model.spec import ModelSpec
 
 
+@family("LlamaForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """`LlamaForCausalLM`."""
+    """Llama and what calls itself so."""
     config.require("pretraining_tp", 1, 1)
-    bias = config.flag("attention_bias", False)
-    return decoder_spec(
-        config,
-        "LlamaForCausalLM",
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
-    )
+    return decoder_spec(config, **attention_biases(config), mlp_bias=config.flag("mlp_bias", False))

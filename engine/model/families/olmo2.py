@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec
+from engine.model.families.base import attention_biases, decoder_spec, family
 from engine.model.spec import ModelSpec
 
 
+@family("Olmo2ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """`Olmo2ForCausalLM`."""
-    bias = config.flag("attention_bias", False)
+    """OLMo 2."""
     return decoder_spec(
         config,
-        "Olmo2ForCausalLM",
         norm_eps=config.number("rms_norm_eps", 1e-5),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(config),
         qk_norm="full",
         norm_placement="post",
     )

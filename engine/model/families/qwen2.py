@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec, windows_of
+from engine.model.families.base import decoder_spec, family, windows_of
 from engine.model.spec import ModelSpec
 
 
+@family("Qwen2ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """`Qwen2ForCausalLM`."""
-    return decoder_spec(config, "Qwen2ForCausalLM", qkv_bias=True, windows=upper_windows(config))
+    """Qwen2 and Qwen2.5."""
+    return decoder_spec(config, qkv_bias=True, windows=upper_windows(config))
 
 
 def upper_windows(config: ConfigReader) -> tuple[int | None, ...]:

@@ -1,25 +1,45 @@
-"""Qwen3: norms on each head's queries and keys; heads need not divide the hidden size."""
+"""Qwen3: norms on each head's queries and keys; heads need not divide the hidden size. Experts in all layers,
+in every so many, or in none.
+"""
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.model.config_reader import ConfigReader
-from engine.model.families.base import decoder_spec
+from engine.model.families.base import attention_biases, decoder_spec, family
 from engine.model.families.qwen2 import upper_windows
-from engine.model.spec import ModelSpec
+from engine.model.spec import ExpertSpec, ModelSpec
 
 
+@family("Qwen3ForCausalLM")
 def read(config: ConfigReader) -> ModelSpec:
-    """`Qwen3ForCausalLM`. Its heads have 128 dimensions unless stated."""
-    bias = config.flag("attention_bias", False)
-    head_dim = config.count("head_dim", 128)
+    """Heads have 128 dimensions unless stated."""
+    return _read(config, 128)
+
+
+@family("Qwen3MoeForCausalLM")
+def read_moe(config: ConfigReader) -> ModelSpec:
+    """Heads have hidden_size / num_attention_heads dimensions unless stated."""
+    num_layers = config.count("num_hidden_layers")
+    dense = config.values.get("mlp_only_layers") or []
+    every = config.integer("decoder_sparse_step", 1)
+    experts = ExpertSpec(
+        num_experts=config.integer_of("num_experts", "num_local_experts"),
+        num_active=config.count("num_experts_per_tok", 8),
+        intermediate_size=config.count("moe_intermediate_size"),
+        layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0),
+        normalized=config.flag("norm_topk_prob", False),
+    )
+    spec = _read(config, config.count("hidden_size") // config.count("num_attention_heads"))
+    return msgspec.structs.replace(spec, experts=experts)
+
+
+def _read(config: ConfigReader, default_dim: int) -> ModelSpec:
     return decoder_spec(
         config,
-        "Qwen3ForCausalLM",
-        head_dim=head_dim,
-        attention_scale=head_dim**-0.5,
-        ropes=(config.rope(head_dim),),
-        qkv_bias=bias,
-        output_bias=bias,
+        head_dim=config.count("head_dim", default_dim),
+        **attention_biases(config),
         qk_norm="head",
         windows=upper_windows(config),
     )

@@ -1,0 +1,101 @@
+"""Reads sparse feed-forward layers: their router and experts, as checkpoints lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.kernels.linear import DenseWeight
+from engine.kernels.linear.formats import WeightFormat, rows_of
+from engine.model.experts import experts_together
+from engine.model.layers import read_feed_forward, read_floats
+from engine.model.records import FeedForward, Linear, SparseFeedForward
+from engine.model.spec import ExpertSpec, ModelSpec
+from engine.model.weights import WeightReader
+
+
+def read_sparse(weights: WeightReader, layer_prefix: str, spec: ModelSpec) -> SparseFeedForward:
+    """The feed-forward of a layer with experts."""
+    experts = spec.experts
+    assert experts is not None, "called for sparse layers only"
+    block, router = ROUTERS[experts.layout]
+    prefix, count = f"{layer_prefix}.{block}", experts.num_experts
+    weight = weights.take(f"{prefix}.{router}.weight", (count, spec.hidden_size), dtype=torch.float32)
+    bias = correction = None
+    if experts.layout == "gpt_oss":
+        bias = weights.take(f"{prefix}.{router}.bias", (count,), dtype=torch.float32)
+    if experts.correction_bias:
+        correction = read_floats(weights, f"{prefix}.{router}.e_score_correction_bias", count)
+    found = LAYOUTS[experts.layout](weights, f"{prefix}.experts", spec, experts)
+    together = experts_together(found, weights.kernels)
+    shared = None
+    if experts.shared_intermediate_size:
+        name = f"{prefix}.shared_experts"
+        shared = read_feed_forward(weights, name, spec, experts.shared_intermediate_size)
+    return SparseFeedForward(
+        spec=experts,
+        router=Linear(weight=DenseWeight(values=weight), bias=bias),
+        correction=correction,
+        # Together they have their own copy of the weights.
+        experts=found if together is None else [],
+        activation=spec.activation,
+        shared=shared,
+        together=together,
+    )
+
+
+def _expert(spec: ModelSpec, gate_up: WeightFormat, down: WeightFormat, *biases: Tensor) -> FeedForward:
+    first, second = biases or (None, None)
+    return FeedForward(
+        gate_up=Linear(weight=gate_up, bias=first),
+        down=Linear(weight=down, bias=second),
+        activation=spec.activation,
+    )
+
+
+def _named_experts(*names: str) -> Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[FeedForward]]:
+    """Experts whose gate, up and down are three tensors each, named so."""
+
+    def read(weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec) -> list[FeedForward]:
+        size, hidden = experts.intermediate_size, spec.hidden_size
+        found = []
+        for index in range(experts.num_experts):
+            gate_name, up_name, down_name = (f"{prefix}.{index}.{name}" for name in names)
+            gate_up = weights.linear([gate_name, up_name], [size, size], hidden)
+            found.append(_expert(spec, gate_up, weights.linear([down_name], [hidden], size)))
+        return found
+
+    return read
+
+
+def _gpt_oss_experts(
+    weights: WeightReader, prefix: str, spec: ModelSpec, experts: ExpertSpec
+) -> list[FeedForward]:
+    """All experts in one tensor each, inputs first, gate and up taking turns; biases everywhere."""
+    count, hidden, size = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    gate_up = weights.stacked(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
+    gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
+    down = weights.stacked(f"{prefix}.down_proj", (count, hidden, size))
+    down_bias = weights.take(f"{prefix}.down_proj_bias", (count, hidden))
+    turns = torch.cat((torch.arange(0, 2 * size, 2), torch.arange(1, 2 * size, 2))).to(weights.device)
+    return [
+        _expert(
+            spec,
+            weights.quantized(rows_of(gate_up(index), turns)),
+            weights.quantized(down(index)),
+            gate_up_bias[index][turns],
+            down_bias[index],
+        )
+        for index in range(count)
+    ]
+
+
+# Layout to the names of its block and of the router inside it.
+ROUTERS = {"separate": ("mlp", "gate"), "mixtral": ("block_sparse_moe", "gate"), "gpt_oss": ("mlp", "router")}
+LAYOUTS: dict[str, Callable[[WeightReader, str, ModelSpec, ExpertSpec], list[FeedForward]]] = {
+    "separate": _named_experts("gate_proj", "up_proj", "down_proj"),
+    "mixtral": _named_experts("w1", "w3", "w2"),
+    "gpt_oss": _gpt_oss_experts,
+}
