@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,16 +35,25 @@ class AttentionBackend(Protocol):
         """q [T, H, D] -> [T, H, E]; the step's own keys and values are in the cache already."""
 
 
+class CapturedSteps(Protocol):
+    """What a back end keeps for captured steps, in buffers that all sizes share."""
+
+    def first(self, rows: int) -> Self:
+        """For steps of so many rows."""
+
+
 @runtime_checkable
 class CapturedAttention(AttentionBackend, Protocol):
     """A back end whose decode steps can be captured in a graph."""
 
     captures: bool
 
-    def plan_decode(self, batch: DecodeBatch) -> Any:
-        """A plan for any step of so many rows, whatever the buffers hold by then. Not captured."""
+    def plan_decode(self, batch: DecodeBatch) -> CapturedSteps:
+        """Plans for any step of up to so many rows, whatever the buffers hold by then. Not captured; who
+        captures keeps the result as long as its graphs, which read what it holds.
+        """
 
-    def begin(self, plan: Any) -> None:
+    def begin(self, plan: CapturedSteps) -> None:
         """Captured, before the first layer: derives from the buffers what `run` needs, on the device."""
 
     def captured_workspace_bytes(self, rows: int, max_context_len: int, head_dim: int) -> int:

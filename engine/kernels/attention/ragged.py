@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +43,10 @@ class DecodeBatch:
     block_size: int
     # No row is ever longer, in tokens.
     max_context_len: int
+
+    def first(self, rows: int) -> DecodeBatch:
+        """The first rows of the same buffers."""
+        return replace(self, context_lens=self.context_lens[:rows], block_tables=self.block_tables[:rows])
 
 
 @dataclass(frozen=True, kw_only=True)

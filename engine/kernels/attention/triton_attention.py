@@ -11,7 +11,7 @@ a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -45,19 +45,22 @@ class DevicePlan:
     num_listed: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class CapturedPlan:
-    """Steps of `rows` rows of one token each; what depends on their contexts is made on the device."""
+    """Steps of so many rows of one token each; what depends on their contexts is made on the device."""
 
-    def __init__(self, batch: DecodeBatch) -> None:
-        self.batch = batch
-        self.rows = batch.context_lens.shape[0]
-        self.most_parts = most_parts(batch.max_context_len)
-        device = batch.context_lens.device
-        numbers = torch.arange(self.rows, dtype=torch.int32, device=device)
-        self.row_numbers = numbers
-        self.part_base = numbers * self.most_parts
-        # By window; forgotten at the beginning of each step.
-        self.made: dict[int | None, DevicePlan] = {}
+    batch: DecodeBatch
+    # Number of each row, and of its first part [B] int32: graphs read them, so they live as long.
+    row_numbers: Tensor
+    part_base: Tensor
+    # By window; forgotten at the beginning of each step.
+    made: dict[int | None, DevicePlan] = field(default_factory=dict)
+
+    def first(self, rows: int) -> CapturedPlan:
+        """See CapturedSteps."""
+        return CapturedPlan(
+            batch=self.batch.first(rows), row_numbers=self.row_numbers[:rows], part_base=self.part_base[:rows]
+        )
 
     def of(self, window: int | None) -> DevicePlan:
         """The step's work under a window; made when a layer first needs it."""
@@ -66,7 +69,9 @@ class CapturedPlan:
         return self.made[window]
 
     def _list(self, window: int | None) -> DevicePlan:
-        device, capacity = self.part_base.device, self.rows * self.most_parts
+        device, rows = self.part_base.device, self.part_base.shape[0]
+        most = most_parts(self.batch.max_context_len)
+        capacity = rows * most
         positions, part_count = (torch.empty_like(self.part_base) for _ in range(2))
         fields = torch.empty(6, capacity, dtype=torch.int32, device=device)
         num_listed = torch.empty(1, dtype=torch.int32, device=device)
@@ -76,11 +81,11 @@ class CapturedPlan:
             part_count,
             fields,
             num_listed,
-            self.rows,
+            rows,
             capacity,
-            self.most_parts,
+            most,
             window or 0,
-            ROWS=max(16, triton.next_power_of_2(self.rows)),
+            ROWS=max(16, triton.next_power_of_2(rows)),
             PART=PART,
             MOST_PARTS=MOST_PARTS,
             WINDOW=window is not None,
@@ -115,7 +120,11 @@ class TritonAttention:
 
     def plan_decode(self, batch: DecodeBatch) -> CapturedPlan:
         """See CapturedAttention."""
-        return CapturedPlan(batch)
+        rows, device = batch.context_lens.shape[0], batch.context_lens.device
+        numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        return CapturedPlan(
+            batch=batch, row_numbers=numbers, part_base=numbers * most_parts(batch.max_context_len)
+        )
 
     def begin(self, plan: CapturedPlan) -> None:
         """See CapturedAttention."""

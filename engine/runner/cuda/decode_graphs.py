@@ -55,13 +55,22 @@ class DecodeGraphs:
     ) -> None:
         self.model, self.attention, self.caches, self.table = model, attention, caches, table
         self.sizes = sorted(sizes)
-        self.block_size, self.spare_slot = block_size, spare_slot
+        self.spare_slot = spare_slot
         device, rows = model.device, self.sizes[-1]
         self.inputs = Staging(NUM_INPUTS, rows, device)
         self.context_lens = torch.ones(rows, dtype=torch.int32, device=device)
         columns = table.device_blocks.shape[1]
         self.block_tables = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(rows, model.spec.hidden_size, dtype=model.embedding.dtype, device=device)
+        # What the back end hands to graphs, which keep addresses and no tensor.
+        self._steps = attention.plan_decode(
+            DecodeBatch(
+                context_lens=self.context_lens,
+                block_tables=self.block_tables,
+                block_size=block_size,
+                max_context_len=model.max_model_len,
+            )
+        )
         self._recordings: dict[int, Recording] = {}
 
     @torch.inference_mode()
@@ -110,14 +119,7 @@ class DecodeGraphs:
         staged = self.inputs.view(rows)
         context_lens, block_tables = self.context_lens[:rows], self.block_tables[:rows]
         table, model, attention = self.table, self.model, self.attention
-        plan = attention.plan_decode(
-            DecodeBatch(
-                context_lens=context_lens,
-                block_tables=block_tables,
-                block_size=self.block_size,
-                max_context_len=model.max_model_len,
-            )
-        )
+        plan = self._steps.first(rows)
 
         def work() -> None:
             context_lens.copy_(staged[_LENGTHS])

@@ -4,15 +4,18 @@ mixes devices, nothing asks the device for a number, and every kernel is launche
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig, KernelsConfig, SchedulerConfig
@@ -110,6 +113,10 @@ class Launches:
             options = {"num_warps", "num_stages"}
             known = [*self.order[: len(given)], *(set(named) - options)]
             assert sorted(known) == sorted(self.parameters), (self.name, known)
+            for each in given:
+                if isinstance(each, Tensor):
+                    # An operation, which whoever watches those sees.
+                    each.detach()
             self.counts[self.name] += 1
 
         return launch
@@ -129,15 +136,40 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+class Given(TorchDispatchMode):
+    """Notes what work takes from outside, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, StorageWeakRef] = {}
+        # Kept, so that nothing from outside is taken for them.
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs or {})):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made:
+                self.storages[storage._cdata] = StorageWeakRef(storage)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            if tensor.untyped_storage()._cdata not in self.storages:
+                self._made[tensor.untyped_storage()._cdata] = tensor
+        return out
+
+
 class Recorder:
-    """Work that is captured runs once."""
+    """Runs work that is captured once and forgets it, as a CUDA graph does, which keeps addresses alone."""
+
+    def __init__(self) -> None:
+        self.given: list[StorageWeakRef] = []
 
     def record(self, work: Any) -> Any:
-        work()
-        return self
-
-    def replay(self) -> None:
-        """Would compute what `record` did."""
+        with Given() as given:
+            work()
+        self.given.extend(given.storages.values())
+        return SimpleNamespace(replay=lambda: None)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
@@ -199,7 +231,11 @@ def test_devices_are_never_mixed(
             block_size=16,
             spare_slot=storage.spare_slot,
         )
-        graphs.capture(Recorder())
+        recorder = Recorder()
+        graphs.capture(recorder)
+        gc.collect()
+        assert len(recorder.given) > 4 * len(storage.layers)
+        assert not any(given.expired() for given in recorder.given), "a graph reads memory that is nobody's"
         executor.graphs = graphs
         for plan in _plans():
             step = runner.launch(plan)
