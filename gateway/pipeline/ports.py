@@ -47,6 +47,7 @@ class Tokenizer(Protocol):
         prompt: Prompt,
         response_format: ResponseFormat | None,
         context: Any,
+        tenant: str = "",
         traceparent: tuple[str, str] = ("", ""),
         timeout_s: float = ...,
         max_prompt_tokens: int = 0,
