@@ -8,8 +8,8 @@ what is put meanwhile waits here, so congestion is the outbox's length.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -20,6 +20,7 @@ MAX_TOGETHER_BYTES = 256 * 1024
 MAX_TOGETHER = 8
 # Far more than a peer that reads is ever behind.
 MAX_WAITING = 16_384
+MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 
 class OutboxFull(Exception):
@@ -29,7 +30,7 @@ class OutboxFull(Exception):
 class Outbox(Generic[Item]):
     """Items for one writer, from one event loop. `size` is an item's bytes on the wire.
 
-    An item beyond MAX_TOGETHER_BYTES goes alone.
+    An item beyond MAX_TOGETHER_BYTES goes alone. One item is kept however large it is.
     """
 
     __slots__ = (
@@ -37,10 +38,13 @@ class Outbox(Generic[Item]):
         "_is_closed",
         "_is_writing",
         "_items",
+        "_last_ticket",
         "_max_together",
         "_max_waiting",
+        "_max_waiting_bytes",
         "_size",
         "_waiter",
+        "num_bytes",
     )
 
     def __init__(
@@ -49,11 +53,17 @@ class Outbox(Generic[Item]):
         *,
         max_together: int | None = MAX_TOGETHER,
         max_waiting: int = MAX_WAITING,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         self._size = size
         self._max_together = max_together
         self._max_waiting = max_waiting
-        self._items: deque[Item] = deque()
+        self._max_waiting_bytes = max_waiting_bytes
+        # By ticket, each with its size.
+        self._items: OrderedDict[int, tuple[int, Item]] = OrderedDict()
+        self._last_ticket = 0
+        # Of what waits.
+        self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._is_writing = False
         self._is_closed = False
@@ -61,9 +71,6 @@ class Outbox(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
 
     @property
     def is_closed(self) -> bool:
@@ -75,16 +82,32 @@ class Outbox(Generic[Item]):
         """Whether the transport has accepted everything."""
         return not self._items and not self._is_writing
 
-    def put(self, item: Item) -> None:
-        """Adds an item, which goes in the next turn of the event loop at the earliest. Raises OutboxFull."""
-        if len(self._items) >= self._max_waiting:
+    def put(self, item: Item) -> int:
+        """Adds an item, which goes in the next turn of the event loop at the earliest; its ticket.
+
+        Raises OutboxFull.
+        """
+        size = self._size(item)
+        is_over = self.num_bytes + size > self._max_waiting_bytes and bool(self._items)
+        if is_over or len(self._items) >= self._max_waiting:
             raise OutboxFull
-        self._items.append(item)
+        self._last_ticket += 1
+        self._items[self._last_ticket] = size, item
+        self.num_bytes += size
         self._wake()
+        return self._last_ticket
+
+    def discard(self, ticket: int) -> bool:
+        """Drops an item; False when it was taken already."""
+        found = self._items.pop(ticket, None)
+        if found is not None:
+            self.num_bytes -= found[0]
+        return found is not None
 
     def clear(self) -> None:
         """Drops what waits."""
         self._items.clear()
+        self.num_bytes = 0
 
     def close(self, error: Exception | None = None) -> None:
         """The writer ends when it has taken what waits: well, or with `error`."""
@@ -106,15 +129,15 @@ class Outbox(Generic[Item]):
         return self._together()
 
     def _together(self) -> list[Item]:
-        items, size = self._items, self._size
-        taken = [items.popleft()]
-        if items and self._max_together != 1:
-            num_bytes = size(taken[0])
-            while items and len(taken) != self._max_together:
-                num_bytes += size(items[0])
-                if num_bytes > MAX_TOGETHER_BYTES:
-                    break
-                taken.append(items.popleft())
+        taken: list[Item] = []
+        num_bytes = 0
+        while self._items and len(taken) != self._max_together:
+            ticket, (size, item) = next(iter(self._items.items()))
+            num_bytes += size
+            if taken and num_bytes > MAX_TOGETHER_BYTES:
+                break
+            self.discard(ticket)
+            taken.append(item)
         return taken
 
     def _wake(self) -> None:

@@ -26,7 +26,7 @@ async def run_stream(
     target: str,
     method: str,
     outbox: Outbox[Item],
-    join: Callable[[list[Item]], bytes | None],
+    join: Callable[[list[Item]], bytes],
     take: Callable[[bytes], None],
     *,
     metadata: tuple[tuple[str, str], ...] = (),
@@ -34,7 +34,7 @@ async def run_stream(
 ) -> None:
     """One call on a connection of its own, until the peer ends it.
 
-    `join` makes a message of what goes together, or none; `take` is given every message and never waits.
+    `join` makes a message of what goes together; `take` is given every message and never waits.
     Nothing leaves the outbox before there is a connection. Raises what the peer refused, with `unavailable`
     where it could not be reached or gave the call up, and whatever `join` and `take` raise.
     """
@@ -64,11 +64,9 @@ async def run_stream(
             call.cancel()
 
 
-async def _write(call: Any, outbox: Outbox[Item], join: Callable[[list[Item]], bytes | None]) -> None:
+async def _write(call: Any, outbox: Outbox[Item], join: Callable[[list[Item]], bytes]) -> None:
     while items := await outbox.take():
-        message = join(items)
-        if message is not None:
-            await call.write(message)
+        await call.write(join(items))
     await call.done_writing()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 # Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
 MAX_IN_WORK = 1024
+# Of the same, bytes: twice what one gateway has under way at most, so that none of them is ever kept waiting.
+MAX_BYTES_IN_WORK = 128 * 1024 * 1024
 # After so much work of one stream it is the turn of others: what has come already is read without waiting.
 _SLICE_S = 0.002
 
@@ -51,7 +54,12 @@ class CallStream:
         self._answer = answer
         self._at_once = at_once
         # Answers, serialized. All of them are ready, so that nobody waits for as many as fit into a message.
-        self._outbox: Outbox[bytes] = Outbox(len, max_together=None, max_waiting=MAX_IN_WORK + MAX_CALLS)
+        # How many there can be is decided where calls are read.
+        self._outbox: Outbox[bytes] = Outbox(
+            len, max_together=None, max_waiting=MAX_IN_WORK + MAX_CALLS, max_waiting_bytes=sys.maxsize
+        )
+        # Bytes of the calls that have no answer yet.
+        self._num_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -84,6 +92,7 @@ class CallStream:
                 if fields is not None:
                     self._outbox.put(small_answer(call.id, response=fields))
                     continue
+                self._num_bytes += call.num_bytes
                 task = asyncio.ensure_future(self._one(call))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
@@ -91,12 +100,19 @@ class CallStream:
             if worked_s >= _SLICE_S:
                 worked_s = 0.0
                 await asyncio.sleep(0)
-            while len(self._tasks) + len(self._outbox) >= MAX_IN_WORK:
+            while self._is_full():
                 self._room.clear()
                 await self._room.wait()
 
+    def _is_full(self) -> bool:
+        num_in_work = len(self._tasks) + len(self._outbox)
+        return num_in_work >= MAX_IN_WORK or self._num_bytes + self._outbox.num_bytes >= MAX_BYTES_IN_WORK
+
     async def _one(self, call: Call) -> None:
-        self._outbox.put(await self._answered(call))
+        try:
+            self._outbox.put(await self._answered(call))
+        finally:
+            self._num_bytes -= call.num_bytes
 
     async def _answered(self, call: Call) -> bytes:
         try:

@@ -23,6 +23,8 @@ SERVICE_NAME: str = _SERVICE.full_name
 MAX_PARSED_BYTES = 256 * 1024
 # What a worker reads from the whole.
 _CONTENT = ("conversation", "text", "encoded", "response_format")
+# Before the bytes of a field: its tag and their number.
+_MAX_FRAMING_BYTES = 5
 # A message of a stream has fewer calls; each is work for Python before it can be refused.
 MAX_CALLS = 4096
 
@@ -54,6 +56,11 @@ class Call(msgspec.Struct, frozen=True):
     def id(self) -> int:
         """See PrepareCall."""
         return self.head.id
+
+    @property
+    def num_bytes(self) -> int:
+        """On the wire, about."""
+        return len(self.request.wire) if isinstance(self.request, LargeRequest) else self.head.ByteSize()
 
 
 class UnreadableCall(msgspec.Struct, frozen=True):
@@ -108,13 +115,21 @@ def _call(twin: unparsed_pb2.UnparsedCall) -> Call | UnreadableCall:
 def large(wire: bytes) -> LargeRequest:
     """A serialized PrepareRequest in parts. Raises DecodeError where it is none."""
     twin = unparsed_pb2.UnparsedRequest.FromString(wire)
-    name = twin.WhichOneof("input")
-    num_input_bytes = len(getattr(twin, name)) if name else 0
-    num_format_bytes = len(twin.response_format)
+    name = twin.WhichOneof("input") or ""
+    sizes = {each: len(getattr(twin, each)) for each in (name, "response_format") if each}
     for each in _CONTENT:
         twin.ClearField(each)  # type: ignore[arg-type]
-    head = tokenizer_pb2.PrepareRequest.FromString(twin.SerializeToString())
-    return LargeRequest(head, wire, name or "", num_input_bytes, num_format_bytes)
+    small = twin.SerializeToString()
+    # Of a field that occurs twice the twin has the last, and a worker's parser all: every byte that is not
+    # accounted for counts as input.
+    known = len(small) + sum(_MAX_FRAMING_BYTES + size for size in sizes.values())
+    return LargeRequest(
+        head=tokenizer_pb2.PrepareRequest.FromString(small),
+        wire=wire,
+        input=name,
+        num_input_bytes=sizes.get(name, 0) + max(0, len(wire) - known),
+        num_format_bytes=sizes["response_format"],
+    )
 
 
 def packed_ids(token_ids: list[int]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.engine.v1 import engine_pb2
 
 from engine.service.convert import Fields
-from services.outbox import Outbox, OutboxFull
+from services.outbox import MAX_WAITING_BYTES, Outbox, OutboxFull
 
 _log = logging.getLogger(__name__)
 
@@ -62,10 +62,11 @@ class GatewayStream:
             self._outbox.put(response)
         except OutboxFull:
             _log.warning(
-                "gateway %r is more than %d messages behind (engine.max_stream_backlog): its stream is ended "
-                "and its requests are cancelled",
+                "gateway %r is more than %d messages (engine.max_stream_backlog) or %d bytes behind: its "
+                "stream is ended and its requests are cancelled",
                 self.gateway,
                 self._max_backlog,
+                MAX_WAITING_BYTES,
             )
             self.abandon()
 

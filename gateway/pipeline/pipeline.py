@@ -216,6 +216,7 @@ class Pipeline:
                 prompt=call.request.prompt,
                 response_format=call.request.response_format,
                 context=context,
+                tenant=call.caller.identity.tenant,
                 traceparent=call.traceparent,
                 timeout_s=call.caller.remaining_s(),
                 max_prompt_tokens=token_limit(self.fleet.max_model_len, call.tier.config.max_context_tokens),

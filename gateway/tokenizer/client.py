@@ -69,11 +69,12 @@ class TokenizerClient:
         prompt: Prompt,
         response_format: ResponseFormat | None,
         context: Any,
+        tenant: str = "",
         traceparent: tuple[str, str] = ("", ""),
         timeout_s: float = PREPARE_TIMEOUT_S,
         max_prompt_tokens: int = 0,
     ) -> Prepared:
-        """Renders, encodes and compiles, below the span (traceparent, tracestate).
+        """Renders, encodes and compiles, below the span (traceparent, tracestate), in the tenant's turn.
 
         Raises what the service refused, or TOKENIZER_UNAVAILABLE.
         """
@@ -94,13 +95,17 @@ class TokenizerClient:
             parts["response_format"] = format_fields(response_format)
         request = tokenizer_pb2.PrepareRequest(**parts)
         try:
-            answer = await self._answer(request, traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
+            answer = await self._answer(request, tenant, traceparent, min(timeout_s, PREPARE_TIMEOUT_S))
         except MillraceError as error:
             raise _unreachable(error) from error
         return convert.prepared(answer)
 
     async def _answer(
-        self, request: tokenizer_pb2.PrepareRequest, traceparent: tuple[str, str], timeout_s: float
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        tenant: str,
+        traceparent: tuple[str, str],
+        timeout_s: float,
     ) -> tokenizer_pb2.PrepareResponse:
         """The service's answer; one that is gone is waited for, within the request's own time."""
         started_s = time.monotonic()
@@ -108,7 +113,7 @@ class TokenizerClient:
         while True:
             remaining_s = timeout_s - (time.monotonic() - started_s)
             try:
-                return await self._prepare.call(request, *traceparent, remaining_s)
+                return await self._prepare.call(request, *traceparent, remaining_s, tenant=tenant)
             except Unanswered as error:
                 if error.was_sent and not may_repeat:
                     # Twice is enough: it may be this request that the service does not survive.

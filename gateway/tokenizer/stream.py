@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import Any
+import time
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
+from gateway.tokenizer.room import Room
 from services.channels import MAX_MESSAGE_BYTES
 from services.outbox import Outbox, OutboxFull
 from services.stream_client import run_stream
@@ -25,6 +26,8 @@ _METHOD = "/millrace.tokenizer.v1.TokenizerService/PrepareStream"
 _GRACE_S = 2.0
 # The service neither parses nor answers larger requests itself, but in workers.
 _LARGE_BYTES = 256 * 1024
+# What a message has beside a request and its trace context, at most: numbers, the time limit, tags.
+_FRAMING_BYTES = 64
 
 
 class Unanswered(MillraceError):
@@ -55,22 +58,37 @@ class PrepareStreams:
         await asyncio.gather(self._small.close(), self._large.close())
 
     async def call(
-        self, request: tokenizer_pb2.PrepareRequest, traceparent: str, tracestate: str, timeout_s: float
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        traceparent: str,
+        tracestate: str,
+        timeout_s: float,
+        *,
+        tenant: str = "",
     ) -> tokenizer_pb2.PrepareResponse:
         """See PrepareStream."""
-        stream = self._large if request.ByteSize() > _LARGE_BYTES else self._small
-        return await stream.call(request, traceparent, tracestate, timeout_s)
+        num_bytes = request.ByteSize()
+        stream = self._large if num_bytes > _LARGE_BYTES else self._small
+        return await stream.call(request, num_bytes, (traceparent, tracestate), timeout_s, tenant)
 
 
 class PrepareStream:
     """The stream, opened with the first call and again after it broke; calls open on it then fail."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, room: Room | None = None) -> None:
         self._target = target
+        self._room = room or Room()
         self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: Outbox[tokenizer_pb2.PrepareCall] = Outbox(tokenizer_pb2.PrepareCall.ByteSize)
+        # The answers that are waited for, and the tickets of what asks for them.
+        self._open: dict[int, tuple[asyncio.Future[tokenizer_pb2.PrepareResponse], int]] = {}
+        # Each is a PrepareStreamRequest; several in a row are one as well.
+        self._outbox: Outbox[bytes] = Outbox(len)
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of calls that are not written yet."""
+        return self._outbox.num_bytes
 
     async def close(self) -> None:
         """Ends the stream."""
@@ -79,31 +97,67 @@ class PrepareStream:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def call(
-        self, request: tokenizer_pb2.PrepareRequest, traceparent: str, tracestate: str, timeout_s: float
+        self,
+        request: tokenizer_pb2.PrepareRequest,
+        num_bytes: int,
+        trace: tuple[str, str],
+        timeout_s: float,
+        tenant: str,
     ) -> tokenizer_pb2.PrepareResponse:
-        """One answer; raises what the service refused, TOKENIZER_UNAVAILABLE or DEADLINE_EXCEEDED."""
-        loop = asyncio.get_running_loop()
+        """The answer to a request of so many bytes, below the span (traceparent, tracestate).
+
+        Raises what the service refused, TOKENIZER_UNAVAILABLE, DEADLINE_EXCEEDED, and as `Room.acquire` does.
+        """
+        if num_bytes + sum(map(len, trace)) + _FRAMING_BYTES > MAX_MESSAGE_BYTES:
+            # The service would end the stream, and with it everybody else's calls.
+            raise _too_large(request)
+        begin_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                await self._room.acquire(tenant, num_bytes)
+                try:
+                    return await self._answer(request, trace, timeout_s - (time.monotonic() - begin_s))
+                finally:
+                    self._room.release(tenant, num_bytes)
+        except TimeoutError as error:
+            raise MillraceError(
+                Reason.DEADLINE_EXCEEDED, "the tokenizer service did not answer within the time limit"
+            ) from error
+
+    async def _answer(
+        self, request: tokenizer_pb2.PrepareRequest, trace: tuple[str, str], timeout_s: float
+    ) -> tokenizer_pb2.PrepareResponse:
         number = next(self._ids)
+        ticket = self._put(number, request, trace, timeout_s)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tokenizer_pb2.PrepareResponse] = loop.create_future()
+        self._open[number] = answer, ticket
+        if self._task is None:
+            self._task = loop.create_task(self._run(), name="prepare stream")
+        try:
+            return await answer
+        finally:
+            self._open.pop(number, None)
+            # What nobody waits for any more is not sent.
+            self._outbox.discard(ticket)
+
+    def _put(
+        self, number: int, request: tokenizer_pb2.PrepareRequest, trace: tuple[str, str], timeout_s: float
+    ) -> int:
         call = tokenizer_pb2.PrepareCall(
-            id=number, request=request, traceparent=traceparent, tracestate=tracestate, timeout_s=timeout_s
+            id=number,
+            request=request,
+            traceparent=trace[0],
+            tracestate=trace[1],
+            # 0 would be no limit.
+            timeout_s=max(timeout_s, 0.001),
         )
         try:
-            self._outbox.put(call)
+            return self._outbox.put(tokenizer_pb2.PrepareStreamRequest(calls=[call]).SerializeToString())
         except OutboxFull as error:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
             ) from error
-        answer: asyncio.Future[Any] = loop.create_future()
-        self._open[number] = answer
-        if self._task is None:
-            self._task = loop.create_task(self._run(), name="prepare stream")
-        limit = loop.call_later(timeout_s + _GRACE_S, _give_up, answer)
-        try:
-            result: tokenizer_pb2.PrepareResponse = await answer
-            return result
-        finally:
-            limit.cancel()
-            self._open.pop(number, None)
 
     async def _run(self) -> None:
         failure = MillraceError(Reason.TOKENIZER_UNAVAILABLE, "it ended the stream", retry_after_s=1.0)
@@ -112,7 +166,7 @@ class PrepareStream:
                 self._target,
                 _METHOD,
                 self._outbox,
-                self._joined,
+                b"".join,
                 self._take,
                 unavailable=Reason.TOKENIZER_UNAVAILABLE,
             )
@@ -124,22 +178,9 @@ class PrepareStream:
         finally:
             self._ended(failure)
 
-    def _joined(self, calls: list[tokenizer_pb2.PrepareCall]) -> bytes | None:
-        calls = [call for call in calls if call.id in self._open]
-        if not calls:
-            # Nobody waits for them any more.
-            return None
-        message = tokenizer_pb2.PrepareStreamRequest(calls=calls).SerializeToString()
-        if len(message) <= MAX_MESSAGE_BYTES:
-            return message
-        # The service would end the stream, and with it everybody else's calls.
-        for call in calls:
-            _set_failure(self._open[call.id], _too_large(call.request))
-        return None
-
     def _take(self, data: bytes) -> None:
         for each in tokenizer_pb2.PrepareStreamResponse.FromString(data).answers:
-            answer = self._open.get(each.id)
+            answer, _ = self._open.get(each.id, (None, 0))
             if answer is None or answer.done():
                 # Nobody waits for it any more.
                 continue
@@ -151,15 +192,10 @@ class PrepareStream:
     def _ended(self, failure: MillraceError) -> None:
         self._task = None
         lost, self._open = self._open, {}
-        unsent = {call.id for call in self._outbox}
-        self._outbox.clear()
-        for number, answer in lost.items():
-            _set_failure(answer, Unanswered(failure, was_sent=number not in unsent))
-
-
-def _set_failure(answer: asyncio.Future[Any], failure: MillraceError) -> None:
-    if not answer.done():
-        answer.set_exception(failure)
+        for answer, ticket in lost.values():
+            was_sent = not self._outbox.discard(ticket)
+            if not answer.done():
+                answer.set_exception(Unanswered(failure, was_sent=was_sent))
 
 
 def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:
@@ -169,11 +205,4 @@ def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:
         f"{field}: more than {MAX_MESSAGE_BYTES} bytes on their way to the tokenizer service, tools and "
         "documents included; send less in one request",
         field=field,
-    )
-
-
-def _give_up(answer: asyncio.Future[Any]) -> None:
-    _set_failure(
-        answer,
-        MillraceError(Reason.DEADLINE_EXCEEDED, "the tokenizer service did not answer within the time limit"),
     )

@@ -74,9 +74,33 @@ async def test_a_peer_that_takes_nothing_does_not_fill_the_memory() -> None:
         waiting.put(item)
     with pytest.raises(OutboxFull):
         waiting.put(b"4")
-    assert list(waiting) == [b"1", b"2", b"3"]
-    await waiting.take()
+    assert await waiting.take() == [b"1", b"2", b"3"]
     waiting.put(b"5")
+
+
+async def test_the_bytes_that_wait_are_bounded() -> None:
+    waiting = outbox(max_waiting_bytes=100, max_together=1)
+    # One goes however large it is.
+    waiting.put(bytes(200))
+    with pytest.raises(OutboxFull):
+        waiting.put(b"x")
+    await waiting.take()
+    waiting.put(bytes(60))
+    with pytest.raises(OutboxFull):
+        waiting.put(bytes(60))
+    waiting.put(bytes(40))
+    assert waiting.num_bytes == 100
+
+
+async def test_what_is_discarded_is_not_taken() -> None:
+    waiting = outbox(max_together=1)
+    tickets = [waiting.put(item) for item in (b"1", b"22", b"333")]
+    assert waiting.discard(tickets[1])
+    assert not waiting.discard(tickets[1])
+    assert waiting.num_bytes == 4
+    assert [await waiting.take(), await waiting.take()] == [[b"1"], [b"333"]]
+    assert not waiting.discard(tickets[0])
+    assert waiting.num_bytes == 0
 
 
 async def test_what_waits_is_taken_before_the_end() -> None:

@@ -115,7 +115,7 @@ class Talk:
         method: str,
         metadata: tuple[tuple[str, str], ...] = (),
         take: Callable[[bytes], None] | None = None,
-        join: Callable[[list[bytes]], bytes | None] = b"".join,
+        join: Callable[[list[bytes]], bytes] = b"".join,
     ) -> None:
         self.outbox: Outbox[bytes] = Outbox(len, max_together=1)
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -173,18 +173,6 @@ async def test_messages_come_in_order_and_the_end_after_them() -> None:
         while (message := await talk.take()) is not None:
             received.append(message)
     assert received == messages
-
-
-async def test_what_joins_to_nothing_is_not_sent() -> None:
-    async with serving() as (service, _, address):
-        async with talking(
-            address, "Echo", join=lambda items: None if items == [b"given up"] else items[0]
-        ) as talk:
-            for item in (b"given up", b"wanted"):
-                talk.outbox.put(item)
-            talk.outbox.close()
-            assert [await talk.take(), await talk.take()] == [b"wanted", None]
-        assert service.num_messages == 1
 
 
 async def test_a_unix_socket_is_an_address_too(tmp_path: Path) -> None:
@@ -309,7 +297,7 @@ async def test_nobody_is_told_by_name_and_nothing_counts_as_sent() -> None:
         async with talking(address, "Echo") as talk:
             talk.outbox.put(b"x")
             error = await talk.failure()
-            assert list(talk.outbox) == [b"x"]
+            assert len(talk.outbox) == 1
     assert error.reason is Reason.ENGINE_UNAVAILABLE
     assert "onnect" in error.message
 

@@ -12,7 +12,7 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
 from tokenizer_svc import stream
 from tokenizer_svc.stream import CallStream
-from tokenizer_svc.wire import Call, LargeAnswer, UnreadableCall
+from tokenizer_svc.wire import Call, LargeAnswer, UnreadableCall, large
 
 _NUM_CALLS = 60
 
@@ -48,6 +48,41 @@ async def test_answers_that_nobody_takes_end_the_reading(monkeypatch: pytest.Mon
     async for message in answers:
         ids += ids_of(message)
     assert sorted(ids) == list(range(_NUM_CALLS))
+
+
+async def test_bytes_that_wait_for_answers_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_BYTES_IN_WORK", 1_000_000)
+    request = tokenizer_pb2.PrepareRequest(text="x" * 300_000)
+    wire = request.SerializeToString()
+    release = asyncio.Event()
+    num_read = 0
+
+    async def answer(call: Call) -> tokenizer_pb2.PrepareResponse:
+        await release.wait()
+        return tokenizer_pb2.PrepareResponse(token_ids=[call.id])
+
+    async def calls() -> AsyncIterator[list[Call | UnreadableCall]]:
+        nonlocal num_read
+        for number in range(_NUM_CALLS):
+            num_read += 1
+            head = tokenizer_pb2.PrepareCall(id=number)
+            if number % 2:
+                yield [Call(head, large(wire))]
+            else:
+                yield [Call(tokenizer_pb2.PrepareCall(id=number, request=request), request)]
+
+    found: dict[int, list[int]] = {}
+    answers = CallStream(answer).serve(calls())
+    first = asyncio.ensure_future(anext(answers))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    # The fourth is what went beyond.
+    assert num_read == 4
+    release.set()
+    found |= token_ids(await first)
+    async for message in answers:
+        found |= token_ids(message)
+    assert found == {number: [number] for number in range(_NUM_CALLS)}
 
 
 async def test_answers_of_any_size_are_those_of_their_calls() -> None:

@@ -14,9 +14,14 @@ from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
+from contract.errors import MillraceError, Reason
+from tokenizer_svc.checkpoint import load_checkpoint
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.nursery import Replies
 from tokenizer_svc.grammar.request import PromptRequest
 from tokenizer_svc.large import is_large
+from tokenizer_svc.prompt import Prompts
+from tokenizer_svc.types import LengthLimit
 from tokenizer_svc.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,
@@ -86,14 +91,32 @@ def test_what_is_no_request_is_malformed(wire: bytes) -> None:
         large(wire)
 
 
-def test_of_what_occurs_twice_the_last_counts_as_everywhere_in_protobuf() -> None:
-    found = large(
-        REQUEST(text="a" * 5).SerializeToString() + REQUEST(conversation=chat("b")).SerializeToString()
-    )
-    assert (found.input, found.num_input_bytes) == ("conversation", chat("b").ByteSize())
-    assert REQUEST.FromString(found.wire).WhichOneof("input") == "conversation"
-    found = large(REQUEST(text="a" * 5).SerializeToString() + REQUEST(text="bc").SerializeToString())
-    assert (found.input, found.num_input_bytes) == ("text", 2)
+@pytest.mark.parametrize("field", ["conversation", "text", "encoded", "response_format"])
+def test_of_what_occurs_twice_all_bytes_count(field: str) -> None:
+    """A worker's parser joins messages that occur twice, so a limit must not look at the last alone."""
+    contents = {
+        "conversation": chat("x" * 300),
+        "text": "x" * 300,
+        "encoded": tokenizer_pb2.EncodedPrompt(ids=[1000] * 200),
+        "response_format": chat_pb2.ResponseFormat(regex="x" * 300),
+    }
+    once = REQUEST(**{field: contents[field]}).SerializeToString()  # type: ignore[arg-type]
+    tail = REQUEST(conversation=chat("b")).SerializeToString()
+    found = large(once * 50 + tail)
+    assert found.input == "conversation"
+    assert found.num_input_bytes + found.num_format_bytes >= 49 * len(once) - 10
+    # Whatever comes last is the input, as everywhere in protobuf.
+    assert large(tail + REQUEST(text="bc").SerializeToString()).input == "text"
+
+
+def test_a_conversation_in_many_parts_is_refused_like_one_of_their_size() -> None:
+    part = REQUEST(conversation=chat("x" * 1_000_000)).SerializeToString()
+    config = LimitsConfig()
+    limits = Prompts(load_checkpoint(BUNDLED_CHECKPOINT), config, turn_cache_tokens=0).limits
+    request = large(part * 40)
+    with pytest.raises(MillraceError) as refused:
+        limits.large(request.input, request.num_input_bytes, request.num_format_bytes, LengthLimit())
+    assert refused.value.reason is Reason.REQUEST_TOO_LARGE
 
 
 @given(wire=st.binary(max_size=200))

@@ -15,6 +15,7 @@ from contract.chat import TextPrompt
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from gateway.tokenizer.client import TokenizerClient
+from gateway.tokenizer.room import Room
 from gateway.tokenizer.stream import PrepareStream, PrepareStreams
 from services.channels import MAX_MESSAGE_BYTES
 from services.server import GrpcServer
@@ -64,7 +65,7 @@ async def streaming() -> AsyncIterator[tuple[Service, PrepareStream]]:
 
 
 async def prepare(stream: PrepareStream, text: str) -> list[int]:
-    answer = await stream.call(tokenizer_pb2.PrepareRequest(text=text), "", "", 20.0)
+    answer = await stream.call(tokenizer_pb2.PrepareRequest(text=text), len(text), ("", ""), 20.0, "")
     return list(answer.token_ids)
 
 
@@ -140,6 +141,68 @@ async def test_call_that_is_given_up_leaves_the_others_alone() -> None:
         await asyncio.sleep(0)
         abandoned.cancel()
         assert await kept == [2]
+
+
+async def test_calls_that_were_given_up_are_not_sent() -> None:
+    async with streaming() as (service, stream):
+        held = asyncio.ensure_future(prepare(stream, "holdhold"))
+        await service.holds.wait()
+        # The service reads nothing meanwhile: all but a few wait here.
+        given_up = [asyncio.ensure_future(prepare(stream, "x" * 200_000)) for _ in range(100)]
+        async with asyncio.timeout(30):
+            while stream.num_waiting_bytes == 0:
+                await asyncio.sleep(0)
+        for each in given_up:
+            each.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        assert stream.num_waiting_bytes == 0
+        service.released.set()
+        assert await held == [8]
+        assert await prepare(stream, "one") == [3]
+        assert service.num_messages < 60
+
+
+async def test_a_call_without_an_answer_ends_in_time_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.stream._GRACE_S", 0.05)
+    async with streaming() as (service, stream):
+        held = asyncio.ensure_future(prepare(stream, "holdhold"))
+        await service.holds.wait()
+        request = tokenizer_pb2.PrepareRequest(text="late")
+        with pytest.raises(MillraceError, match="within the time limit") as late:
+            await stream.call(request, 4, ("", ""), 0.05, "")
+        assert late.value.reason is Reason.DEADLINE_EXCEEDED
+        assert stream.num_waiting_bytes == 0
+        service.released.set()
+        assert await held == [8]
+
+
+async def test_a_tenant_whose_calls_wait_holds_up_nobody_else() -> None:
+    room = Room(max_bytes=1_000_000)
+    async with streaming() as (service, _):
+        crowded = PrepareStream(service.target, room)
+
+        async def ask(text: str, tenant: str) -> list[int]:
+            request = tokenizer_pb2.PrepareRequest(text=text)
+            answer = await crowded.call(request, len(text), ("", ""), 20.0, tenant)
+            return list(answer.token_ids)
+
+        try:
+            held = asyncio.ensure_future(ask("holdhold", "other"))
+            await service.holds.wait()
+            flood = [asyncio.ensure_future(ask("x" * 200_000, "flood")) for _ in range(50)]
+            await asyncio.sleep(0)
+            # Of ten million bytes.
+            assert crowded.num_waiting_bytes < 1_000_000
+            last = asyncio.ensure_future(ask("small", "other"))
+            service.released.set()
+            assert await last == [5]
+            assert not all(each.done() for each in flood)
+            assert await held == [8]
+            assert await asyncio.gather(*flood) == [[200_000]] * 50
+        finally:
+            await crowded.close()
 
 
 async def served(service: Service, listen: str = "127.0.0.1:0") -> GrpcServer:
