@@ -1,11 +1,11 @@
 """What runs beside peers say, in Markdown: medians, the best peer of each load, the machine's roofline.
 
-`python -m benchmarks.peers.tables RESULT.json … [--write docs/benchmarks.md]` prints the tables of recorded results,
-or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that of the
-best rates known (roofline.py), and beside it, where recorded, that of the bytes which are read where weights
-lie in fewer bits than the checkpoint has, and that of torch's bfloat16 product. What each
-form of weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the
-forms that ran.
+`python -m benchmarks.peers.tables RESULT.json … [--write docs/benchmarks.md]` prints the tables of recorded
+results, or puts them between the lines `<!-- peers -->` and `<!-- /peers -->` of a page. The roofline is that
+of the best rates known (roofline.py), and beside it, where recorded, that of the bytes which are read where
+weights lie in fewer bits than the checkpoint has, and that of torch's bfloat16 product. What each form of
+weights costs in quality (benchmarks/quantization.py) stands below them, beside the speeds of the forms that
+ran.
 """
 
 from __future__ import annotations
