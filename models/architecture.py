@@ -1,19 +1,21 @@
-"""The network, in plain torch, with the parameter names of `Qwen3ForCausalLM`, so that its state dict is
-the checkpoint.
+"""The networks: `Qwen3ForCausalLM` of `transformers` at two sizes, and how they are trained.
 
-Shape letters: B rows, T tokens, E hidden size, H query heads, K kv heads, D head size, V vocabulary.
+Shape letters: B rows, T tokens, V vocabulary, N chosen positions.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.tokenizer import VOCABULARY_SIZE
+from models.tokenizer import CONTROL_TOKENS, VOCABULARY_SIZE
+
+END_OF_TEXT_ID, IM_END_ID = CONTROL_TOKENS.index("<|endoftext|>"), CONTROL_TOKENS.index("<|im_end|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,123 +40,57 @@ DRAFT = Shape(hidden=128, layers=3, heads=4, kv_heads=2, head_size=32, intermedi
 SHAPES = {"nano": NANO, "draft": DRAFT}
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
+def model_config(shape: Shape) -> dict[str, Any]:
+    """`config.json` as `transformers` expects it for Qwen3."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": IM_END_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "torch_dtype": "bfloat16",
+    }
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+class LanguageModel(Qwen3ForCausalLM):  # type: ignore[no-untyped-call]
+    """A new network, whose head is tied to the embedding. Activations are bfloat16, parameters float32."""
 
-
-class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
+        # Without an id for padding, whose embedding would not learn: it also ends every document.
+        config = {**model_config(shape), "pad_token_id": None}
+        super().__init__(Qwen3Config(**config))
         self.shape = shape
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_size, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_size, shape.hidden, bias=False)
-        self.q_norm = RMSNorm(shape.head_size, shape.norm_eps)
-        self.k_norm = RMSNorm(shape.head_size, shape.norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, E]; cos and sin [T, D]. Causal over each row."""
-        num_rows, num_tokens, _ = x.shape
-        size, group = self.shape.head_size, self.shape.heads // self.shape.kv_heads
-        q = self.q_norm(self.q_proj(x).view(num_rows, num_tokens, -1, size)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(num_rows, num_tokens, -1, size)).transpose(1, 2)
-        v = self.v_proj(x).view(num_rows, num_tokens, -1, size).transpose(1, 2)
-        k, v = rotate(k, cos, sin).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(num_rows, num_tokens, -1))
-        return out
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.mlp = MLP(shape)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Body(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY_SIZE, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
-
-
-class LanguageModel(nn.Module):
-    """Embedding, layers and a head tied to the embedding. Activations are bfloat16, parameters float32."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.model = Body(shape)
-        cos, sin = rope_table(shape)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = math.sqrt(2 * self.shape.layers) if into_residual else 1.0
-                nn.init.normal_(parameter, std=0.02 / scale)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                # What goes into the residual stream: each layer adds to it twice.
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers))
 
     def compile_layers(self) -> None:
         """Fuse each layer's elementwise work; one compilation serves all layers of equal input shape."""
         for layer in self.model.layers:
             layer.compile(dynamic=False)
 
-    def forward(self, ids: Tensor, selected: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, selected: Tensor) -> Tensor:
         """Logits [N, V] in float32 at the N flat positions `selected` of ids [B, T]."""
-        num_tokens = ids.shape[1]
         with torch.autocast("cpu", torch.bfloat16):
-            x = self.model.embed_tokens(ids).to(torch.bfloat16)
-            for layer in self.model.layers:
-                x = layer(x, self.cos[:num_tokens], self.sin[:num_tokens])  # type: ignore[index]
-            x = self.model.norm(x.flatten(0, 1).index_select(0, selected))
-            logits = F.linear(x, self.model.embed_tokens.weight)
+            embedded = self.model.embed_tokens(ids).to(torch.bfloat16)
+            hidden = self.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+            logits: Tensor = self.lm_head(hidden.flatten(0, 1).index_select(0, selected))
         return logits.float()
-
-
-def rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_positions, D] in bfloat16, halves repeated as in Llama."""
-    frequency = shape.rope_theta ** (-torch.arange(0, shape.head_size, 2) / shape.head_size)
-    angle = torch.outer(torch.arange(shape.max_positions).float(), frequency)
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D] turned by its positions' angles."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

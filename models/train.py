@@ -125,12 +125,12 @@ class Run:
     def loss(self, batch: Batch) -> Tensor:
         """Weighted sum over trained positions: cross-entropy, or the divergence from the teacher when
         there is one."""
-        logits = self.model(batch.ids, batch.selected)
+        logits = self.model.logits(batch.ids, batch.selected)
         if self.teacher is None:
             each = F.cross_entropy(logits, batch.targets, reduction="none")
         else:
             with torch.no_grad():
-                wanted = self.teacher(batch.ids, batch.selected).softmax(-1)
+                wanted = self.teacher.logits(batch.ids, batch.selected).softmax(-1)
             each = F.cross_entropy(logits, wanted, reduction="none")
         return (each * batch.weights).sum()
 

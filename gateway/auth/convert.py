@@ -72,8 +72,7 @@ def identity_of(authenticated: Authenticated) -> Identity:
 
 def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> context_pb2.RequestContext:
     """The context of one request under `tier`, issued now."""
-    config = tier.config
-    return context_pb2.RequestContext(
+    context = context_pb2.RequestContext(
         request_id=identity.request_id,
         tenant=identity.tenant,
         key_id=identity.key_id,
@@ -82,11 +81,6 @@ def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> conte
         traceparent=identity.traceparent,
         tracestate=identity.tracestate,
         issued_unix_ms=time.time_ns() // 1_000_000,
-        tier=tier.name,
-        priority=config.priority,
-        weight=config.weight * tenant_weight,
-        ttft_target_ms=config.ttft_target_ms,
-        tpot_target_ms=config.tpot_target_ms,
-        queue_limit_ms=config.queue_limit_ms,
-        max_context_tokens=config.max_context_tokens,
     )
+    write_tier(context, tier, tenant_weight=tenant_weight)
+    return context

@@ -50,39 +50,33 @@ class CallerVerifier:
         context = verify(
             from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
         )
-        return self._caller(
+        return self.caller(
             identity_from_context(context),
             received_s=received_s,
-            traceparent=traceparent or context.traceparent,
-            tracestate=tracestate if traceparent else context.tracestate,
+            traceparent=traceparent,
+            tracestate=tracestate,
             client_request_id=client_request_id,
             timeout_s=timeout_s,
             context=context,
         )
 
-    def caller(self, identity: Identity, *, received_s: float, client_request_id: str) -> Caller:
-        """A caller whom this process has authenticated itself."""
-        return self._caller(
-            identity,
-            received_s=received_s,
-            traceparent=identity.traceparent,
-            tracestate=identity.tracestate,
-            client_request_id=client_request_id,
-            timeout_s=None,
-            context=None,
-        )
-
-    def _caller(
+    def caller(
         self,
         identity: Identity,
         *,
         received_s: float,
-        traceparent: str,
-        tracestate: str,
-        client_request_id: str,
-        timeout_s: float | None,
-        context: context_pb2.RequestContext | None,
+        traceparent: str = "",
+        tracestate: str = "",
+        client_request_id: str = "",
+        timeout_s: float | None = None,
+        context: context_pb2.RequestContext | None = None,
     ) -> Caller:
+        """A caller who is known, with `context` if somebody in front has signed one.
+
+        The trace is that of the identity where none is given; `timeout_s` as in `verify`.
+        """
+        if not traceparent:
+            traceparent, tracestate = identity.traceparent, identity.tracestate
         client_request_id = client_request_id[:MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
         deadline_s = None if timeout_s is None else now_s + timeout_s

@@ -122,9 +122,6 @@ class MemoryLimitStore:
             if lease.lease_id in held:
                 held[lease.lease_id] = expiry
 
-    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self._meters.get(key, 0) for key in keys)
-
     async def close(self) -> None:
         """Nothing to release."""
 

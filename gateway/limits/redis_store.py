@@ -106,15 +106,6 @@ class RedisLimitStore:
         except (RedisError, OSError) as error:
             raise await self._lost(error) from error
 
-    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
-        if not keys:
-            return ()
-        try:
-            values = await self._client.mget([_PREFIX + key for key in keys])
-        except (RedisError, OSError) as error:
-            raise await self._lost(error) from error
-        return tuple(int(value or 0) for value in values)
-
     async def ping(self) -> None:
         """Raises StoreLostError unless Redis answers."""
         try:

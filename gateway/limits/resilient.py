@@ -117,14 +117,6 @@ class ResilientLimitStore:
             except StoreLostError as error:
                 self._lost(error)
 
-    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
-        if self.is_up:
-            try:
-                return await self._shared.read_meters(keys)
-            except StoreLostError as error:
-                self._lost(error)
-        return tuple(self._meters_seen.get(key, 0) + self._owed.get(key, 0) for key in keys)
-
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()

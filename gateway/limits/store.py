@@ -153,10 +153,6 @@ class LimitStore(Protocol):
         """Keeps the slots of streams that still run. Raises StoreLostError."""
         ...
 
-    async def read_meters(self, keys: tuple[str, ...]) -> tuple[int, ...]:
-        """Sum of each meter. Raises StoreLostError."""
-        ...
-
     async def close(self) -> None:
         """Releases connections."""
         ...

@@ -114,7 +114,3 @@ def story_chat(draw: Draw) -> Document:
     request = "Tell me a story." if draw.chance(0.1) else draw.pick(REQUESTS).format(topic=topic)
     text = story(draw) if request == "Tell me a story." else story(draw, hero, name, place)
     return Document(task="story", messages=(user(request), assistant(text)))
-
-
-def story_text(draw: Draw) -> Document:
-    return Document(task="story", text=story(draw))

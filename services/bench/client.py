@@ -7,9 +7,6 @@ timed as they arrive (`events`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
-import socket
 import ssl
 import time
 from urllib.parse import urlsplit
@@ -17,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from services.addresses import join
 from services.bench.events import EventStream
 from services.bench.records import RequestRecord
 from services.bench.workload import PlannedRequest
@@ -69,12 +67,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             api_key=api_key,
         )
 
+    @property
+    def origin(self) -> str:
+        """Scheme, host and port."""
+        return f"{'https' if self.tls else 'http'}://{join(self.host, self.port)}"
+
     def head(self, method: str, path: str, length: int) -> bytes:
         """Request line and headers."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {self.base_path}{path} HTTP/1.1",
-            f"host: {host}:{self.port}",
+            f"host: {join(self.host, self.port)}",
             "content-type: application/json",
             f"content-length: {length}",
         ]
@@ -224,42 +226,24 @@ class Client:
 
     async def models(self) -> list[str]:
         """Ids that the server lists; raises ConfigError when it cannot be asked."""
+        # Not at the top: every command of the command line loads this module.
+        import httpx
+
         target = self._target
-        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-        connection = kind(target.host, target.port, timeout=_LIST_LIMIT_S)
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         try:
-            status, answer = await asyncio.to_thread(self._get_models, connection)
-        except asyncio.CancelledError:
-            # Ctrl-C: the thread would wait on, and the process for the thread.
-            if connection.sock is not None:
-                with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-            raise
-        except ssl.SSLCertVerificationError as error:
-            raise ConfigError(
-                f"{target.host}:{target.port}: {error.verify_message}; name the file of its authority with "
-                "the environment variable SSL_CERT_FILE"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(
-                f"cannot reach {self._target.host}:{self._target.port}: {error}; is the server running?"
-            ) from error
+            async with httpx.AsyncClient(
+                verify=self._tls or False, timeout=_LIST_LIMIT_S, trust_env=False
+            ) as client:
+                answer = await client.get(f"{target.origin}{target.base_path}/v1/models", headers=headers)
+        except httpx.HTTPError as error:
+            raise ConfigError(_why_not_reached(target, error)) from error
         try:
-            return [str(model["id"]) for model in msgspec.json.decode(answer)["data"]]
+            return [str(model["id"]) for model in answer.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"GET /v1/models answered HTTP {status}; check the url and the API key"
+                f"GET /v1/models answered HTTP {answer.status_code}; check the url and the API key"
             ) from error
-
-    def _get_models(self, connection: http.client.HTTPConnection) -> tuple[int, bytes]:
-        key = self._target.api_key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        try:
-            connection.request("GET", f"{self._target.base_path}/v1/models", headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
 
     async def close(self) -> None:
         """Closes the idle connections."""
@@ -276,3 +260,15 @@ class Client:
             _Connection, self._target.host, self._target.port, ssl=self._tls
         )
         return protocol, True
+
+
+def _why_not_reached(target: Target, error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"{target.host}:{target.port}: {cause.verify_message}; name the file of its authority with "
+                "the environment variable SSL_CERT_FILE"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return f"cannot reach {target.host}:{target.port}: {error}; is the server running?"

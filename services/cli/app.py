@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +37,6 @@ app.add_typer(bench_app, name="bench")
 
 _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)
-
-# Commands of other packages take their own options.
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["off", "int8", "w8a8", "int4"]
@@ -229,36 +226,6 @@ def doctor() -> None:
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def trace(context: typer.Context) -> None:
-    """Draw the trace of a request: its id, or `last`."""
-    _run_on_traces("observability.waterfall", context.args)
-
-
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def why(context: typer.Context) -> None:
-    """Say in words what made a request slow: its id, or `last`."""
-    _run_on_traces("observability.why", context.args)
-
-
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def diagnose(context: typer.Context) -> None:
-    """Find the slice of the last hour's requests that explains the slow ones."""
-    _run_on_traces("observability.diagnose", context.args)
-
-
-def _run_on_traces(module: str, arguments: list[str]) -> None:
-    store = [] if "--store" in arguments else ["--store", owners.trace_store()]
-    raise typer.Exit(owners.run_module(module, [*store, *arguments]))
-
-
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def top(context: typer.Context) -> None:
-    """Show engines, tiers, queues and rates, live."""
-    targets = [] if "--target" in context.args else owners.metrics_targets()
-    raise typer.Exit(owners.run_module("observability.top", [*targets, *context.args]))
-
-
 @app.command()
 def plan(
     model: Annotated[
@@ -276,26 +243,44 @@ def plan(
     raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def keys(context: typer.Context) -> None:
-    """Create, list and revoke API keys."""
-    with _errors_told():
-        status = owners.run_configured("gateway.auth.keys", context.args)
-    raise typer.Exit(status)
+def _on_traces(module: str, arguments: list[str]) -> int:
+    store = [] if "--store" in arguments else ["--store", owners.trace_store()]
+    return owners.run_module(module, [*store, *arguments])
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def usage(context: typer.Context) -> None:
-    """Report tokens and cost by tenant, key and model."""
-    with _errors_told():
-        status = owners.run_configured("gateway.ledger", context.args)
-    raise typer.Exit(status)
+def _on_metrics(module: str, arguments: list[str]) -> int:
+    targets = [] if "--target" in arguments else owners.metrics_targets()
+    return owners.run_module(module, [*targets, *arguments])
 
 
-@schema_app.command("check", context_settings=_PASS_ON, add_help_option=False)
-def schema_check(context: typer.Context) -> None:
-    """Report what of a JSON schema would be enforced."""
-    raise typer.Exit(owners.run_module("tokenizer_svc.check", context.args))
+def _pass_on(group: typer.Typer, name: str, run: Callable[[str, list[str]], int], module: str) -> None:
+    """Adds a command of another package, which takes its own options. Its help is in `_OWNED`."""
+
+    def command(context: typer.Context) -> None:
+        with _errors_told():
+            status = run(module, context.args)
+        raise typer.Exit(status)
+
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    group.command(name, help=_OWNED[module], context_settings=settings, add_help_option=False)(command)
+
+
+_OWNED = {
+    "observability.waterfall": "Draw the trace of a request: its id, or `last`.",
+    "observability.why": "Say in words what made a request slow: its id, or `last`.",
+    "observability.diagnose": "Find the slice of the last hour's requests that explains the slow ones.",
+    "observability.top": "Show engines, tiers, queues and rates, live.",
+    "gateway.auth.keys": "Create, list and revoke API keys.",
+    "gateway.ledger": "Report tokens and cost by tenant, key and model.",
+    "tokenizer_svc.check": "Report what of a JSON schema would be enforced.",
+}
+_pass_on(app, "trace", _on_traces, "observability.waterfall")
+_pass_on(app, "why", _on_traces, "observability.why")
+_pass_on(app, "diagnose", _on_traces, "observability.diagnose")
+_pass_on(app, "top", _on_metrics, "observability.top")
+_pass_on(app, "keys", owners.run_configured, "gateway.auth.keys")
+_pass_on(app, "usage", owners.run_configured, "gateway.ledger")
+_pass_on(schema_app, "check", owners.run_module, "tokenizer_svc.check")
 
 
 def _read(path: Path | None) -> str:

@@ -10,47 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
-import msgspec
 
 from services.errors import ConfigError
 
 # Beginning of the names of the clusters that gateways are in.
 _GATEWAYS = "gateway_"
+# What Envoy says of an endpoint that it sends nothing; one that has not been asked yet is pending.
+_FAILING = ("failed_active_health_check", "pending_active_hc")
 # Statistic that counts requests in flight from clients.
 _ACTIVE_REQUESTS = "downstream_rq_active"
 _PAUSE_S = 0.05
-_GRPC_HEALTH = "/grpc.health.v1.Health/Check"
-
-
-class _Health(msgspec.Struct):
-    """What active health checks have found; a host that has not been asked yet counts as failing."""
-
-    failed_active_health_check: bool = False
-    pending_active_hc: bool = False
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether Envoy sends it nothing."""
-        return self.failed_active_health_check or self.pending_active_hc
-
-
-class _Host(msgspec.Struct):
-    """One endpoint of a cluster."""
-
-    health_status: _Health = msgspec.field(default_factory=_Health)
-
-
-class _Cluster(msgspec.Struct):
-    """A cluster with its endpoints."""
-
-    name: str = ""
-    host_statuses: list[_Host] = []
-
-
-class _Clusters(msgspec.Struct):
-    """What matters of Envoy's /clusters page."""
-
-    cluster_statuses: list[_Cluster] = []
 
 
 def envoy_binary() -> Path:
@@ -83,53 +52,28 @@ async def render_configuration(config: Path | None, environment: Mapping[str, st
     return rendered
 
 
-async def wait_forwarding(address: str, admin: str, limit_s: float) -> None:
-    """Returns when Envoy itself has found every gateway healthy, on both of their faces.
+async def wait_forwarding(admin: str, limit_s: float) -> None:
+    """Returns when Envoy has found every gateway healthy in all clusters that it is in: on both faces.
 
-    Raises TimeoutError after `limit_s` seconds.
+    One that it does not know yet would not be there for the requests of one that is lost. Raises TimeoutError
+    after `limit_s` seconds.
     """
-    async with asyncio.timeout(limit_s), _client(f"http://{address}") as client:
-        # Both tell their health to anybody.
-        while not await _grpc_is_served(client):
+    async with asyncio.timeout(limit_s), _client(f"http://{admin}") as client:
+        while not await _knows_all_gateways(client):
             await asyncio.sleep(_PAUSE_S)
-        while await _status(client, "/health") != httpx.codes.OK:
-            await asyncio.sleep(_PAUSE_S)
-        # One that Envoy does not know yet would not be there for the requests of one that is lost.
-        async with _client(f"http://{admin}") as envoy:
-            while not await _knows_all_gateways(envoy):
-                await asyncio.sleep(_PAUSE_S)
 
 
 async def _knows_all_gateways(client: httpx.AsyncClient) -> bool:
-    """Whether the gateways have passed the health checks of all clusters that they are in."""
     try:
-        answer = await client.get("/clusters", params={"format": "json"})
-        clusters = msgspec.json.decode(answer.content, type=_Clusters).cluster_statuses
-    except (httpx.HTTPError, msgspec.DecodeError):
+        page = (await client.get("/clusters", params={"format": "json"})).json()
+    except (httpx.HTTPError, ValueError):
         return False
-    gateways = [each for each in clusters if each.name.startswith(_GATEWAYS)]
-    return bool(gateways) and all(
-        each.host_statuses and not any(host.health_status.is_failing for host in each.host_statuses)
-        for each in gateways
+    gateways = [each for each in page.get("cluster_statuses", ()) if each["name"].startswith(_GATEWAYS)]
+    hosts = [each.get("host_statuses", ()) for each in gateways]
+    return bool(hosts) and all(
+        each and not any(flag in host["health_status"] for host in each for flag in _FAILING)
+        for each in hosts
     )
-
-
-async def _status(client: httpx.AsyncClient, path: str) -> int:
-    try:
-        return (await client.get(path)).status_code
-    except httpx.HTTPError:
-        return 0
-
-
-async def _grpc_is_served(client: httpx.AsyncClient) -> bool:
-    # An empty message, in gRPC's framing: a byte that says it is not compressed, and its length.
-    headers = {"content-type": "application/grpc", "te": "trailers"}
-    try:
-        answer = await client.post(_GRPC_HEALTH, headers=headers, content=bytes(5))
-    except httpx.HTTPError:
-        return False
-    # A status in the header is a refusal; that of an answer is in the trailer.
-    return answer.status_code == httpx.codes.OK and "grpc-status" not in answer.headers
 
 
 async def stop_accepting(admin: str) -> None:

@@ -83,7 +83,7 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 for child in self._children.values():
                     group.create_task(self._start_one(child, report))
-            await wait_forwarding(self.layout.address, self.layout.edge_admin, _FORWARD_LIMIT_S)
+            await wait_forwarding(self.layout.edge_admin, _FORWARD_LIMIT_S)
         except* (ProcessEnded, TimeoutError, OSError) as failures:
             raise self._failed(failures.exceptions[0]) from failures
         finally:

@@ -27,7 +27,7 @@ METER_LIMIT = 1503
 
 async def _race(url: str, name: str, barrier: Any) -> tuple[int, int, int]:
     store = RedisLimitStore(url, lease_ttl_s=60, timeout_s=30)
-    await store.read_meters(("connect",))
+    await store.ping()
     barrier.wait()
 
     async def fill(number: int) -> tuple[int, int, int]:
