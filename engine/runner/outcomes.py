@@ -81,6 +81,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
     masks, states = step.masks, step.inputs.states
     if step.sound or (masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all()):
+        # What most steps are: nothing but a token each.
         ids = step.inputs.ids
         return [
             SequenceResult(ids[member], (token,))

@@ -1,8 +1,8 @@
-"""Decode steps of the same sequences as the step before: what changes is counted on, nothing is built anew.
+"""Decode steps of the same sequences as the step before: nothing of them is built anew.
 
 Most steps are of this kind, and for a small model putting one together takes as long as a tenth of computing
-it. `prepare_inputs` and `logit_rows` say what a step is; this gives the same arrays, changed in place
-(tests/unit/engine/runner/test_following.py).
+it. `prepare_inputs` and `logit_rows` say what a step is; the op `decode_inputs` (engine/kernels/native) makes
+the same of the last step's arrays, in place (tests/unit/engine/runner/test_following.py).
 
 Shape letters: S sequences, C blocks of the longest sequence.
 """
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
-from engine.runner.sequence_table import SequenceTable
 from engine.runner.verification import LogitRows
 from engine.types import ScheduledSequence
 
@@ -56,8 +55,7 @@ class LastStep:
 class FollowingSteps:
     """The last step, if another like it may follow. Arrays of a step hold until the next one is asked for."""
 
-    def __init__(self, table: SequenceTable, block_size: int) -> None:
-        self._table = table
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.last: LastStep | None = None
 
@@ -99,26 +97,6 @@ class FollowingSteps:
             if each.num_tokens != 1 or not each.samples or each.draft_token_ids:
                 return None
         return last
-
-    def count_on(self, last: LastStep) -> None:
-        """Makes the arrays of the last step those of the next one.
-
-        The op `decode_inputs` (engine/kernels/native/decode.cc) does the same beside the model's.
-        """
-        last.num_steps += 1
-        ragged, size, rows = last.batch.ragged, self._block_size, last.rows
-        table, slots, positions = self._table, last.inputs.slots, last.positions
-        np.add(positions, 1, out=positions)
-        last.token_ids[:] = table.tokens[slots, positions]
-        np.add(last.places, 1, out=last.places)
-        np.add(ragged.context_lens, 1, out=ragged.context_lens)
-        np.add(rows.positions, 1, out=rows.positions)
-        columns, within = np.divmod(positions, size)
-        entering = np.flatnonzero(within == 0)
-        if entering.size:
-            blocks = table.blocks[slots[entering], columns[entering]]
-            ragged.block_tables[entering, columns[entering]] = blocks
-            last.places[entering] = blocks * size
 
 
 def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:

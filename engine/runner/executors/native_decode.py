@@ -3,7 +3,7 @@ and the drawn tokens' place in the table of sequences.
 
 Most steps are of this kind. Between two of them lies what the host does alone, upon caches that the weights
 have passed through: so it costs by how much code and data it touches. Here it touches none of the arrays.
-Whatever else may happen in a step goes the way of `FollowingSteps.count_on`, which gives the same.
+Whatever else may happen in a step has it put together as a whole, which gives the same.
 
 Shape letters: S sequences, V vocabulary.
 """
@@ -78,17 +78,19 @@ class NativeDecode:
         self._tokens = self._blocks = np.zeros((0, 0), np.int64)
         self._step: Sampled | None = None
 
-    def run(self, last: LastStep) -> Sampled | None:
-        """Computes the step that follows `last`: its draws, whose tokens were appended where all succeeded,
-        else none; valid until the next step. None where the step cannot be computed here; then nothing has
-        happened.
-        """
+    def takes(self, last: LastStep) -> bool:
+        """Whether the step that follows `last` can be computed here, next."""
         self._table.ensure_columns(last.next_end)
         if not self._describes(last):
             self._program = self._describe(last)
-        if self._program is None:
-            return None
+        return self._program is not None
+
+    def run(self, last: LastStep) -> Sampled:
+        """Computes the step that follows `last`, which was taken: its draws, whose tokens were appended where
+        all succeeded, else none; valid until the next step.
+        """
         step = self._step
+        assert self._program is not None, "taken before"
         assert step is not None, "described with the program"
         step.began_s = time.monotonic()
         last.num_steps += 1
