@@ -141,14 +141,10 @@ def _fp8(keys: _Keys) -> Scheme:
     return Scheme(method="fp8", bits=8, block=block)
 
 
-def _mxfp4(keys: _Keys) -> Scheme:
-    return Scheme(method="mxfp4", bits=4)
-
-
 _READERS: dict[str, Callable[[_Keys], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Scheme(method="mxfp4", bits=4),
 }

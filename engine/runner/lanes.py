@@ -51,27 +51,11 @@ class ImmediateLane:
         """Everything queued before has been done."""
 
 
-class CurrentCudaLane:
-    """The stream that is current where it is used: the model's."""
-
-    def run(self, work: Work) -> None:
-        work()
-
-    def record(self) -> Any:
-        event = _cuda.Event()
-        event.record()
-        return event
-
-    def wait(self, mark: Any) -> None:
-        if mark is not None:
-            _cuda.current_stream().wait_event(mark)
-
-
 class CudaLane:
-    """A stream of its own."""
+    """A stream; None is the one that is current where the lane is used: the model's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _cuda.Stream(device)
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = stream
 
     def run(self, work: Work) -> None:
         with _cuda.stream(self._stream):
@@ -84,11 +68,11 @@ class CudaLane:
 
     def wait(self, mark: Any) -> None:
         if mark is not None:
-            self._stream.wait_event(mark)
+            (self._stream or _cuda.current_stream()).wait_event(mark)
 
 
 def lanes_of(device: torch.device) -> Lanes:
     """Lanes for the device that holds the cache."""
     if device.type == "cuda":
-        return Lanes(compute=CurrentCudaLane(), copy=CudaLane(device))
+        return Lanes(compute=CudaLane(), copy=CudaLane(_cuda.Stream(device)))
     return Lanes(compute=ImmediateLane(), copy=ImmediateLane())
