@@ -83,7 +83,6 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Runner."""
         step = LaunchedStep(plan.step_id, self._finish)
-        self.storage.announce(plan)
         if self._thread is None:
             self._begin(plan, step)
         else:
