@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,14 +30,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import EngineConfig
 from engine.kernels.host import empty
 from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.library import load_level
+from engine.model.checkpoint import LoadRequest
 from engine.model.mapped_pages import FilePart, file_of, version_of
 from engine.model.records import Linear, ModelRecord, host_arrays
-from engine.model.spec import CheckpointError, ModelSpec
+from engine.model.spec import CheckpointError
 from services.errors import ConfigError
 from services.memory import keep_freed_memory, one_heap
 
@@ -52,17 +51,6 @@ _PROGRESS, _WEIGHT, _MODEL, _REFUSED = range(4)
 # A connection holds a message a second time while it receives it.
 _PIECE_BYTES = 4 << 20
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadRequest:
-    """What is to be loaded."""
-
-    folder: Path
-    spec: ModelSpec
-    dtype: str
-    max_model_len: int
-    config: EngineConfig
 
 
 class LoaderLostError(Exception):
@@ -111,22 +99,13 @@ def _load(request: LoadRequest, packing: Any, progress: Progress) -> ModelRecord
     from engine.kernels.selection import choose_kernels
     from engine.model.reading import read_checkpoint
 
-    dtype: torch.dtype = getattr(torch, request.dtype)
-    if request.spec.dtype == "float16" and dtype == torch.bfloat16:
+    if request.spec.dtype == "float16" and request.dtype == "bfloat16":
         _log.info("float16 weights are %s", "kept" if packing.keeps_float16 else "rounded to bfloat16")
     device = torch.device("cpu")
-    record: ModelRecord = read_checkpoint(
-        request.folder,
-        request.spec,
-        dtype=dtype,
-        device=device,
-        max_model_len=request.max_model_len,
-        progress=progress,
-        config=request.config,
-        packing=packing,
-        kernels=choose_kernels(request.config.kernels, device),
+    kernels = choose_kernels(request.config.kernels, device)
+    packed: ModelRecord = host_arrays(
+        read_checkpoint(request, device=device, progress=progress, kernels=kernels, packing=packing)
     )
-    packed: ModelRecord = host_arrays(record)
     return packed
 
 

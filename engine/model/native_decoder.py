@@ -35,8 +35,8 @@ NUM_LOGIT_ROWS = StepStruct.num_logit_rows.offset
 
 def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
-    if spec.cache_key_dim > LARGEST_HEAD:
-        return f"heads of {spec.cache_key_dim} elements are larger than {LARGEST_HEAD}"
+    if spec.query_key_dim > LARGEST_HEAD:
+        return f"heads of {spec.query_key_dim} elements are larger than {LARGEST_HEAD}"
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:
         return f"blocks of {block_size} tokens are not a power of two up to {LARGEST_BLOCK}"
     return ""

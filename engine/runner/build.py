@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,7 @@ import msgspec
 from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
 from engine.model.back_end import Load, Model, load_model, native_library
-from engine.model.checkpoint import folder_of, resolve_checkpoint
+from engine.model.checkpoint import LoadRequest, folder_of, resolve_checkpoint
 from engine.model.device import choose_device
 from engine.model.loader import load_apart, load_here
 from engine.model.native_decoder import NativeDecoder
@@ -37,7 +36,6 @@ from services.memory import keep_freed_memory, one_heap
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
     from engine.model.decoder import Decoder
-    from engine.model.spec import ModelSpec
 
 # The cache's memory is had from the system for so many full steps ahead of its use.
 _AHEAD_STEPS = 2
@@ -60,8 +58,10 @@ def build(
     one_heap()
     keep_freed_memory()
     folder = resolve_checkpoint(model.path)
-    loading = _Loading(given, load)
-    decoder, attention, device = loading.load(folder, spec, plan.max_model_len, config, progress)
+    request = LoadRequest(
+        folder=folder, spec=spec, dtype=given.dtype, max_model_len=plan.max_model_len, config=config
+    )
+    decoder, attention, device = _load(given, load, request, progress)
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
 
@@ -76,7 +76,7 @@ def build(
     }
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
     storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
-    draft = _draft_model(loading, plan, storage_options, progress)
+    draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids)
     proposer = Proposer(config.speculation, draft)
@@ -114,48 +114,29 @@ build_here = functools.partial(build, load=load_here)
 """The same, loaded with this process's torch: for tests and tools."""
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """How the models of one runner are loaded."""
+def _load(
+    given: PlanInput,
+    load: Load,
+    request: LoadRequest,
+    progress: Progress,
+) -> tuple[Model, AttentionBackend | None, Device]:
+    """A model, what computes its attention (None where a native program does), and where it is."""
+    spec, threads = request.spec, request.config.num_threads
+    library = native_library(given.config, spec, given.device)
+    attention: AttentionBackend | None = None
+    device: Device = HOST
+    if library is not None:
+        library.usual_threads = threads
+    else:
+        import torch
 
-    given: PlanInput
-    how: Load
+        from engine.runner.attention_choice import attention_of
 
-    def load(
-        self,
-        folder: Path,
-        spec: ModelSpec,
-        max_model_len: int,
-        config: EngineConfig,
-        progress: Progress,
-    ) -> tuple[Model, AttentionBackend | None, Device]:
-        """A model, what computes its attention (None where a native program does), and where it is."""
-        given = self.given
-        library = native_library(given.config, spec, given.device)
-        attention: AttentionBackend | None = None
-        device: Device = HOST
-        if library is not None:
-            library.usual_threads = config.num_threads
-        else:
-            import torch
-
-            from engine.runner.attention_choice import attention_of
-
-            torch.set_num_threads(config.num_threads)
-            device = place = torch.device(given.device)
-            attention = attention_of(given.config, spec, getattr(torch, given.dtype), place)
-        model = load_model(
-            folder,
-            spec,
-            dtype=given.dtype,
-            device=given.device,
-            max_model_len=max_model_len,
-            progress=progress,
-            config=config,
-            library=library,
-            load=self.how,
-        )
-        return model, attention, device
+        torch.set_num_threads(threads)
+        device = place = torch.device(given.device)
+        attention = attention_of(given.config, spec, getattr(torch, given.dtype), place)
+    model = load_model(request, device=given.device, library=library, progress=progress, load=load)
+    return model, attention, device
 
 
 def _host_runner(
@@ -198,19 +179,21 @@ def _host_runner(
 
 
 def _draft_model(
-    loading: _Loading, plan: MemoryPlan, storage_options: dict[str, Any], progress: Progress
+    given: PlanInput, load: Load, plan: MemoryPlan, storage_options: dict[str, Any], progress: Progress
 ) -> DraftModel | None:
     """The draft model that the plan counts in, or None."""
-    given = loading.given
     if given.draft is None:
         return None
     spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
-    model, attention, device = loading.load(
-        Path(given.draft.folder),
-        spec,
-        plan.max_model_len + given.config.speculation.num_draft_tokens,
-        msgspec.structs.replace(given.config, quantize="off"),
-        lambda phase, part: progress("load draft model", part),
+    request = LoadRequest(
+        folder=Path(given.draft.folder),
+        spec=spec,
+        dtype=given.dtype,
+        max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
+        config=msgspec.structs.replace(given.config, quantize="off"),
+    )
+    model, attention, device = _load(
+        given, load, request, lambda phase, part: progress("load draft model", part)
     )
     # Its contents follow from the tokens, so nothing of it is kept on the host.
     options = {**storage_options, "device": device, "host_blocks": 0}

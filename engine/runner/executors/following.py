@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
@@ -29,27 +27,20 @@ _SPARE_COLUMNS = 16
 class LastStep:
     """The step before, and views of its arrays."""
 
-    # Where each sequence computed its token, when the step was put together as a whole.
+    # Where each sequence computed its token, when the step was put together as a whole, and the longest one.
     starts: list[int]
+    longest: int
     # Steps since then, and how many there may be before a block table needs another column.
     num_steps: int
     most_steps: int
     inputs: StepInputs
     batch: ForwardBatch
     rows: LogitRows
-    token_ids: NDArray[np.int64]  # [S]
-    positions: NDArray[np.int64]  # [S]
-    places: NDArray[np.int64]  # [S] where keys and values go
 
     @property
     def next_end(self) -> int:
         """Tokens of the longest sequence, with the one that the step after this one draws."""
         return self.longest + self.num_steps + 3
-
-    @cached_property
-    def longest(self) -> int:
-        """Where the longest sequence computed its token at first."""
-        return max(self.starts)
 
 
 class FollowingSteps:
@@ -75,14 +66,12 @@ class FollowingSteps:
         batch = inputs.batch = _with_spare_columns(batch)
         self.last = LastStep(
             starts=starts,
+            longest=max(starts),
             num_steps=0,
             most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
             inputs=inputs,
             batch=batch,
             rows=rows,
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            places=batch.slots,
         )
 
     def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:

@@ -109,7 +109,8 @@ class NativeDecode:
 
     def _describe(self, last: LastStep) -> Program | None:
         """Points the args to the arrays of a step; None while the sampler cannot follow."""
-        table, args, draws, ragged = self._table, self._args, self._draws, last.batch.ragged
+        table, args, draws, batch = self._table, self._args, self._draws, last.batch
+        ragged = batch.ragged
         self._last = None
         logits = self._model.point_to_rows(last.batch, last.rows.tokens)
         rows = SamplingRows(
@@ -132,8 +133,8 @@ class NativeDecode:
             processed=processed,
         )
         self._step = Sampled(inputs=last.inputs, rows=last.rows, logits=logits, drawn=drawn, began_s=0.0)
-        args.token_ids, args.positions = _address(last.token_ids), _address(last.positions)
-        args.slots, args.context_lens = _address(last.places), _address(ragged.context_lens)
+        args.token_ids, args.positions = _address(batch.token_ids), _address(batch.positions)
+        args.slots, args.context_lens = _address(batch.slots), _address(ragged.context_lens)
         args.block_tables, args.columns = _address(ragged.block_tables), ragged.block_tables.shape[1]
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]
