@@ -1,9 +1,10 @@
 """Loads a model for the native kernels, in this process or in one of its own.
 
 Reading, converting, quantizing and calibrating weights takes torch, and serving them does not. So the
-engine's core has it done by a process (`load_apart`) that packs one linear layer after the other, hands each
-over a socket, and ends: of torch, whose libraries and modules take 190 MiB, nothing is left when requests
-come. The core holds the packed weights alone, on huge pages of its own; the loader holds one layer.
+engine's core has it done by a process (`load_in_subprocess`) that packs one linear layer after the other,
+hands each over a connection, and ends: of torch, whose libraries and modules take 190 MiB, nothing is left
+when requests come. The core holds the packed weights alone, on huge pages of its own; the loader holds one
+layer.
 
 What is sent: tuples of a kind and what belongs to it, and behind them the bytes that they count.
 """
@@ -66,7 +67,7 @@ def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) 
     return _load(request, packing, progress)
 
 
-def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
+def load_in_subprocess(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """As `load_here`, by a process that is gone afterwards. Raises LoaderLostError, too."""
     ours, theirs = Pipe()
     flags = ("-P",) if sys.flags.safe_path else ()

@@ -1,16 +1,16 @@
 """Moves blocks between the device and host memory beside the model's work.
 
-Out: the model's lane gathers blocks into a staging buffer (device memory to device memory, a matter of
-microseconds) and goes on, so that the blocks may be overwritten at once; the copy lane then takes the buffer
-to the host. In: the copy lane fetches rows into a staging buffer from the launch of the step on, and the
-model's lane spreads it over the blocks when it gets there. All blocks of a step move with one gather per
+Out: the model's stream gathers blocks into a staging buffer (device memory to device memory, a matter of
+microseconds) and goes on, so that the blocks may be overwritten at once; the copy stream then takes it to the
+host. In: the copy stream fetches rows into a staging buffer from the launch of the step on, and the
+model's stream spreads it over the blocks when it gets there. All blocks of a step move with one gather per
 buffer and one copy per run of neighbouring host blocks.
 
 Guarantees
 - A block is overwritten only after it was gathered, and read only after it was restored: both happen on the
-  model's lane, in the order of the plan.
-- A host row is written, read and written again in the order of the plans: there is one copy lane.
-- A staging buffer serves again when the lane that used it last is through: lanes wait, the host never does.
+  model's stream, in the order of the plan.
+- A host row is written, read and written again in the order of the plans: there is one copy stream.
+- A staging buffer serves again when the stream that used it last is through: streams wait, the host does not.
 
 Shape letters: N blocks of the cache, R host rows, X tensors of the cache, B blocks of a buffer, W words of
 four bytes that a block takes in all tensors.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.kernels.transfer import on_device
 from engine.runner.host_memory import HostArena
-from engine.runner.lanes import Lanes
+from engine.runner.streams import Streams
 
 Pairs = Sequence[tuple[int, int]]
 WORD_BYTES = 4
@@ -53,8 +53,8 @@ class _Buffer:
 class BlockTransfers:
     """Offloads and restores of one cache, whose tensors share their first axis [N, ...]."""
 
-    def __init__(self, tensors: Sequence[Tensor], num_host_blocks: int, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, tensors: Sequence[Tensor], num_host_blocks: int, streams: Streams) -> None:
+        self._streams = streams
         self._pieces = _Pieces(tensors)
         words = self._pieces.row_words
         device = tensors[0].device
@@ -78,7 +78,7 @@ class BlockTransfers:
 
     def apply(self, offloads: Pairs, restores: Pairs) -> None:
         """Queues a plan's offloads (device block, host block), then its restores (host block, device block),
-        before whatever the model's lane is given next.
+        before whatever the model's stream is given next.
         """
         by_host = sorted(offloads, key=lambda pair: pair[1])
         for first in range(0, len(by_host), self._buffer_blocks):
@@ -88,7 +88,7 @@ class BlockTransfers:
             self._restore(by_host[first : first + self._buffer_blocks])
 
     def _offload(self, pairs: Pairs) -> None:
-        compute, copy = self._lanes.compute, self._lanes.copy
+        compute, copy = self._streams.compute, self._streams.copy
         buffer, blocks = self._buffers.pop(0), [device for device, _ in pairs]
         rows, runs = buffer.rows[: len(pairs)], _runs([host for _, host in pairs])
         compute.wait(buffer.free)
@@ -104,7 +104,7 @@ class BlockTransfers:
         self._buffers.append(buffer)
 
     def _restore(self, pairs: Pairs) -> None:
-        compute, copy = self._lanes.compute, self._lanes.copy
+        compute, copy = self._streams.compute, self._streams.copy
         buffer, blocks = self._buffers.pop(0), [device for _, device in pairs]
         rows, runs = buffer.rows[: len(pairs)], _runs([host for host, _ in pairs])
         copy.wait(buffer.free)

@@ -17,7 +17,7 @@ from engine.kernels.host import HOST, Device
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest, folder_of, resolve_checkpoint
 from engine.model.device import choose_device
-from engine.model.loader import load_apart, load_here
+from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import Progress
@@ -42,7 +42,7 @@ _AHEAD_STEPS = 2
 
 
 def build(
-    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load = load_apart
+    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load = load_in_subprocess
 ) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
     """The runner of the core process (see Builder). `load` is how weights come here that are packed for the
     native kernels: what loading takes is left in a process that ends with it.

@@ -125,8 +125,8 @@ def _transfers(tensors: Sequence[Any], host_blocks: int, device: Device) -> Bloc
     import torch
 
     from engine.runner.block_transfers import BlockTransfers
-    from engine.runner.lanes import lanes_of
+    from engine.runner.streams import streams_of
 
     if isinstance(device, HostDevice):
         tensors = [torch.from_numpy(tensor.view(np.uint8)) for tensor in tensors]
-    return BlockTransfers(tensors, host_blocks, lanes_of(tensors[0].device))
+    return BlockTransfers(tensors, host_blocks, streams_of(tensors[0].device))

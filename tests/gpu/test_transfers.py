@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.runner.block_transfers import BlockTransfers
-from engine.runner.lanes import lanes_of
+from engine.runner.streams import streams_of
 from tests.gpu.conftest import REHEARSES
 
 NUM_BLOCKS, NUM_HOST = 64, 32
@@ -17,7 +17,7 @@ def test_content_follows_the_plans_on_real_streams(device: torch.device) -> None
         torch.zeros(NUM_BLOCKS, size, dtype=torch.int8, device=device),
         torch.zeros(NUM_BLOCKS, size // 8, dtype=torch.float32, device=device),
     ]
-    transfers = BlockTransfers(tensors, NUM_HOST, lanes_of(device))
+    transfers = BlockTransfers(tensors, NUM_HOST, streams_of(device))
     assert transfers.arena.pinned != REHEARSES
 
     def fill(value: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from engine.runner import block_transfers
 from engine.runner.block_transfers import BlockTransfers
-from tests.unit.engine.runner.late_lanes import LateLanes
+from tests.unit.engine.runner.late_streams import LateStreams
 
 NUM_BLOCKS, NUM_HOST = 9, 7
 
@@ -93,8 +93,8 @@ def expected_contents(plans: list[Plan]) -> list[dict[int, int]]:
 @pytest.mark.parametrize("favourite", ["", "compute", "copy"])
 @pytest.mark.parametrize("seed", range(25))
 def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str) -> None:
-    plans, late, tensors = random_plans(seed, 40), LateLanes(seed, favourite), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+    plans, late, tensors = random_plans(seed, 40), LateStreams(seed, favourite), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     found: list[dict[int, set[float]]] = []
 
     def forward(plan: Plan) -> Callable[[], None]:
@@ -116,8 +116,8 @@ def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str) -> No
 
 
 def test_the_model_does_not_wait_for_what_leaves() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     fill(tensors, 3, 42)
     transfers.apply([(3, 1)], [])
     late.compute.run(lambda: fill(tensors, 3, 7))
@@ -130,8 +130,8 @@ def test_the_model_does_not_wait_for_what_leaves() -> None:
 
 
 def test_a_row_is_fetched_while_the_model_computes() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     fill(tensors, 0, 11)
     transfers.apply([(0, 2)], [])
     late.all()
@@ -143,8 +143,8 @@ def test_a_row_is_fetched_while_the_model_computes() -> None:
 
 
 def test_more_blocks_than_all_buffers_hold_leave_and_return() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     for block in range(6):
         fill(tensors, block, block + 1)
     transfers.apply([(block, block) for block in range(6)], [])

@@ -1,7 +1,7 @@
-"""Streams as the runner uses them: work runs in order on a lane, lanes run side by side, marks order them.
+"""Streams as the runner uses them: work runs in order on one, several run side by side, marks order them.
 
-On a GPU a lane is a CUDA stream, and nothing here ever blocks the host. On a CPU work runs when it is handed
-in. Tests have lanes that run late and in the worst order.
+On a GPU they are CUDA's, and nothing here ever blocks the host. On a CPU work runs when it is handed in.
+Tests have streams that run late and in the worst order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Work = Callable[[], None]
 _cuda: Any = torch.cuda
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """An ordered queue of device work."""
 
     def run(self, work: Work) -> None:
@@ -31,14 +31,14 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """The two lanes of a runner: where the model computes, and where blocks move to the host and back."""
+class Streams:
+    """The two streams of a runner: where the model computes, and where blocks move to the host and back."""
 
-    compute: Lane
-    copy: Lane
+    compute: Stream
+    copy: Stream
 
 
-class ImmediateLane:
+class ImmediateStream:
     """Work is done when it is queued."""
 
     def run(self, work: Work) -> None:
@@ -51,8 +51,8 @@ class ImmediateLane:
         """Everything queued before has been done."""
 
 
-class CudaLane:
-    """A stream; None is the one that is current where the lane is used: the model's."""
+class CudaStream:
+    """A stream; None is the one that is current where the stream is used: the model's."""
 
     def __init__(self, stream: Any = None) -> None:
         self._stream = stream
@@ -71,8 +71,8 @@ class CudaLane:
             (self._stream or _cuda.current_stream()).wait_event(mark)
 
 
-def lanes_of(device: torch.device) -> Lanes:
-    """Lanes for the device that holds the cache."""
+def streams_of(device: torch.device) -> Streams:
+    """Streams for the device that holds the cache."""
     if device.type == "cuda":
-        return Lanes(compute=CudaLane(), copy=CudaLane(_cuda.Stream(device)))
-    return Lanes(compute=ImmediateLane(), copy=ImmediateLane())
+        return Streams(compute=CudaStream(), copy=CudaStream(_cuda.Stream(device)))
+    return Streams(compute=ImmediateStream(), copy=ImmediateStream())
