@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -209,37 +210,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def _check_counts(self) -> None:
-        at_least_one = {
-            "scheduler.max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
-            "scheduler.max_num_seqs": self.scheduler.max_num_seqs,
-            "scheduler.long_prefill_tokens": self.scheduler.long_prefill_tokens,
-            "scheduler.max_preemptions": self.scheduler.max_preemptions,
-            "scheduler.fairness_band_tokens": self.scheduler.fairness_band_tokens,
-            "scheduler.aging_interval": self.scheduler.aging_interval,
-            "scheduler.max_waiting": self.scheduler.max_waiting,
-            "cache.block_size": self.cache.block_size,
-            "cache.host_bytes_per_s": self.cache.host_bytes_per_s,
-            "simulation.num_blocks": self.simulation.num_blocks,
-            "simulation.max_model_len": self.simulation.max_model_len,
-            "speculation.num_draft_tokens": self.speculation.num_draft_tokens,
-            "max_stream_backlog": self.max_stream_backlog,
-        }
-        for key, value in at_least_one.items():
-            if value < 1:
-                raise ConfigError(f"engine.{key} = {value}: must be at least 1")
-        not_negative = {
-            "cache.kv_cache_bytes": self.cache.kv_cache_bytes,
-            "cache.host_bytes": self.cache.host_bytes,
-            "scheduler.step_target_ms": self.scheduler.step_target_ms,
-            "max_model_len": self.max_model_len,
-            "num_threads": self.num_threads,
-            "drain_limit_s": self.drain_limit_s,
-            "simulation.step_ms": self.simulation.step_ms,
-            "simulation.tokens_per_s": self.simulation.tokens_per_s,
-        }
-        for key, value in not_negative.items():
-            if value < 0:
-                raise ConfigError(f"engine.{key} = {value}: must not be negative")
+        for limit, complaint, keys in (
+            (1, "must be at least 1", _AT_LEAST_ONE),
+            (0, "must not be negative", _NOT_NEGATIVE),
+        ):
+            for key in keys:
+                value = attrgetter(key)(self)
+                if value < limit:
+                    raise ConfigError(f"engine.{key} = {value}: {complaint}")
+
+
+_AT_LEAST_ONE = (
+    "scheduler.max_num_batched_tokens",
+    "scheduler.max_num_seqs",
+    "scheduler.long_prefill_tokens",
+    "scheduler.max_preemptions",
+    "scheduler.fairness_band_tokens",
+    "scheduler.aging_interval",
+    "scheduler.max_waiting",
+    "cache.block_size",
+    "cache.host_bytes_per_s",
+    "simulation.num_blocks",
+    "simulation.max_model_len",
+    "speculation.num_draft_tokens",
+    "max_stream_backlog",
+)
+_NOT_NEGATIVE = (
+    "cache.kv_cache_bytes",
+    "cache.host_bytes",
+    "scheduler.step_target_ms",
+    "max_model_len",
+    "num_threads",
+    "drain_limit_s",
+    "simulation.step_ms",
+    "simulation.tokens_per_s",
+)
 
 
 def load(tables: Mapping[str, Any]) -> EngineConfig:

@@ -101,7 +101,6 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
         block_size=_BLOCK,
         num_blocks=num_blocks,
         spare_slot=num_blocks * _BLOCK,
-        announce=lambda plan: None,
         apply=lambda plan: None,
         close=lambda: None,
     )

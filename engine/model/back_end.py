@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, load_native
+from engine.model.checkpoint import LoadRequest
 from engine.model.forward_batch import ForwardBatch
-from engine.model.loader import LoadRequest, Progress, load_here
+from engine.model.loader import Progress, load_here
 from engine.model.native_decoder import NativeDecoder, why_not_lowered
 from engine.model.records import ModelRecord
 from engine.model.spec import ModelSpec
@@ -86,24 +86,16 @@ def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
 
 
 def load_model(
-    folder: Path,
-    spec: ModelSpec,
+    request: LoadRequest,
     *,
-    dtype: str,
     device: str,
-    max_model_len: int,
-    progress: Callable[[str, float], None],
-    config: EngineConfig,
     library: NativeLibrary | None,
+    progress: Progress,
     load: Load = load_here,
 ) -> Model:
-    """Reads a checkpoint, packed by `load` for `library`, or for torch. Raises CheckpointError as
-    load_decoder does.
-    """
+    """Reads a checkpoint, packed by `load` for `library`, or for torch. Raises CheckpointError."""
+    config = request.config
     if library is not None:
-        request = LoadRequest(
-            folder=folder, spec=spec, dtype=dtype, max_model_len=max_model_len, config=config
-        )
         return NativeDecoder(
             load(request, library, progress),
             library,
@@ -121,15 +113,6 @@ def load_model(
     except UnsuitableKernelsError as error:
         raise ConfigError(str(error)) from error
     _log.info("kernels: %s", kernels)
-    if spec.dtype == "float16" and dtype == "bfloat16":
+    if request.spec.dtype == "float16" and request.dtype == "bfloat16":
         _log.info("float16 weights are rounded to bfloat16")
-    return load_decoder(
-        folder,
-        spec,
-        dtype=getattr(torch, dtype),
-        device=place,
-        max_model_len=max_model_len,
-        progress=progress,
-        config=config,
-        kernels=kernels,
-    )
+    return load_decoder(request, device=place, progress=progress, kernels=kernels)

@@ -97,7 +97,7 @@ class Calibration:
             num_blocks=self.num_blocks,
             block_size=BLOCK_SIZE,
             num_heads=spec.cache_heads,
-            key_dim=spec.cache_key_dim,
+            key_dim=spec.query_key_dim,
             value_dim=spec.cache_value_dim,
             shared_value_dim=spec.value_dim,
             dtype=torch.float32,

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from engine.model.spec import CheckpointError, TensorHeader
+from engine.config import EngineConfig
+from engine.model.spec import CheckpointError, ModelSpec, TensorHeader
 
 ELEMENT_BYTES = {
     "F64": 8,
@@ -35,6 +36,18 @@ ELEMENT_BYTES = {
 }
 # A header is a few hundred bytes per tensor; a larger number means that the file is something else.
 MAX_HEADER_BYTES = 100_000_000
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint and how it is served."""
+
+    folder: Path
+    spec: ModelSpec
+    # Serving type.
+    dtype: str
+    max_model_len: int
+    # Says whether weights are quantized, among other things.
+    config: EngineConfig = EngineConfig()
 
 
 class _StoredTensor(msgspec.Struct):

@@ -36,9 +36,7 @@ class ConfigReader:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; null counts as absent."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.source}: {key} = {value!r} is not a whole number")
+        value: int = self._typed(key, default, int, "a whole number")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -58,10 +56,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; null counts as absent."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.source}: {key} = {value!r} is not a number")
-        return float(value)
+        return float(self._typed(key, default, int | float, "a number"))
 
     def optional_number(self, key: str) -> float | None:
         """A number, or None when absent or null."""
@@ -69,16 +64,12 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """A truth value; null counts as absent."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self.source}: {key} = {value!r} is not true or false")
+        value: bool = self._typed(key, default, bool, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; null counts as absent."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise CheckpointError(f"{self.source}: {key} = {value!r} is not a string")
+        value: str = self._typed(key, default, str, "a string")
         return value
 
     def require(self, key: str, expected: object, default: object) -> None:
@@ -110,12 +101,11 @@ class ConfigReader:
             given = given[layer_type]
         parameters = dict(self.values.get("rope_scaling") or {}) | dict(given)
         theta = parameters.pop("rope_theta", None) or self.number("rope_theta", default_theta)
-        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-        parameters.pop("type", None)
+        older = parameters.pop("type", None)
+        kind = parameters.pop("rope_type", None) or older or "default"
         # The name that the first Phi-3 checkpoints have for it.
         kind = "longrope" if kind == "su" else kind
         partial = parameters.pop("partial_rotary_factor", None) or self.number("partial_rotary_factor", 1.0)
-        max_positions = self.integer("max_position_embeddings")
         # Phi-3 keeps the original length beside the scaling, and there it has priority.
         original = self.values.get("original_max_position_embeddings")
         if original is not None:
@@ -124,14 +114,17 @@ class ConfigReader:
             kind=kind,
             theta=float(theta),
             rotary_dim=int(rotary_dim * partial),
-            max_positions=max_positions,
+            max_positions=self.integer("max_position_embeddings"),
             parameters=parameters,
         )
 
-    def _get(self, key: str, default: object) -> Any:
+    def _typed(self, key: str, default: object, kind: Any, noun: str) -> Any:
         value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is None:
+        if value is None:
+            value = default
+        if value is None:
             raise CheckpointError(f"{self.source}: {key} is missing")
-        return default
+        # Truth values are whole numbers to Python.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"{self.source}: {key} = {value!r} is not {noun}")
+        return value

@@ -1,11 +1,12 @@
 """Loads a model for the native kernels, in this process or in one of its own.
 
 Reading, converting, quantizing and calibrating weights takes torch, and serving them does not. So the
-engine's core has it done by a process (`load_apart`) that packs one linear layer after the other, hands each
-over a socket, and ends: of torch, whose libraries and modules take 190 MiB, nothing is left when requests
-come. The core holds the packed weights alone, on huge pages of its own; the loader holds one layer.
+engine's core has it done by a process (`load_in_subprocess`) that packs one linear layer after the other,
+hands each over a connection, and ends: of torch, whose libraries and modules take 190 MiB, nothing is left
+when requests come. The core holds the packed weights alone, on huge pages of its own; the loader holds one
+layer.
 
-What is sent: frames of a kind, a pickle of the sender's making, and the bytes that it counts.
+What is sent: tuples of a kind and what belongs to it, and behind them the bytes that they count.
 """
 
 from __future__ import annotations
@@ -19,26 +20,25 @@ import mmap
 import os
 import pickle
 import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import EngineConfig
 from engine.kernels.host import empty
 from engine.kernels.linear.packed import Arena, PackedWeight, PackedWeightStruct
 from engine.kernels.native import NativeLibrary
 from engine.kernels.native.library import load_level
+from engine.model.checkpoint import LoadRequest
 from engine.model.mapped_pages import FilePart, file_of, version_of
 from engine.model.records import Linear, ModelRecord, host_arrays
-from engine.model.spec import CheckpointError, ModelSpec
+from engine.model.spec import CheckpointError
 from services.errors import ConfigError
 from services.memory import keep_freed_memory, one_heap
 
@@ -48,21 +48,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-_HEADER = struct.Struct("<BQ")
 _PROGRESS, _WEIGHT, _MODEL, _REFUSED = range(4)
-_BUFFER_BYTES = 4 << 20
+# A connection holds a message a second time while it receives it.
+_PIECE_BYTES = 4 << 20
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadRequest:
-    """What is to be loaded."""
-
-    folder: Path
-    spec: ModelSpec
-    dtype: str
-    max_model_len: int
-    config: EngineConfig
 
 
 class LoaderLostError(Exception):
@@ -78,9 +67,9 @@ def load_here(request: LoadRequest, library: NativeLibrary, progress: Progress) 
     return _load(request, packing, progress)
 
 
-def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
+def load_in_subprocess(request: LoadRequest, library: NativeLibrary, progress: Progress) -> ModelRecord:
     """As `load_here`, by a process that is gone afterwards. Raises LoaderLostError, too."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     flags = ("-P",) if sys.flags.safe_path else ()
     level = logging.getLevelName(_log.getEffectiveLevel()).lower()
     arguments = ("-m", "engine.model.loader", "--fd", str(theirs.fileno()), "--log-level", level)
@@ -90,10 +79,9 @@ def load_apart(request: LoadRequest, library: NativeLibrary, progress: Progress)
     theirs.close()
     try:
         with ours:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-            _send(ours, _MODEL, pickle.dumps((library.level, request)))
+            ours.send((library.level, request))
             return _receive_model(ours, library, progress)
-    except (ConnectionError, EOFError) as error:
+    except (OSError, EOFError) as error:
         status = process.wait()
         why = (
             ": killed, as systems do when memory ends; see millrace plan" if status == -signal.SIGKILL else ""
@@ -112,40 +100,31 @@ def _load(request: LoadRequest, packing: Any, progress: Progress) -> ModelRecord
     from engine.kernels.selection import choose_kernels
     from engine.model.reading import read_checkpoint
 
-    dtype: torch.dtype = getattr(torch, request.dtype)
-    if request.spec.dtype == "float16" and dtype == torch.bfloat16:
+    if request.spec.dtype == "float16" and request.dtype == "bfloat16":
         _log.info("float16 weights are %s", "kept" if packing.keeps_float16 else "rounded to bfloat16")
     device = torch.device("cpu")
-    record: ModelRecord = read_checkpoint(
-        request.folder,
-        request.spec,
-        dtype=dtype,
-        device=device,
-        max_model_len=request.max_model_len,
-        progress=progress,
-        config=request.config,
-        packing=packing,
-        kernels=choose_kernels(request.config.kernels, device),
+    kernels = choose_kernels(request.config.kernels, device)
+    packed: ModelRecord = host_arrays(
+        read_checkpoint(request, device=device, progress=progress, kernels=kernels, packing=packing)
     )
-    packed: ModelRecord = host_arrays(record)
     return packed
 
 
 # The core's end.
 
 
-def _receive_model(connection: socket.socket, library: NativeLibrary, progress: Progress) -> ModelRecord:
+def _receive_model(connection: Connection, library: NativeLibrary, progress: Progress) -> ModelRecord:
     arena = Arena(library)
     weights: list[PackedWeight] = []
     while True:
-        kind, size = _HEADER.unpack(_received(connection, _HEADER.size))
-        message = pickle.loads(_received(connection, size))
+        kind, *message = connection.recv()
         if kind == _PROGRESS:
             progress(*message)
         elif kind == _WEIGHT:
             weights.append(_receive_weight(connection, arena, *message))
         elif kind == _REFUSED:
-            raise (CheckpointError if message[0] else ConfigError)(message[1])
+            is_checkpoint, text = message
+            raise (CheckpointError if is_checkpoint else ConfigError)(text)
         else:
             pickled, sizes = message
             arrays = []
@@ -158,7 +137,7 @@ def _receive_model(connection: socket.socket, library: NativeLibrary, progress: 
 
 
 def _receive_weight(
-    connection: socket.socket, arena: Arena, described: bytes, sizes: dict[str, int]
+    connection: Connection, arena: Arena, described: bytes, sizes: dict[str, int]
 ) -> PackedWeight:
     weight = PackedWeightStruct.from_buffer_copy(described)
     for part, num_bytes in sizes.items():
@@ -168,19 +147,10 @@ def _receive_weight(
     return PackedWeight(weight, arena, sizes)
 
 
-def _receive_into(connection: socket.socket, room: memoryview) -> None:
+def _receive_into(connection: Connection, room: memoryview) -> None:
     done = 0
     while done < len(room):
-        count = connection.recv_into(room[done:])
-        if not count:
-            raise EOFError
-        done += count
-
-
-def _received(connection: socket.socket, num_bytes: int) -> bytearray:
-    found = bytearray(num_bytes)
-    _receive_into(connection, memoryview(found))
-    return found
+        done += connection.recv_bytes_into(room[done:])
 
 
 class _Unpickler(pickle.Unpickler):
@@ -220,7 +190,7 @@ def _map_array(part: FilePart, dtype: str, shape: tuple[int, ...]) -> NDArray[An
 class _HandingOver:
     """Packs a linear layer at a time, and keeps none."""
 
-    def __init__(self, packer: Callable[[], NativePacker], connection: socket.socket) -> None:
+    def __init__(self, packer: Callable[[], NativePacker], connection: Connection) -> None:
         self._packer = packer
         self._connection = connection
         self._none = packer()
@@ -232,9 +202,9 @@ class _HandingOver:
     def pack(self, linear: Linear) -> None:
         """Packs weight and bias of a layer, and lets them go."""
         packed = self._packer().pack(linear.weight, linear.bias)
-        _send(self._connection, _WEIGHT, pickle.dumps((bytes(packed.struct), packed.sizes)))
+        self._connection.send((_WEIGHT, bytes(packed.struct), packed.sizes))
         for part, num_bytes in packed.sizes.items():
-            self._connection.sendall(_memory(getattr(packed.struct, part), num_bytes))
+            _send_from(self._connection, _memory(getattr(packed.struct, part), num_bytes))
         handed = PackedWeight(packed.struct, self._none.arena, packed.sizes)
         self.numbers[id(handed)] = len(self._handed)
         self._handed.append(handed)
@@ -255,10 +225,9 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: Connection) -> None:
     """Answers one request."""
-    _, size = _HEADER.unpack(_received(connection, _HEADER.size))
-    level, request = pickle.loads(_received(connection, size))
+    level, request = connection.recv()
     import torch
 
     from engine.kernels.linear.native import NativePacker
@@ -273,26 +242,25 @@ def _serve(connection: socket.socket) -> None:
     def progress(stage: str, fraction: float) -> None:
         if not reported or stage != reported[-1][0] or fraction >= min(1.0, reported[-1][1] + 0.01):
             reported.append((stage, fraction))
-            _send(connection, _PROGRESS, pickle.dumps((stage, fraction)))
+            connection.send((_PROGRESS, stage, fraction))
 
     try:
         model = _load(request, packing, progress)
     except ConfigError as error:
-        told = (isinstance(error, CheckpointError), str(error))
-        _send(connection, _REFUSED, pickle.dumps(told))
+        connection.send((_REFUSED, isinstance(error, CheckpointError), str(error)))
         return
     target = io.BytesIO()
     pickler = _Pickler(target, packing.numbers)
     pickler.dump(model)
     raw = [buffer.raw() for buffer in pickler.buffers]
-    _send(connection, _MODEL, pickle.dumps((target.getvalue(), [len(each) for each in raw])))
+    connection.send((_MODEL, target.getvalue(), [len(each) for each in raw]))
     for each in raw:
-        connection.sendall(each)
+        _send_from(connection, each)
 
 
-def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
-    connection.sendall(_HEADER.pack(kind, len(payload)))
-    connection.sendall(payload)
+def _send_from(connection: Connection, memory: memoryview) -> None:
+    for start in range(0, len(memory), _PIECE_BYTES):
+        connection.send_bytes(memory[start : start + _PIECE_BYTES])
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:
@@ -312,7 +280,7 @@ def main() -> int:
     from observability import logging as json_logging
 
     json_logging.configure("engine-loader", arguments.log_level)
-    with socket.socket(fileno=arguments.fd) as connection:
+    with Connection(arguments.fd) as connection:
         try:
             _serve(connection)
         except (ConnectionError, EOFError):

@@ -43,13 +43,13 @@ class MappedPages:
         of other memory the contents would be lost.
         """
         self._held_bytes = 0
-        if not (_MAPS.exists() and hasattr(mmap, "MADV_DONTNEED")):
+        files = _mapped_files()
+        if not files or not hasattr(mmap, "MADV_DONTNEED"):
             return
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        files = _file_areas()
         for begin, size in self._ranges:
-            if any(start <= begin and begin + size <= end for start, end in files):
+            if any(start <= begin and begin + size <= end for start, end, _, _ in files):
                 advise(begin, size, mmap.MADV_DONTNEED)
 
 
@@ -94,11 +94,6 @@ def _place_of(address: int, num_bytes: int) -> tuple[str, int] | None:
         if start <= address and address + num_bytes <= end:
             return path, address - start + offset
     return None
-
-
-def _file_areas() -> list[tuple[int, int]]:
-    """Addresses that large files are mapped to."""
-    return [(start, end) for start, end, _, _ in _mapped_files()]
 
 
 def _mapped_files() -> list[tuple[int, int, int, str]]:

@@ -35,8 +35,8 @@ NUM_LOGIT_ROWS = StepStruct.num_logit_rows.offset
 
 def why_not_lowered(spec: ModelSpec, *, block_size: int) -> str:
     """Why a model cannot run as a native program; empty when it can."""
-    if spec.cache_key_dim > LARGEST_HEAD:
-        return f"heads of {spec.cache_key_dim} elements are larger than {LARGEST_HEAD}"
+    if spec.query_key_dim > LARGEST_HEAD:
+        return f"heads of {spec.query_key_dim} elements are larger than {LARGEST_HEAD}"
     if block_size & (block_size - 1) or block_size > LARGEST_BLOCK:
         return f"blocks of {block_size} tokens are not a power of two up to {LARGEST_BLOCK}"
     return ""
@@ -122,10 +122,6 @@ class NativeDecoder:
             self._joined = joined = (self._body, self._head, program)
         return joined[2]
 
-    def logits(self, hidden: Floats) -> Floats:
-        """hidden [R, E] -> [R, V] in float32, valid until the next call."""
-        return self.logits_of(hidden, np.arange(hidden.shape[0]))
-
     def logits_of(self, hidden: Floats, rows: NDArray[np.int64]) -> Floats:
         """Logits [R, V] of some rows of hidden [T, E], valid until the next call."""
         if rows.size > self._logits.shape[0]:
@@ -135,10 +131,6 @@ class NativeDecoder:
         self._head_step.logit_rows = _address(rows)
         self._head.run(self.pool)
         return self._logits[: rows.size]
-
-    def weight_bytes(self) -> int:
-        """See ModelRecord."""
-        return self.model.weight_bytes()
 
     def _build_head(self, max_rows: int) -> Program:
         spec, library, step = self.spec, self.library, ctypes.addressof(self._head_step)

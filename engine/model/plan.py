@@ -125,7 +125,7 @@ def packs_float12(given: PlanInput) -> bool:
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
     """Bytes that one token's keys and values take, over all layers. int8 and fp8 add two scales per head."""
-    elements = spec.cache_heads * (spec.cache_key_dim + spec.cache_value_dim)
+    elements = spec.cache_heads * (spec.query_key_dim + spec.cache_value_dim)
     scales = spec.cache_heads * 8 if kv_dtype in ("int8", "fp8") else 0
     return spec.num_layers * (elements * DTYPE_BYTES[kv_dtype] + scales)
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.linear import DenseWeight, LinearBackend
+from engine.kernels.linear import DenseWeight
 from engine.kernels.linear.native import NativePacker
 from engine.kernels.selection import Kernels, torch_kernels
 from engine.model.calibration import Calibration
+from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder, read_layer
 from engine.model.layers import read_norm
 from engine.model.records import Linear, ModelRecord
 from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
-from engine.model.weights import WeightReader
+from engine.model.weights import Progress, WeightReader
 
 
 class Packing(Protocol):
@@ -29,18 +27,6 @@ class Packing(Protocol):
 
     def pack(self, linear: Linear) -> None:
         """Packs one linear layer."""
-
-
-class TorchPacking:
-    """Products of torch. Which one serves a shape is found out while loading, not in the first step."""
-
-    keeps_float16 = False
-
-    def __init__(self, backend: LinearBackend) -> None:
-        self._backend = backend
-
-    def pack(self, linear: Linear) -> None:
-        linear.product = self._backend.pack(linear.weight)
 
 
 class NativePacking:
@@ -56,9 +42,17 @@ class NativePacking:
 
 
 def read_model(
-    weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing
+    weights: WeightReader, spec: ModelSpec, *, max_model_len: int, packing: Packing | None
 ) -> ModelRecord:
     """The whole model, layer by layer."""
+
+    def pack(linear: Linear) -> None:
+        if packing is not None:
+            packing.pack(linear)
+        else:
+            # Which product serves a shape is found out while loading, not in the first step.
+            linear.product = weights.kernels.linear.pack(linear.weight)
+
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)
     calibration = Calibration(weights, spec, embedding, max_model_len) if weights.calibrates else None
@@ -68,7 +62,7 @@ def read_model(
         if calibration is not None:
             calibration.finish(layer)
         for linear in (*layer.linears(), *layer.routed_linears()):
-            packing.pack(linear)
+            pack(linear)
         layers.append(layer)
     norm = read_norm(weights, "model.norm", spec.hidden_size, spec)
     if spec.tied_embeddings:
@@ -90,49 +84,39 @@ def read_model(
             for cos, sin in (rope_table(rope, max_model_len) for rope in spec.ropes)
         ],
     )
-    packing.pack(record.head)
+    pack(record.head)
     return record
 
 
 def read_checkpoint(
-    folder: Path,
-    spec: ModelSpec,
+    request: LoadRequest,
     *,
-    dtype: torch.dtype,
     device: torch.device,
-    max_model_len: int,
-    progress: Callable[[str, float], None],
-    config: EngineConfig | None = None,
-    kernels: Kernels | None = None,
+    progress: Progress,
+    kernels: Kernels,
     packing: Packing | None = None,
 ) -> ModelRecord:
-    """A checkpoint's model; `config` says whether its weights are quantized, `packing` who multiplies with
-    them: torch, with `kernels`, unless it is given.
+    """A checkpoint's model. `packing` says who multiplies: torch with `kernels`, unless it is given.
 
     Raises CheckpointError naming a tensor that is missing, misshapen or unexpected.
     """
     with WeightReader(
-        folder,
-        dtype=dtype,
+        request,
         device=device,
         progress=progress,
-        scheme=spec.quantization,
-        config=config,
         kernels=kernels,
         is_packed=packing is not None,
         keeps_float16=packing is not None and packing.keeps_float16,
     ) as weights:
-        record = read_model(
-            weights,
-            spec,
-            max_model_len=max_model_len,
-            packing=packing or TorchPacking(weights.kernels.linear),
-        )
+        record = read_model(weights, request.spec, max_model_len=request.max_model_len, packing=packing)
         weights.finish()
     return record
 
 
-def load_decoder(folder: Path, spec: ModelSpec, *, kernels: Kernels | None = None, **options: Any) -> Decoder:
-    """The same for torch; options as of `read_checkpoint`."""
+def load_decoder(
+    request: LoadRequest, *, device: torch.device, progress: Progress, kernels: Kernels | None = None
+) -> Decoder:
+    """The same for torch."""
     kernels = kernels or torch_kernels()
-    return Decoder(read_checkpoint(folder, spec, kernels=kernels, **options), kernels)
+    record = read_checkpoint(request, device=device, progress=progress, kernels=kernels)
+    return Decoder(record, kernels)

@@ -168,16 +168,6 @@ class ModelRecord:
     head: Linear
     ropes: Sequence[tuple[Values, Values]]  # cos and sin [L, R/2]
 
-    def weight_bytes(self) -> int:
-        """Bytes of packed weights, absorbed projections, embedding table and tables of angles."""
-        absorbed = sum(
-            layer.attention.key_up.nbytes + layer.attention.value_up.nbytes
-            for layer in self.layers
-            if isinstance(layer.attention, LatentAttention)
-        )
-        tables = sum(part.nbytes for rope in self.ropes for part in rope)
-        return self.head.packed.arena.num_bytes() + self.embedding.nbytes + absorbed + tables
-
 
 _RECORDS = (Linear, Norm, Attention, LatentAttention, FeedForward, SparseFeedForward, Layer, ModelRecord)
 

@@ -133,18 +133,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_key_dim(self) -> int:
-        """Size of a head's query as attention sees it."""
+        """Size of a head's query and of a stored key (with latent attention: of key and value together)."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def cache_heads(self) -> int:
         """KV heads that are stored for each token."""
         return 1 if self.latent else self.num_kv_heads
-
-    @property
-    def cache_key_dim(self) -> int:
-        """Elements of a stored key (with latent attention: of key and value together)."""
-        return self.query_key_dim
 
     @property
     def cache_value_dim(self) -> int:

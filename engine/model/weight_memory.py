@@ -12,7 +12,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.model.checkpoint import ELEMENT_BYTES
 from engine.model.spec import ModelSpec, TensorHeader
-from engine.quantization.grouping import group_size_for
+from engine.quantization.scheme import group_size_for
 
 FLOAT_BYTES = 4
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})

@@ -19,17 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, WeightFormat
 from engine.kernels.linear.formats import is_finite, scales_of, stack
 from engine.kernels.paged_cache.memory import empty_on_huge_pages
-from engine.kernels.selection import Kernels, torch_kernels
-from engine.model.checkpoint import folder_of, is_gguf, read_headers
+from engine.kernels.selection import Kernels
+from engine.model.checkpoint import LoadRequest, folder_of, is_gguf, read_headers
 from engine.model.gguf_file import open_gguf
 from engine.model.mapped_pages import MappedPages
 from engine.model.spec import CheckpointError, TensorHeader
 from engine.quantization.at_load import int8_weight, quantize
-from engine.quantization.scheme import Scheme
 from engine.quantization.stored import GGUF_BLOCKS, MXFP4_GROUP, MXFP4_NAN, mxfp4_weight, read_weight
 
 Progress = Callable[[str, float], None]
@@ -52,32 +50,29 @@ class WeightReader:
     taken.
 
     Linear layers come as formats of `kernels/linear`: as the checkpoint holds them, or quantized by
-    `config`.
+    `engine.quantize`.
     """
 
     def __init__(
         self,
-        folder: Path,
+        request: LoadRequest,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
-        scheme: Scheme | None = None,
-        config: EngineConfig | None = None,
-        kernels: Kernels | None = None,
+        kernels: Kernels,
         is_packed: bool = False,
         keeps_float16: bool = False,
     ) -> None:
         """`is_packed`: weights of linear layers are copied by those who take them, and let go.
         `keeps_float16`: they take float16 as it is, so it is not rounded to bfloat16.
         """
-        self.folder = folder
+        self.folder = folder = request.folder
         self._is_packed = is_packed
-        self.scheme = scheme
-        self.config = config or EngineConfig()
+        self.scheme = request.spec.quantization
+        self.config = request.config
         # What the layers that are built from these weights compute with.
-        self.kernels = kernels or torch_kernels()
-        self.dtype = dtype
+        self.kernels = kernels
+        self.dtype = dtype = getattr(torch, request.dtype)
         # Calibration computes a layer with torch, in the serving type.
         self._keeps_float16 = keeps_float16 and dtype == torch.bfloat16 and not self.calibrates
         self.device = device

@@ -29,6 +29,15 @@ COMPRESSED_FORMATS = (
 )
 
 
+# Inputs that share a scale in what is quantized at load.
+GROUP_SIZES = (128, 64, 32)
+
+
+def group_size_for(inputs: int, wanted: int) -> int:
+    """The largest group size up to `wanted` into which `inputs` fall; 0 when none does."""
+    return next((size for size in GROUP_SIZES if size <= wanted and inputs % size == 0), 0)
+
+
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """How the linear layers of a checkpoint are stored."""
 
@@ -141,14 +150,10 @@ def _fp8(keys: _Keys) -> Scheme:
     return Scheme(method="fp8", bits=8, block=block)
 
 
-def _mxfp4(keys: _Keys) -> Scheme:
-    return Scheme(method="mxfp4", bits=4)
-
-
 _READERS: dict[str, Callable[[_Keys], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: Scheme(method="mxfp4", bits=4),
 }

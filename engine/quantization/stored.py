@@ -201,11 +201,6 @@ def _kept_fp8(
     return Fp8Weight(values=values, scale=scale.contiguous())
 
 
-def _mxfp4(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Scheme) -> WeightFormat | None:
-    """Only the experts of gpt-oss are stored so; `mxfp4_values` reads them."""
-    return None
-
-
 # Twice the magnitudes of fp4 (e2m1): whole numbers, so that levels of int8 hold them exactly.
 _TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
 MXFP4_GROUP = 32
@@ -382,6 +377,7 @@ _READERS: dict[str, Callable[[TensorSource, str, int, int, Scheme], WeightFormat
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    "mxfp4": _mxfp4,
+    # Only the experts of gpt-oss are stored so; `mxfp4_weight` reads them.
+    "mxfp4": lambda *_: None,
     "gguf": _gguf,
 }

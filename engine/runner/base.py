@@ -39,7 +39,6 @@ class PendingStep(Protocol):
         undefined. The core then releases every sequence of the failed step and submits it anew. What a step
         launched before that computed upon the failed one is ignored, whether it succeeds or fails.
         """
-        ...
 
 
 class Runner(Protocol):
@@ -54,25 +53,20 @@ class Runner(Protocol):
         """Starts one step without waiting for it. An empty plan (`scheduled == ()`) still applies
         releases and block copies. Raises RunnerBroken when the device is lost.
         """
-        ...
 
     def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
         """Whether a sequence under this grammar can begin without holding up a step. What that takes is begun
         when it is first asked for; ask again.
         """
-        ...
 
     def num_states(self) -> int:
         """Sequences that the runner holds state for (token ids, penalties, grammar matchers)."""
-        ...
 
     def num_prefaulted_blocks(self) -> int:
         """Blocks of the cache, from the first on, that hold memory though nobody may have used them yet."""
-        ...
 
     def close(self) -> None:
         """Frees the device. No step is outstanding; further calls do nothing."""
-        ...
 
 
 class Builder(Protocol):

@@ -1,17 +1,16 @@
 """Moves blocks between the device and host memory beside the model's work.
 
-Out: the model's lane gathers blocks into a staging buffer (device memory to device memory, a matter of
-microseconds) and goes on, so that the blocks may be overwritten at once; the copy lane then takes the buffer
-to the host. In: the copy lane fetches rows into a staging buffer while earlier steps still run, and the
-model's lane spreads it over the blocks when it gets there. All blocks of a step move with one gather per
+Out: the model's stream gathers blocks into a staging buffer (device memory to device memory, a matter of
+microseconds) and goes on, so that the blocks may be overwritten at once; the copy stream then takes it to the
+host. In: the copy stream fetches rows into a staging buffer from the launch of the step on, and the
+model's stream spreads it over the blocks when it gets there. All blocks of a step move with one gather per
 buffer and one copy per run of neighbouring host blocks.
 
 Guarantees
 - A block is overwritten only after it was gathered, and read only after it was restored: both happen on the
-  model's lane, in the order of the plan.
-- A host row is written, read and written again in the order of the plans: there is one copy lane, and what is
-  fetched ahead of its plan (`announce`) leaves out rows that a plan before it still has to write.
-- A staging buffer serves again when the lane that used it last is through: lanes wait, the host never does.
+  model's stream, in the order of the plan.
+- A host row is written, read and written again in the order of the plans: there is one copy stream.
+- A staging buffer serves again when the stream that used it last is through: streams wait, the host does not.
 
 Shape letters: N blocks of the cache, R host rows, X tensors of the cache, B blocks of a buffer, W words of
 four bytes that a block takes in all tensors.
@@ -19,9 +18,8 @@ four bytes that a block takes in all tensors.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,16 +28,13 @@ from torch import Tensor
 
 from engine.kernels.transfer import on_device
 from engine.runner.host_memory import HostArena
-from engine.runner.lanes import Lanes
+from engine.runner.streams import Streams
 
 Pairs = Sequence[tuple[int, int]]
 WORD_BYTES = 4
-# Device memory of all staging buffers, and their number: some hold what is on its way out, some what is
-# fetched ahead.
+# Device memory of all staging buffers, and their number: some hold what goes out, some what comes in.
 STAGING_BYTES = 64 << 20
 NUM_BUFFERS = 4
-# Buffers that fetching ahead leaves to others.
-KEPT_BUFFERS = 2
 
 
 def staging_bytes(bytes_per_block: int) -> int:
@@ -55,31 +50,11 @@ class _Buffer:
     free: Any = None
 
 
-@dataclass
-class _Fetched:
-    """Host rows on their way into a buffer."""
-
-    buffer: _Buffer
-    hosts: list[int]
-    arrived: Any
-
-
-@dataclass
-class _Announced:
-    """What was done for a plan that has not been applied yet."""
-
-    offloaded: frozenset[int]
-    fetched: list[_Fetched] = field(default_factory=list)
-
-
 class BlockTransfers:
-    """Offloads and restores of one cache, whose tensors share their first axis [N, ...]. `announce` may be
-    called from another thread than `apply`; both in the order of the plans.
-    """
+    """Offloads and restores of one cache, whose tensors share their first axis [N, ...]."""
 
-    def __init__(self, tensors: Sequence[Tensor], num_host_blocks: int, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._lock = threading.Lock()
+    def __init__(self, tensors: Sequence[Tensor], num_host_blocks: int, streams: Streams) -> None:
+        self._streams = streams
         self._pieces = _Pieces(tensors)
         words = self._pieces.row_words
         device = tensors[0].device
@@ -91,7 +66,6 @@ class BlockTransfers:
             _Buffer(torch.empty(self._buffer_blocks, words, dtype=torch.int32, device=device))
             for _ in range(NUM_BUFFERS)
         ]
-        self._announced: dict[int, _Announced] = {}
         if device.type == "cuda":
             # Compiled now, and not while requests wait; a block that is nobody's yet stays as it is.
             row = self._buffers[0].rows[:1]
@@ -102,56 +76,24 @@ class BlockTransfers:
         """Gives host memory back; nothing may be on its way."""
         self.arena.close()
 
-    def announce(self, step_id: int, offloads: Pairs, restores: Pairs) -> None:
-        """A plan will be applied after those before it: its restores are fetched as far as buffers are free
-        and rows are settled.
-        """
-        with self._lock:
-            unsettled: set[int] = set()
-            for earlier in self._announced.values():
-                unsettled |= earlier.offloaded
-            mine = _Announced(frozenset(host for _, host in offloads))
-            hosts = sorted(host for host, _ in restores if host not in unsettled)
-            while hosts and len(self._buffers) > KEPT_BUFFERS:
-                mine.fetched.append(self._fetch(self._buffers.pop(0), hosts[: self._buffer_blocks]))
-                hosts = hosts[self._buffer_blocks :]
-            self._announced[step_id] = mine
-
-    def apply(self, step_id: int, offloads: Pairs, restores: Pairs) -> None:
+    def apply(self, offloads: Pairs, restores: Pairs) -> None:
         """Queues a plan's offloads (device block, host block), then its restores (host block, device block),
-        before whatever the model's lane is given next.
+        before whatever the model's stream is given next.
         """
-        with self._lock:
-            fetched = self._take_announced(step_id)
-            by_host = sorted(offloads, key=lambda pair: pair[1])
-            for first in range(0, len(by_host), self._buffer_blocks):
-                self._offload(by_host[first : first + self._buffer_blocks])
-            device_of = dict(restores)
-            for ahead in fetched:
-                self._spread(ahead, [device_of.pop(host) for host in ahead.hosts])
-            hosts = sorted(device_of)
-            for first in range(0, len(hosts), self._buffer_blocks):
-                some = hosts[first : first + self._buffer_blocks]
-                self._spread(self._fetch(self._buffers.pop(0), some), [device_of[host] for host in some])
-
-    def _take_announced(self, step_id: int) -> list[_Fetched]:
-        """What was fetched for this plan. Plans before it that were never applied give their buffers back."""
-        for earlier in [number for number in self._announced if number < step_id]:
-            for ahead in self._announced.pop(earlier).fetched:
-                ahead.buffer.free = ahead.arrived
-                self._buffers.append(ahead.buffer)
-        mine = self._announced.pop(step_id, None)
-        return [] if mine is None else mine.fetched
+        by_host = sorted(offloads, key=lambda pair: pair[1])
+        for first in range(0, len(by_host), self._buffer_blocks):
+            self._offload(by_host[first : first + self._buffer_blocks])
+        by_host = sorted(restores)
+        for first in range(0, len(by_host), self._buffer_blocks):
+            self._restore(by_host[first : first + self._buffer_blocks])
 
     def _offload(self, pairs: Pairs) -> None:
-        compute, copy = self._lanes.compute, self._lanes.copy
+        compute, copy = self._streams.compute, self._streams.copy
         buffer, blocks = self._buffers.pop(0), [device for device, _ in pairs]
-        rows = buffer.rows[: len(pairs)]
+        rows, runs = buffer.rows[: len(pairs)], _runs([host for _, host in pairs])
         compute.wait(buffer.free)
         compute.run(lambda: self._pieces.gather(blocks, rows))
-        gathered = compute.record()
-        copy.wait(gathered)
-        runs = _runs([host for _, host in pairs])
+        copy.wait(compute.record())
 
         def out() -> None:
             for place, host, count in runs:
@@ -161,9 +103,10 @@ class BlockTransfers:
         buffer.free = copy.record()
         self._buffers.append(buffer)
 
-    def _fetch(self, buffer: _Buffer, hosts: list[int]) -> _Fetched:
-        """Host rows into a buffer, which is the caller's until they are spread."""
-        copy, rows, runs = self._lanes.copy, buffer.rows, _runs(hosts)
+    def _restore(self, pairs: Pairs) -> None:
+        compute, copy = self._streams.compute, self._streams.copy
+        buffer, blocks = self._buffers.pop(0), [device for _, device in pairs]
+        rows, runs = buffer.rows[: len(pairs)], _runs([host for host, _ in pairs])
         copy.wait(buffer.free)
 
         def fetch() -> None:
@@ -171,14 +114,10 @@ class BlockTransfers:
                 rows[place : place + count].copy_(self._host[host : host + count], non_blocking=True)
 
         copy.run(fetch)
-        return _Fetched(buffer, hosts, copy.record())
-
-    def _spread(self, fetched: _Fetched, blocks: list[int]) -> None:
-        compute, rows = self._lanes.compute, fetched.buffer.rows[: len(blocks)]
-        compute.wait(fetched.arrived)
+        compute.wait(copy.record())
         compute.run(lambda: self._pieces.scatter(rows, blocks))
-        fetched.buffer.free = compute.record()
-        self._buffers.append(fetched.buffer)
+        buffer.free = compute.record()
+        self._buffers.append(buffer)
 
 
 class _Pieces:

@@ -5,6 +5,7 @@ No torch is imported here where the native kernels serve: another process loads 
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,11 +14,10 @@ import msgspec
 
 from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
-from engine.kernels.native import NativeLibrary
 from engine.model.back_end import Load, Model, load_model, native_library
-from engine.model.checkpoint import folder_of, resolve_checkpoint
+from engine.model.checkpoint import LoadRequest, folder_of, resolve_checkpoint
 from engine.model.device import choose_device
-from engine.model.loader import load_apart, load_here
+from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
 from engine.model.plan import PlanInput, make_plan, num_scratch_blocks, plan_input
 from engine.runner.base import Progress
@@ -36,32 +36,16 @@ from services.memory import keep_freed_memory, one_heap
 if TYPE_CHECKING:
     from engine.kernels.attention import AttentionBackend
     from engine.model.decoder import Decoder
-    from engine.model.spec import ModelSpec
 
 # The cache's memory is had from the system for so many full steps ahead of its use.
 _AHEAD_STEPS = 2
 
 
 def build(
-    config: EngineConfig, model: ModelConfig, progress: Progress
+    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load = load_in_subprocess
 ) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
-    """The runner of the core process (see Builder): what loading takes is left in a process that ends with
-    it.
-    """
-    return _build(config, model, progress, load_apart)
-
-
-def build_here(
-    config: EngineConfig, model: ModelConfig, progress: Progress
-) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
-    """The same, loaded with this process's torch: for tests and tools."""
-    return _build(config, model, progress, load_here)
-
-
-def _build(
-    config: EngineConfig, model: ModelConfig, progress: Progress, load: Load
-) -> tuple[ModelRunner, MemoryPlan, ModelFacts]:
-    """`load` is how weights come here that are packed for the native kernels (engine/model/loader).
+    """The runner of the core process (see Builder). `load` is how weights come here that are packed for the
+    native kernels: what loading takes is left in a process that ends with it.
 
     Raises ConfigError (CheckpointError) with one clear line.
     """
@@ -74,23 +58,10 @@ def _build(
     one_heap()
     keep_freed_memory()
     folder = resolve_checkpoint(model.path)
-    library = native_library(config, spec, device_name)
-    if library is None:
-        _set_threads(config.num_threads)
-    else:
-        library.usual_threads = config.num_threads
-    attention, device = _attention(given, spec, device_name, library)
-    decoder = load_model(
-        folder,
-        spec,
-        dtype=given.dtype,
-        device=device_name,
-        max_model_len=plan.max_model_len,
-        progress=progress,
-        config=config,
-        library=library,
-        load=load,
+    request = LoadRequest(
+        folder=folder, spec=spec, dtype=given.dtype, max_model_len=plan.max_model_len, config=config
     )
+    decoder, attention, device = _load(given, load, request, progress)
     if device.type == "cuda":
         from engine.runner.cuda.build import measured_plan
 
@@ -105,7 +76,7 @@ def _build(
     }
     ahead_blocks = _AHEAD_STEPS * config.scheduler.max_num_batched_tokens // plan.block_size
     storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
-    draft = _draft_model(given, plan, storage_options, progress, load)
+    draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
     grammar = GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids)
     proposer = Proposer(config.speculation, draft)
@@ -137,6 +108,35 @@ def _build(
         window=spec.window if draft is None else None,
     )
     return runner, plan, facts
+
+
+build_here = functools.partial(build, load=load_here)
+"""The same, loaded with this process's torch: for tests and tools."""
+
+
+def _load(
+    given: PlanInput,
+    load: Load,
+    request: LoadRequest,
+    progress: Progress,
+) -> tuple[Model, AttentionBackend | None, Device]:
+    """A model, what computes its attention (None where a native program does), and where it is."""
+    spec, threads = request.spec, request.config.num_threads
+    library = native_library(given.config, spec, given.device)
+    attention: AttentionBackend | None = None
+    device: Device = HOST
+    if library is not None:
+        library.usual_threads = threads
+    else:
+        import torch
+
+        from engine.runner.attention_choice import attention_of
+
+        torch.set_num_threads(threads)
+        device = place = torch.device(given.device)
+        attention = attention_of(given.config, spec, getattr(torch, given.dtype), place)
+    model = load_model(request, device=given.device, library=library, progress=progress, load=load)
+    return model, attention, device
 
 
 def _host_runner(
@@ -179,52 +179,30 @@ def _host_runner(
 
 
 def _draft_model(
-    given: PlanInput,
-    plan: MemoryPlan,
-    storage_options: dict[str, Any],
-    progress: Progress,
-    load: Load,
+    given: PlanInput, load: Load, plan: MemoryPlan, storage_options: dict[str, Any], progress: Progress
 ) -> DraftModel | None:
     """The draft model that the plan counts in, or None."""
     if given.draft is None:
         return None
     spec, num_scratch = given.draft.spec, num_scratch_blocks(given.config)
-    device = str(storage_options["device"])
-    library = native_library(given.config, spec, device)
-    attention, place = _attention(given, spec, device, library)
-    decoder = load_model(
-        Path(given.draft.folder),
-        spec,
+    request = LoadRequest(
+        folder=Path(given.draft.folder),
+        spec=spec,
         dtype=given.dtype,
-        device=device,
         max_model_len=plan.max_model_len + given.config.speculation.num_draft_tokens,
-        progress=lambda phase, part: progress("load draft model", part),
         config=msgspec.structs.replace(given.config, quantize="off"),
-        library=library,
-        load=load,
+    )
+    model, attention, device = _load(
+        given, load, request, lambda phase, part: progress("load draft model", part)
     )
     # Its contents follow from the tokens, so nothing of it is kept on the host.
-    options = {**storage_options, "device": place, "host_blocks": 0}
+    options = {**storage_options, "device": device, "host_blocks": 0}
     return DraftModel(
-        decoder,
+        model,
         attention,
         KvStorage(spec, num_blocks=plan.num_blocks + num_scratch, **options),
         num_scratch_blocks=num_scratch,
     )
-
-
-def _attention(
-    given: PlanInput, spec: ModelSpec, device: str, library: NativeLibrary | None
-) -> tuple[AttentionBackend | None, Device]:
-    """What computes a model's attention, and where; none where a native program does."""
-    if library is not None:
-        return None, HOST
-    import torch
-
-    from engine.runner.attention_choice import attention_of
-
-    place = torch.device(device)
-    return attention_of(given.config, spec, getattr(torch, given.dtype), place), place
 
 
 def _set_threads(num_threads: int) -> None:

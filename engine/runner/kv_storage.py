@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from engine.kernels.paged_cache import LayerCache
     from engine.runner.block_transfers import BlockTransfers
 
-# Name of a type to torch's.
-TORCH_TYPES = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "int8": "int8",
-    "fp8": "float8_e4m3fn",
-}
-
 
 class KvStorage:
     """One LayerCache per layer, and room for `host_blocks` blocks in host memory (the offload tier). On a CPU
@@ -53,7 +44,7 @@ class KvStorage:
             "num_blocks": num_blocks,
             "block_size": block_size,
             "num_heads": spec.cache_heads,
-            "key_dim": spec.cache_key_dim,
+            "key_dim": spec.query_key_dim,
             "value_dim": spec.cache_value_dim,
             "shared_value_dim": spec.value_dim,
         }
@@ -82,13 +73,6 @@ class KvStorage:
         """Blocks from the first on whose memory is there ahead of their use."""
         return 0 if self._prefault is None else self._prefault.num_blocks
 
-    def announce(self, plan: SchedulerOutput) -> None:
-        """Begins what of a plan's restores need not wait for the plans before it. Optional; may be called
-        from the thread that launches, while another applies.
-        """
-        if self._transfers is not None and (plan.offloads or plan.restores):
-            self._transfers.announce(plan.step_id, plan.offloads, plan.restores)
-
     def apply(self, plan: SchedulerOutput) -> None:
         """Moves the plan's blocks: offloads, restores, copies inside the cache. What runs on the device after
         this call finds them done.
@@ -101,7 +85,7 @@ class KvStorage:
                     self._prefault.use(1 + max(sequence.new_block_ids))
         if plan.offloads or plan.restores:
             assert self._transfers is not None, "the scheduler knows of no host tier either"
-            self._transfers.apply(plan.step_id, plan.offloads, plan.restores)
+            self._transfers.apply(plan.offloads, plan.restores)
         if plan.block_copies:
             index = np.array(plan.block_copies, np.int64).T.copy()
             for tensor in self._tensors:
@@ -130,7 +114,8 @@ def _torch_layer(shape: dict[str, int], kv_dtype: str, device: torch.device) -> 
 
     from engine.kernels.paged_cache import allocate_layer
 
-    return allocate_layer(**shape, dtype=getattr(torch, TORCH_TYPES[kv_dtype]), device=device)
+    dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    return allocate_layer(**shape, dtype=dtype, device=device)
 
 
 def _transfers(tensors: Sequence[Any], host_blocks: int, device: Device) -> BlockTransfers:
@@ -140,8 +125,8 @@ def _transfers(tensors: Sequence[Any], host_blocks: int, device: Device) -> Bloc
     import torch
 
     from engine.runner.block_transfers import BlockTransfers
-    from engine.runner.lanes import lanes_of
+    from engine.runner.streams import streams_of
 
     if isinstance(device, HostDevice):
         tensors = [torch.from_numpy(tensor.view(np.uint8)) for tensor in tensors]
-    return BlockTransfers(tensors, host_blocks, lanes_of(tensors[0].device))
+    return BlockTransfers(tensors, host_blocks, streams_of(tensors[0].device))

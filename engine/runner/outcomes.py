@@ -68,7 +68,11 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
     if step.drawn is None:
         return []
     outcomes = _outcomes(step, step.drawn)
-    reports = _reports(step, outcomes, table) if step.arrival is None else _arrived(step.arrival, outcomes)
+    if step.arrival is None:
+        reports = _reports(step, outcomes, table)
+    else:
+        found = step.arrival.logprobs().items()
+        reports = {row: (report,) for row, report in found if outcomes[row].token_ids}
     _append(step, step.drawn, outcomes, table)
     if not reports:
         return outcomes
@@ -81,6 +85,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
     masks, states = step.masks, step.inputs.states
     if step.sound or (masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all()):
+        # What most steps are: nothing but a token each.
         ids = step.inputs.ids
         return [
             SequenceResult(ids[member], (token,))
@@ -155,11 +160,6 @@ def _no_token_allowed(state: SequenceState) -> tuple[str, str]:
         "answer; allow tokens that can continue it, or leave one of them out",
         f"sampling.{excluding[0]}",
     )
-
-
-def _arrived(arrival: Arrival, outcomes: list[SequenceResult]) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """Reports of outcomes that the device made beside the draw."""
-    return {row: (report,) for row, report in arrival.logprobs().items() if outcomes[row].token_ids}
 
 
 def _reports(

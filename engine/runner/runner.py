@@ -83,7 +83,6 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Runner."""
         step = LaunchedStep(plan.step_id, self._finish)
-        self.storage.announce(plan)
         if self._thread is None:
             self._begin(plan, step)
         else:
@@ -253,14 +252,7 @@ class ModelRunner:
         return step.result
 
     def _conclude(self, step: LaunchedStep, sampled: Sampled) -> None:
-        results: Sequence[SequenceResult]
-        if sampled.sound and not self._speculates and not self.table.sampling.needs_tokens:
-            # What most native steps are: nothing but a token each, which the table has already.
-            assert sampled.drawn is not None, "sound draws"
-            results = tuple(map(_token_of, sampled.inputs.ids, sampled.drawn.tokens.tolist()))
-        else:
-            results = self._results(sampled)
-        self._book(step, results, sampled.forwarded_s)
+        self._book(step, self._results(sampled), sampled.forwarded_s)
 
     def _book(self, step: LaunchedStep, results: Sequence[SequenceResult], forwarded_s: float) -> None:
         now = time.monotonic()
@@ -303,8 +295,7 @@ class ModelRunner:
     def _propose(self, sampled: Sampled, outcomes: list[SequenceResult]) -> dict[int, tuple[int, ...]]:
         """Drafts for the next step of the sequences that go on."""
         inputs = sampled.inputs
-        guided = any(state.matcher is not None for state in inputs.states)
-        if not outcomes or (not self._speculates and not guided):
+        if not self._speculates and (sampled.sound or all(state.matcher is None for state in inputs.states)):
             return {}
         alive = []
         for member, outcome in zip(sampled.rows.members, outcomes, strict=True):
@@ -327,7 +318,3 @@ class ModelRunner:
         )
         found = self.proposer.propose([state for _, state in alive], self.table, step)
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
-
-
-def _token_of(sequence_id: int, token: int) -> SequenceResult:
-    return SequenceResult(sequence_id, (token,))

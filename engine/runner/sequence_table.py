@@ -91,7 +91,7 @@ class SequenceTable:
         """
         parent, child = self.states[parent_id], self.states.get(child_id)
         if child is None:
-            count, blocks = int(self.num_tokens[parent.slot]), int(self.num_blocks[parent.slot])
+            count, blocks = self.num_tokens[parent.slot], self.num_blocks[parent.slot]
             self.add(
                 NewSequence(
                     sequence_id=child_id,
@@ -118,8 +118,8 @@ class SequenceTable:
                 child.failure = str(error)
 
     def _output(self, state: SequenceState) -> list[int]:
-        ids = self.tokens[state.slot, state.num_prompt : int(self.num_tokens[state.slot])]
-        return [int(token) for token in ids]
+        found: list[int] = self.tokens[state.slot, state.num_prompt : self.num_tokens[state.slot]].tolist()
+        return found
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
         """Appends to a block table."""
@@ -177,14 +177,11 @@ class SequenceTable:
         if not self._free:
             size = self.num_tokens.size
             grown = max(8, 2 * size)
-            self.tokens = np.concatenate(
-                (self.tokens, np.zeros((grown - size, self.tokens.shape[1]), np.int64))
-            )
-            self.blocks = np.concatenate(
-                (self.blocks, np.zeros((grown - size, self.blocks.shape[1]), np.int64))
-            )
-            self.num_tokens = np.concatenate((self.num_tokens, np.zeros(grown - size, np.int64)))
-            self.num_blocks = np.concatenate((self.num_blocks, np.zeros(grown - size, np.int64)))
+            for name in ("tokens", "blocks", "num_tokens", "num_blocks"):
+                held = getattr(self, name)
+                setattr(
+                    self, name, np.concatenate((held, np.zeros((grown - size, *held.shape[1:]), np.int64)))
+                )
             self.sampling.grow(grown)
             self._free = list(range(size, grown))[::-1]
         return self._free.pop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig, SimulatedConfig
 from engine.runner.base import Progress, RunnerBroken
@@ -81,15 +81,7 @@ class SimulatedRunner:
         for new in plan.new_sequences:
             self._states[new.sequence_id] = self._new_state(new)
         for parent, child in plan.forks:
-            state = self._states[parent]
-            self._states[child] = SequenceState(
-                state.sampling,
-                state.choice_index,
-                state.prompt,
-                state.prompt_sum,
-                state.num_tokens,
-                state.is_poisoned,
-            )
+            self._states[child] = replace(self._states[parent])
         seconds = self._duration(plan)
         self._free_s = max(time.monotonic(), self._free_s) + seconds
         if any(self._states[row.sequence_id].is_poisoned for row in plan.scheduled):

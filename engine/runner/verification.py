@@ -58,11 +58,6 @@ def logit_rows(inputs: StepInputs) -> LogitRows:
     num_prompt = np.array([inputs.states[index].num_prompt for index in members], np.int64)
     num_drafts = np.array([len(inputs.scheduled[index].draft_token_ids) for index in members], np.int64)
     first_rows, first_outputs = ends - num_drafts - 1, inputs.ends[sampling] - num_drafts - num_prompt
-    if not num_drafts.any():
-        starts = list(range(len(members) + 1))
-        return LogitRows(
-            members=members, starts=starts, tokens=first_rows, slots=slots, positions=first_outputs
-        )
     counts = num_drafts + 1
     bounds = np.concatenate(([0], np.cumsum(counts)))
     within = np.arange(int(bounds[-1])) - np.repeat(bounds[:-1], counts)

@@ -92,11 +92,6 @@ class SamplingTable:
         self.stop_ids: dict[int, tuple[int, ...]] = {}
         self.logprobs: dict[int, int] = {}
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether somebody wants drawn tokens reported with log-probabilities, or may want them counted."""
-        return bool(self.logprobs) or self.output_counts.num_rows > 0
-
     def grow(self, num_slots: int) -> None:
         """Makes room for slots 0..num_slots-1."""
         grown = np.zeros(num_slots, OPTIONS)

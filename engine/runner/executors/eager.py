@@ -11,30 +11,21 @@ from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.prompt_scores import prompt_logprobs
 from engine.runner.sequence_table import SequenceTable
-from engine.runner.verification import LogitRows, logit_rows, sampling_rows
+from engine.runner.verification import logit_rows, sampling_rows
 from engine.sampling.sampler import sample
 
 
-class EagerSteps:
-    """Computes steps with any model; the attention is that of a decoder of torch."""
-
-    def __init__(self, model: Model, attention: Any, storage: KvStorage, table: SequenceTable) -> None:
-        self._model, self._attention = model, attention
-        self._storage, self._table = storage, table
-
-    def compute(self, inputs: StepInputs, rows: LogitRows | None = None) -> Sampled:
-        """The step; `rows` where they are known already, of a step that scores no prompt."""
-        model, table = self._model, self._table
-        assert inputs.batch is not None, "prepared as a whole"
-        began_s = time.monotonic()
-        hidden = model.forward(inputs.batch, self._storage.layers, self._attention)
-        step = Sampled(
-            inputs=inputs, rows=rows or logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic()
-        )
-        if rows is None:
-            step.scores = prompt_logprobs(inputs, hidden, model, table)
-        step.masks = inputs.masks()
-        if step.rows.members:
-            step.logits = model.logits_of(hidden, step.rows.tokens)
-            step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
-        return step
+def compute_step(
+    model: Model, attention: Any, storage: KvStorage, table: SequenceTable, inputs: StepInputs
+) -> Sampled:
+    """The step of any model; the attention is that of a decoder of torch."""
+    assert inputs.batch is not None, "prepared as a whole"
+    began_s = time.monotonic()
+    hidden = model.forward(inputs.batch, storage.layers, attention)
+    step = Sampled(inputs=inputs, rows=logit_rows(inputs), began_s=began_s, forwarded_s=time.monotonic())
+    step.scores = prompt_logprobs(inputs, hidden, model, table)
+    step.masks = inputs.masks()
+    if step.rows.members:
+        step.logits = model.logits_of(hidden, step.rows.tokens)
+        step.drawn = sample(step.logits, table.sampling, sampling_rows(inputs, step.rows, step.masks))
+    return step

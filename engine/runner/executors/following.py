@@ -1,8 +1,8 @@
-"""Decode steps of the same sequences as the step before: what changes is counted on, nothing is built anew.
+"""Decode steps of the same sequences as the step before: nothing of them is built anew.
 
 Most steps are of this kind, and for a small model putting one together takes as long as a tenth of computing
-it. `prepare_inputs` and `logit_rows` say what a step is; this gives the same arrays, changed in place
-(tests/unit/engine/runner/test_following.py).
+it. `prepare_inputs` and `logit_rows` say what a step is; the op `decode_inputs` (engine/kernels/native) makes
+the same of the last step's arrays, in place (tests/unit/engine/runner/test_following.py).
 
 Shape letters: S sequences, C blocks of the longest sequence.
 """
@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.inputs import StepInputs
-from engine.runner.sequence_table import SequenceTable
 from engine.runner.verification import LogitRows
 from engine.types import ScheduledSequence
 
@@ -30,34 +27,26 @@ _SPARE_COLUMNS = 16
 class LastStep:
     """The step before, and views of its arrays."""
 
-    # Where each sequence computed its token, when the step was put together as a whole.
+    # Where each sequence computed its token, when the step was put together as a whole, and the longest one.
     starts: list[int]
+    longest: int
     # Steps since then, and how many there may be before a block table needs another column.
     num_steps: int
     most_steps: int
     inputs: StepInputs
     batch: ForwardBatch
     rows: LogitRows
-    token_ids: NDArray[np.int64]  # [S]
-    positions: NDArray[np.int64]  # [S]
-    places: NDArray[np.int64]  # [S] where keys and values go
 
     @property
     def next_end(self) -> int:
         """Tokens of the longest sequence, with the one that the step after this one draws."""
         return self.longest + self.num_steps + 3
 
-    @cached_property
-    def longest(self) -> int:
-        """Where the longest sequence computed its token at first."""
-        return max(self.starts)
-
 
 class FollowingSteps:
     """The last step, if another like it may follow. Arrays of a step hold until the next one is asked for."""
 
-    def __init__(self, table: SequenceTable, block_size: int) -> None:
-        self._table = table
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.last: LastStep | None = None
 
@@ -77,14 +66,12 @@ class FollowingSteps:
         batch = inputs.batch = _with_spare_columns(batch)
         self.last = LastStep(
             starts=starts,
+            longest=max(starts),
             num_steps=0,
             most_steps=batch.ragged.block_tables.shape[1] * self._block_size - 1 - max(starts),
             inputs=inputs,
             batch=batch,
             rows=rows,
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            places=batch.slots,
         )
 
     def follows(self, scheduled: Sequence[ScheduledSequence]) -> LastStep | None:
@@ -99,26 +86,6 @@ class FollowingSteps:
             if each.num_tokens != 1 or not each.samples or each.draft_token_ids:
                 return None
         return last
-
-    def count_on(self, last: LastStep) -> None:
-        """Makes the arrays of the last step those of the next one.
-
-        The op `decode_inputs` (engine/kernels/native/decode.cc) does the same beside the model's.
-        """
-        last.num_steps += 1
-        ragged, size, rows = last.batch.ragged, self._block_size, last.rows
-        table, slots, positions = self._table, last.inputs.slots, last.positions
-        np.add(positions, 1, out=positions)
-        last.token_ids[:] = table.tokens[slots, positions]
-        np.add(last.places, 1, out=last.places)
-        np.add(ragged.context_lens, 1, out=ragged.context_lens)
-        np.add(rows.positions, 1, out=rows.positions)
-        columns, within = np.divmod(positions, size)
-        entering = np.flatnonzero(within == 0)
-        if entering.size:
-            blocks = table.blocks[slots[entering], columns[entering]]
-            ragged.block_tables[entering, columns[entering]] = blocks
-            last.places[entering] = blocks * size
 
 
 def _with_spare_columns(batch: ForwardBatch) -> ForwardBatch:

@@ -1,5 +1,5 @@
-"""Steps by the native kernels. One that follows another of the same sequences is not put together anew, and
-is one native call wherever nothing but a draw comes after the model (`native_decode`).
+"""Steps by the native kernels. One that follows another of the same sequences is one native call wherever
+nothing but a draw comes after the model (`native_decode`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from engine.kernels.sampling.native import NativeDraws, sampling_library
 from engine.model.native_decoder import NativeDecoder
-from engine.runner.executors.eager import EagerSteps
+from engine.runner.executors.eager import compute_step
 from engine.runner.executors.executor import Executor
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.executors.native_decode import NativeDecode
@@ -30,8 +30,7 @@ class NativeExecutor(Executor):
     def __init__(self, model: NativeDecoder, storage: KvStorage, table: SequenceTable) -> None:
         self.model = model
         self._storage, self._table = storage, table
-        self._eager = EagerSteps(model, None, storage, table)
-        self.steps = FollowingSteps(table, storage.block_size)
+        self.steps = FollowingSteps(storage.block_size)
         self.decode: NativeDecode | None = None
         if model.library is sampling_library():
             table.sampling.draws = draws = NativeDraws(model.library)
@@ -42,7 +41,7 @@ class NativeExecutor(Executor):
 
     def following(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
         last = self.steps.follows(scheduled)
-        if last is None:
+        if last is None or self.decode is None or not self.decode.takes(last):
             return None
         last.inputs.scheduled = scheduled
         return last.inputs
@@ -51,28 +50,18 @@ class NativeExecutor(Executor):
         return prepare_inputs(scheduled, self._table, self._storage, self.model)
 
     def execute(self, inputs: StepInputs) -> Sampled:
-        steps = self.steps
-        last = steps.last
-        if last is None or last.inputs is not inputs:
-            step = self._eager.compute(inputs)
-            if _all_succeeded(step):
-                steps.keep(inputs, step.rows)
+        last = self.steps.last
+        if last is not None and last.inputs is inputs:
+            assert self.decode is not None, "it takes the step"
+            step = self.decode.run(last)
+            if not step.sound:
+                self.steps.forget()
             return step
-        called = None if self.decode is None else self.decode.run(last)
-        if called is not None:
-            if not called.sound:
-                steps.forget()
-            return called
-        steps.count_on(last)
-        step = self._eager.compute(inputs, last.rows)
-        if not _all_succeeded(step):
-            steps.forget()
+        step = compute_step(self.model, None, self._storage, self._table, inputs)
+        drawn = step.drawn
+        if drawn is not None and drawn.finite.all() and drawn.allowed.all():
+            self.steps.keep(inputs, step.rows)
         return step
 
     def forget(self) -> None:
         self.steps.forget()
-
-
-def _all_succeeded(step: Sampled) -> bool:
-    drawn = step.drawn
-    return drawn is not None and bool(drawn.finite.all() and drawn.allowed.all())

@@ -3,7 +3,7 @@ and the drawn tokens' place in the table of sequences.
 
 Most steps are of this kind. Between two of them lies what the host does alone, upon caches that the weights
 have passed through: so it costs by how much code and data it touches. Here it touches none of the arrays.
-Whatever else may happen in a step goes the way of `FollowingSteps.count_on`, which gives the same.
+Whatever else may happen in a step has it put together as a whole, which gives the same.
 
 Shape letters: S sequences, V vocabulary.
 """
@@ -51,17 +51,19 @@ class NativeDecode:
         self._tokens = self._blocks = np.zeros((0, 0), np.int64)
         self._step: Sampled | None = None
 
-    def run(self, last: LastStep) -> Sampled | None:
-        """Computes the step that follows `last`: its draws, whose tokens were appended where all succeeded,
-        else none; valid until the next step. None where the step cannot be computed here; then nothing has
-        happened.
-        """
+    def takes(self, last: LastStep) -> bool:
+        """Whether the step that follows `last` can be computed here, next."""
         self._table.ensure_columns(last.next_end)
         if not self._describes(last):
             self._program = self._describe(last)
-        if self._program is None:
-            return None
+        return self._program is not None
+
+    def run(self, last: LastStep) -> Sampled:
+        """Computes the step that follows `last`, which was taken: its draws, whose tokens were appended where
+        all succeeded, else none; valid until the next step.
+        """
         step = self._step
+        assert self._program is not None, "taken before"
         assert step is not None, "described with the program"
         step.began_s = time.monotonic()
         last.num_steps += 1
@@ -80,7 +82,8 @@ class NativeDecode:
 
     def _describe(self, last: LastStep) -> Program | None:
         """Points the args to the arrays of a step; None while the sampler cannot follow."""
-        table, args, draws, ragged = self._table, self._args, self._draws, last.batch.ragged
+        table, args, draws, batch = self._table, self._args, self._draws, last.batch
+        ragged = batch.ragged
         self._last = None
         logits = self._model.point_to_rows(last.batch, last.rows.tokens)
         rows = SamplingRows(
@@ -103,8 +106,8 @@ class NativeDecode:
             processed=processed,
         )
         self._step = Sampled(inputs=last.inputs, rows=last.rows, logits=logits, drawn=drawn, began_s=0.0)
-        args.token_ids, args.positions = _address(last.token_ids), _address(last.positions)
-        args.slots, args.context_lens = _address(last.places), _address(ragged.context_lens)
+        args.token_ids, args.positions = _address(batch.token_ids), _address(batch.positions)
+        args.slots, args.context_lens = _address(batch.slots), _address(ragged.context_lens)
         args.block_tables, args.columns = _address(ragged.block_tables), ragged.block_tables.shape[1]
         args.outputs, args.rows = _address(last.rows.positions), _address(last.inputs.slots)
         args.tokens, args.token_columns = _address(table.tokens), table.tokens.shape[1]

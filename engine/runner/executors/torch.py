@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.attention import AttentionBackend
 from engine.model.decoder import Decoder
-from engine.runner.executors.eager import EagerSteps
+from engine.runner.executors.eager import compute_step
 from engine.runner.executors.executor import Executor
 from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
@@ -26,8 +26,7 @@ class TorchExecutor(Executor):
         self, model: Decoder, attention: AttentionBackend, storage: KvStorage, table: SequenceTable
     ) -> None:
         self.model = model
-        self._storage, self._table = storage, table
-        self._eager = EagerSteps(model, attention, storage, table)
+        self._attention, self._storage, self._table = attention, storage, table
         table.sampling.backend = model.kernels.names["sampling"]
 
     def mode(self) -> AbstractContextManager[object]:
@@ -37,4 +36,4 @@ class TorchExecutor(Executor):
         return prepare_inputs(scheduled, self._table, self._storage, self.model)
 
     def execute(self, inputs: StepInputs) -> Sampled:
-        return self._eager.compute(inputs)
+        return compute_step(self.model, self._attention, self._storage, self._table, inputs)

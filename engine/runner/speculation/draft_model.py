@@ -26,7 +26,6 @@ from engine.model.back_end import Model
 from engine.model.forward_batch import ForwardBatch
 from engine.runner.kv_storage import KvStorage
 from engine.runner.sequence_table import SequenceState, SequenceTable
-from engine.sampling.grammar import GrammarError
 from engine.sampling.sampler import sample
 
 if TYPE_CHECKING:
@@ -120,19 +119,12 @@ def _accepts(state: SequenceState, token: int) -> bool:
 def _masks(
     states: list[SequenceState], table: SequenceTable
 ) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
-    """Rows under a grammar, and their masks; a broken grammar allows everything and is found out later."""
-    guided = [row for row, state in enumerate(states) if state.matcher is not None]
+    """Rows under a grammar, and their masks; a grammar that breaks here is found out later."""
+    guided = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
     if not guided:
         return np.array([], np.int64), None
-    masks = np.full((len(guided), table.grammar.mask_width), -1, np.int32)
-    for place, row in enumerate(guided):
-        matcher = states[row].matcher
-        assert matcher is not None
-        try:
-            matcher.fill(masks[place : place + 1], ())
-        except GrammarError:
-            masks[place] = -1
-    return np.array(guided, np.int64), masks
+    filled = table.grammar.fill([(matcher, ()) for matcher in guided.values()]).result()
+    return np.array(list(guided), np.int64), filled.masks
 
 
 class _Tails:

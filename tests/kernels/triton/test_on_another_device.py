@@ -23,6 +23,7 @@ from engine.kernels import selection
 from engine.kernels.attention import triton_attention
 from engine.kernels.attention.triton_attention import TritonAttention
 from engine.kernels.transfer import on_device
+from engine.model.checkpoint import LoadRequest
 from engine.model.families import read_spec
 from engine.model.reading import load_decoder
 from engine.runner.base import RunnerBroken
@@ -196,13 +197,9 @@ def test_devices_are_never_mixed(
     kernels = selection.choose_kernels(KernelsConfig(**names), torch.device("cpu"))
     with OneDevice(), torch.inference_mode():
         model = load_decoder(
-            tmp_path,
-            spec,
-            dtype=torch.bfloat16,
+            LoadRequest(folder=tmp_path, spec=spec, dtype="bfloat16", max_model_len=96, config=config),
             device=ELSEWHERE,
-            max_model_len=96,
             progress=lambda phase, part: None,
-            config=config,
             kernels=kernels,
         )
         attention = TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads)

@@ -9,24 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint import read_headers, resolve_checkpoint
+from engine.model.checkpoint import LoadRequest, read_headers, resolve_checkpoint
 from engine.model.decoder import Decoder
 from engine.model.families import read_spec
 from engine.model.layers import multiply
 from engine.model.reading import load_decoder
 from engine.model.spec import CheckpointError
+from engine.model.weights import Progress
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(
-        folder,
-        read_spec(folder),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        progress=lambda phase, part: None,
-    )
+def load(folder: Path, dtype: str = "float32", progress: Progress = lambda phase, part: None) -> Decoder:
+    request = LoadRequest(folder=folder, spec=read_spec(folder), dtype=dtype, max_model_len=64)
+    return load_decoder(request, device=torch.device("cpu"), progress=progress)
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -123,24 +118,17 @@ def test_sharded_checkpoint_loads_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("served", [torch.bfloat16, torch.float32])
-def test_types_are_converted(stored: torch.dtype, served: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("served", ["bfloat16", "float32"])
+def test_types_are_converted(stored: torch.dtype, served: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama")
     model.to(stored).save_pretrained(tmp_path)
     embedding = model.get_input_embeddings().weight.detach()
-    assert torch.equal(load(tmp_path, served).embedding, embedding.to(served))
+    assert torch.equal(load(tmp_path, served).embedding, embedding.to(getattr(torch, served)))
 
 
 def test_progress_rises_to_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     seen: list[float] = []
-    load_decoder(
-        tmp_path,
-        read_spec(tmp_path),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=64,
-        progress=lambda phase, part: seen.append(part),
-    )
+    load(tmp_path, progress=lambda phase, part: seen.append(part))
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1.0)

@@ -10,8 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.kernels.selection import torch_kernels
+from engine.model.checkpoint import LoadRequest
+from engine.model.families import read_spec
 from engine.model.mapped_pages import STRIDE_BYTES, MappedPages
 from engine.model.weights import LARGE_TABLE_BYTES, WeightReader
+from tests.unit.engine.checkpoints import make_checkpoint
 
 NAMES = "abcdef"
 SMAPS = Path("/proc/self/smaps")
@@ -58,25 +62,26 @@ def test_memory_that_is_in_no_file_keeps_what_it_holds() -> None:
     assert int(tensor.sum()) == tensor.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_only_rows_of_a_large_table_that_were_looked_up_are_resident(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_only_rows_of_a_large_table_that_were_looked_up_are_resident(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path / "llama", "llama")
+    spec = read_spec(tmp_path / "llama")
     file = tmp_path / "model.safetensors"
     rows, width = LARGE_TABLE_BYTES // 2 // 1024, 1024
     table = torch.arange(rows, dtype=torch.bfloat16)[:, None].expand(rows, width).contiguous()
     save_file({"table": table, "small": table[:8].clone()}, file)
-    device = torch.device("cpu")
+    request = LoadRequest(folder=tmp_path, spec=spec, dtype=dtype, max_model_len=64)
+    device, kernels = torch.device("cpu"), torch_kernels()
     with WeightReader(
-        tmp_path, dtype=dtype, device=device, progress=lambda *_: None, is_packed=True
+        request, device=device, progress=lambda *_: None, kernels=kernels, is_packed=True
     ) as weights:
         kept = weights.keep("table", (rows, width))
         small = weights.keep("small", (8, width))
         weights.finish()
     # What is converted is a copy; and so is what is small, as a mapping is not kept for its sake.
-    assert str(file) in Path("/proc/self/maps").read_text() or dtype == torch.float32
+    assert str(file) in Path("/proc/self/maps").read_text() or dtype == "float32"
     assert resident_kb(file) < 1024
     looked_up = kept.index_select(0, torch.tensor([3, rows - 1]))
-    assert torch.equal(looked_up, table[[3, rows - 1]].to(dtype))
-    assert torch.equal(small, table[:8].to(dtype))
+    assert torch.equal(looked_up, table[[3, rows - 1]].to(getattr(torch, dtype)))
+    assert torch.equal(small, table[:8].to(getattr(torch, dtype)))
     assert resident_kb(file) < 2048

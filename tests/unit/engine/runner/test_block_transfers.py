@@ -11,7 +11,7 @@ import torch
 
 from engine.runner import block_transfers
 from engine.runner.block_transfers import BlockTransfers
-from tests.unit.engine.runner.late_lanes import LateLanes
+from tests.unit.engine.runner.late_streams import LateStreams
 
 NUM_BLOCKS, NUM_HOST = 9, 7
 
@@ -43,7 +43,6 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Plan:
-    step_id: int
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     # What the forward writes.
@@ -58,9 +57,9 @@ def random_plans(seed: int, count: int) -> list[Plan]:
     device = {block: block for block in range(NUM_BLOCKS)}
     host: dict[int, int] = {}
     fresh = 100
-    plans = [Plan(0, written=dict(device))]
-    for step_id in range(1, count):
-        plan = Plan(step_id)
+    plans = [Plan(written=dict(device))]
+    for _ in range(1, count):
+        plan = Plan()
         out = chance.sample(range(NUM_BLOCKS), chance.randrange(6))
         coming = chance.sample(sorted(host), min(len(host), chance.randrange(5), len(out)))
         rows = chance.sample([row for row in range(NUM_HOST) if row not in coming], min(len(out), 3))
@@ -91,12 +90,11 @@ def expected_contents(plans: list[Plan]) -> list[dict[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("announces", [True, False])
 @pytest.mark.parametrize("favourite", ["", "compute", "copy"])
 @pytest.mark.parametrize("seed", range(25))
-def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str, announces: bool) -> None:
-    plans, late, tensors = random_plans(seed, 40), LateLanes(seed, favourite), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str) -> None:
+    plans, late, tensors = random_plans(seed, 40), LateStreams(seed, favourite), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     found: list[dict[int, set[float]]] = []
 
     def forward(plan: Plan) -> Callable[[], None]:
@@ -107,16 +105,9 @@ def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str, annou
 
         return work
 
-    def announce(index: int) -> None:
-        if announces and index < len(plans):
-            transfers.announce(plans[index].step_id, plans[index].offloads, plans[index].restores)
-
-    announce(0)
-    for index, plan in enumerate(plans):
-        # One step is launched while the one before it has not been applied.
-        announce(index + 1)
+    for plan in plans:
         late.some()
-        transfers.apply(plan.step_id, plan.offloads, plan.restores)
+        transfers.apply(plan.offloads, plan.restores)
         late.compute.run(forward(plan))
         late.some()
     late.all()
@@ -125,54 +116,38 @@ def test_every_forward_reads_what_the_plans_say(seed: int, favourite: str, annou
 
 
 def test_the_model_does_not_wait_for_what_leaves() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     fill(tensors, 3, 42)
-    transfers.apply(0, [(3, 1)], [])
+    transfers.apply([(3, 1)], [])
     late.compute.run(lambda: fill(tensors, 3, 7))
     while late.compute.advance():
         pass
     assert content_of(tensors, 3) == {7.0}
-    transfers.apply(1, [], [(1, 0)])
+    transfers.apply([], [(1, 0)])
     late.all()
     assert content_of(tensors, 0) == {42.0}
 
 
-def test_what_is_announced_is_fetched_while_the_model_computes() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+def test_a_row_is_fetched_while_the_model_computes() -> None:
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     fill(tensors, 0, 11)
-    transfers.apply(0, [(0, 2)], [])
+    transfers.apply([(0, 2)], [])
     late.all()
-    transfers.announce(1, [], [(2, 5)])
-    assert late.copy.advance(), "the row is fetched before the plan is applied"
-    transfers.apply(1, [], [(2, 5)])
-    assert late.copy.is_idle, "and not a second time"
+    late.compute.run(lambda: None)
+    transfers.apply([], [(2, 5)])
+    assert late.copy.advance(), "the model's step before it has not ended"
     late.all()
     assert content_of(tensors, 5) == {11.0}
 
 
-def test_a_row_that_an_earlier_plan_still_writes_is_not_fetched_ahead() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
-    fill(tensors, 0, 11)
-    transfers.announce(0, [(0, 2)], [])
-    transfers.announce(1, [], [(2, 5)])
-    assert late.copy.is_idle
-    transfers.apply(0, [(0, 2)], [])
-    transfers.apply(1, [], [(2, 5)])
-    late.all()
-    assert content_of(tensors, 5) == {11.0}
-
-
-def test_plans_that_are_never_applied_give_their_buffers_back() -> None:
-    late, tensors = LateLanes(0), tensors_of()
-    transfers = BlockTransfers(tensors, NUM_HOST, late.lanes)
+def test_more_blocks_than_all_buffers_hold_leave_and_return() -> None:
+    late, tensors = LateStreams(0), tensors_of()
+    transfers = BlockTransfers(tensors, NUM_HOST, late.streams)
     for block in range(6):
         fill(tensors, block, block + 1)
-    transfers.apply(0, [(block, block) for block in range(6)], [])
-    for step_id in range(1, 6):
-        transfers.announce(step_id, [], [(row, row) for row in range(6)])
-    transfers.apply(9, [], [(row, 8 - row) for row in range(6)])
+    transfers.apply([(block, block) for block in range(6)], [])
+    transfers.apply([], [(row, 8 - row) for row in range(6)])
     late.all()
     assert [content_of(tensors, 8 - row) for row in range(6)] == [{row + 1.0} for row in range(6)]

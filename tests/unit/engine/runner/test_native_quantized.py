@@ -1,4 +1,4 @@
-"""Quantized weights by the native kernels beside torch: the tolerances of engine/quantization/DESIGN.md."""
+"""Quantized weights natively beside torch. An input between two levels may be rounded either way."""
 
 from __future__ import annotations
 

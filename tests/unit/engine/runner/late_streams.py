@@ -1,4 +1,4 @@
-"""Lanes whose work runs late, in whatever order the rules allow: streams of a device at their worst."""
+"""Streams whose work runs late, in whatever order the rules allow: streams of a device at their worst."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from engine.runner.lanes import Lanes
+from engine.runner.streams import Streams
 
 Work = Callable[[], None]
-Mark = tuple["LateLane", int]
+Mark = tuple["LateStream", int]
 
 
-class LateLane:
+class LateStream:
     """Queues work and waits; runs one entry at a time when told to."""
 
     def __init__(self, name: str) -> None:
@@ -42,8 +42,8 @@ class LateLane:
     def advance(self) -> bool:
         """Runs the next work. False when there is none, or it must wait."""
         while self._entries and not callable(self._entries[0]):
-            lane, position = self._entries[0]
-            if not lane.is_reached(position):
+            stream, position = self._entries[0]
+            if not stream.is_reached(position):
                 return False
             self._entries.popleft()
         if not self._entries:
@@ -55,34 +55,34 @@ class LateLane:
         return True
 
 
-class LateLanes:
-    """Two late lanes and who goes on next. `favourite` always runs as far as it can before the other."""
+class LateStreams:
+    """Two late streams and who goes on next. `favourite` always runs as far as it can before the other."""
 
     def __init__(self, seed: int, favourite: str = "") -> None:
-        self.compute, self.copy = LateLane("compute"), LateLane("copy")
+        self.compute, self.copy = LateStream("compute"), LateStream("copy")
         self._random = random.Random(seed)
         self._favourite = favourite
 
     @property
-    def lanes(self) -> Lanes:
-        return Lanes(compute=self.compute, copy=self.copy)
+    def streams(self) -> Streams:
+        return Streams(compute=self.compute, copy=self.copy)
 
-    def _order(self) -> list[LateLane]:
+    def _order(self) -> list[LateStream]:
         both = [self.compute, self.copy]
         if self._favourite:
-            return sorted(both, key=lambda lane: lane.name != self._favourite)
+            return sorted(both, key=lambda stream: stream.name != self._favourite)
         self._random.shuffle(both)
         return both
 
     def some(self) -> None:
         """Runs a random number of entries."""
         for _ in range(self._random.randrange(8)):
-            if not any(lane.advance() for lane in self._order()):
+            if not any(stream.advance() for stream in self._order()):
                 return
 
     def all(self) -> None:
-        """Runs everything; fails when lanes wait for each other."""
-        while any(lane.advance() for lane in self._order()):
+        """Runs everything; fails when streams wait for each other."""
+        while any(stream.advance() for stream in self._order()):
             pass
-        assert self.compute.is_idle, "the model's lane waits for ever"
-        assert self.copy.is_idle, "the copy lane waits for ever"
+        assert self.compute.is_idle, "the model's stream waits for ever"
+        assert self.copy.is_idle, "the copy stream waits for ever"
