@@ -87,7 +87,7 @@ test: dev redis lint proto-check ## Install what is missing, then lint, types, a
 	$(BIN)/python -m pytest $(PARALLEL) -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-fast
-test-fast: dev redis ## Unit tests, contracts and import rules, without what took over 0.2 s when it last ran
+test-fast: dev redis ## Unit tests, contracts and import rules, without what took long when it last ran
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --fast --durations=5 \
 		tests/unit tests/contract tests/architecture $(PYTEST_ARGS)
 

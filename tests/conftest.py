@@ -1,5 +1,5 @@
 """What every test shares: marks by folder, an environment without settings of the developer's shell, and
-`--fast`, which leaves out what took long when it last ran.
+`--fast`, which leaves out what took long when it last ran, here or where slow.txt was written.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _E2E = (TESTS / "e2e", TESTS / "chaos")
 _FAST_S = 0.2
 # Names of the others, in pytest's cache.
 _SLOW_TESTS = "millrace/slow"
+# And those of functions, for a machine where nothing was measured yet.
+_SLOW_FUNCTIONS = TESTS / "slow.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--fast`; nobody keeps a list of slow tests, as every run measures them."""
+    """`--fast`; every other run measures which tests are slow."""
     parser.addoption(
         "--fast", action="store_true", help=f"leave out tests that took over {_FAST_S} s when they last ran"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measures, unless a fast run would: there, the first test that is left pays for what several share."""
+    """Measures, but not in a fast run: there, the first test that is left pays for what several share."""
     cache = getattr(config, "cache", None)
     is_worker = hasattr(config, "workerinput")
-    if cache is None or is_worker or (config.getoption("--fast") and cache.get(_SLOW_TESTS, None)):
+    if cache is None or is_worker or config.getoption("--fast"):
         return
     config.pluginmanager.register(_Durations(cache))
 
@@ -66,10 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(folder in item.path.parents for folder in _E2E):
             item.add_marker(pytest.mark.e2e)
-    if config.getoption("--fast") and getattr(config, "cache", None):
-        slow = set(config.cache.get(_SLOW_TESTS, []))
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in slow])
-        items[:] = [item for item in items if item.nodeid not in slow]
+    if config.getoption("--fast"):
+        cache = getattr(config, "cache", None)
+        slow = set(cache.get(_SLOW_TESTS, []) if cache else []) or set(_SLOW_FUNCTIONS.read_text().split())
+        is_slow = {item: bool({item.nodeid, item.nodeid.partition("[")[0]} & slow) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if is_slow[item]])
+        items[:] = [item for item in items if not is_slow[item]]
 
 
 @pytest.fixture(autouse=True, scope="session")

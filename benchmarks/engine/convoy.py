@@ -46,7 +46,6 @@ def main() -> None:
         outcome = simulate(workload(), config, _DEVICE)
         chats, long = outcome.of("chat"), outcome.of("long")
         gaps = [gap for each in chats for gap in each.gaps_s]
-        slots = sum(each for each, _ in outcome.kv_use)
         rows.append(
             {
                 "configuration": name,
@@ -56,7 +55,6 @@ def main() -> None:
                 "max ms": max(gaps) * 1000,
                 "chat TTFT p99 ms": percentile([each.ttft_s or 0 for each in chats], 0.99) * 1000,
                 "long TTFT p50 ms": percentile([each.ttft_s or 0 for each in long], 0.5) * 1000,
-                "KV waste %": 100 * (1 - sum(each for _, each in outcome.kv_use) / slots),
             }
         )
     publish("Long prompts among chats (simulated device)", rows, options.json)

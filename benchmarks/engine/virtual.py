@@ -71,8 +71,6 @@ class Arrival:
     ttft_target_s: float | None = None
     queue_limit_s: float | None = None
     weight: float = 1.0
-    # Leading tokens that all requests with this property have in common.
-    num_shared_tokens: int = 0
 
 
 @dataclass
@@ -109,8 +107,6 @@ class Outcome:
 
     served: list[Served]
     duration_s: float
-    # Samples of (slots of allocated blocks, tokens in them).
-    kv_use: list[tuple[int, int]]
 
     def of(self, kind: str) -> list[Served]:
         """Requests of one kind."""
@@ -131,17 +127,13 @@ def simulate(
     device: Device,
     *,
     stop_s: float | None = None,
-    prefix_caching: bool = False,
 ) -> Outcome:
     """Runs the workload to its end, or until `stop_s`."""
     rng = random.Random(0)
-    scheduler = Scheduler(
-        config, CacheConfig(prefix_caching=prefix_caching), device.memory(), model="virtual"
-    )
+    scheduler = Scheduler(config, CacheConfig(prefix_caching=False), device.memory(), model="virtual")
     queue = [(arrival.at_s, index, arrival) for index, arrival in enumerate(arrivals)]
     heapq.heapify(queue)
     served = [Served(arrival) for arrival in arrivals]
-    kv_use: list[tuple[int, int]] = []
     now = 0.0
     while (queue or scheduler.has_work) and (stop_s is None or now < stop_s):
         while queue and queue[0][0] <= now:
@@ -158,8 +150,7 @@ def simulate(
         elif queue:
             now = max(now, queue[0][0])
         _book(scheduler.take_events(), served, now)
-        kv_use.append(scheduler.kv_use())
-    return Outcome(served, now, kv_use)
+    return Outcome(served, now)
 
 
 def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
@@ -180,10 +171,7 @@ def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
     return Request(
         request_id=index,
         external_id=str(index),
-        prompt_token_ids=(
-            *range(arrival.num_shared_tokens),
-            *(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens - arrival.num_shared_tokens)),
-        ),
+        prompt_token_ids=tuple(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens)),
         sampling=SamplingParams(max_tokens=arrival.max_tokens),
         tenant=arrival.tenant,
         tier=arrival.kind,

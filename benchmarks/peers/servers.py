@@ -84,7 +84,7 @@ def serve(name: str, launch: Callable[[int], Launch], log: Path) -> Iterator[Ser
         while not _healthy(url + how.health_path):
             if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
                 raise ServerFailed(f"{name} did not start; its output is in {log}")
-            time.sleep(0.25)
+            time.sleep(0.05)
         yield Server(
             name=name, url=url, api_key="", model="", pid=process.pid, start_s=time.monotonic() - began
         )

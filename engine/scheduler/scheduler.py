@@ -192,15 +192,6 @@ class Scheduler:
         """Whether a plan made now could contain anything."""
         return bool(self._state.groups or self._state.released or self._state.outlived)
 
-    def kv_use(self) -> tuple[int, int]:
-        """(token slots in allocated blocks, tokens in them); blocks that several sequences share count for
-        each. The difference is what block granularity wastes.
-        """
-        running = self._state.running
-        size = self._state.cache.block_size
-        slots = sum(sequence.table.num_held for sequence in running) * size
-        return slots, sum(sequence.num_known - sequence.table.num_given_up * size for sequence in running)
-
     def request_ids(self) -> tuple[int, ...]:
         """Requests that have not ended."""
         return tuple(self._state.groups)

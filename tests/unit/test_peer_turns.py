@@ -43,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
     def log_message(self, *_):
         pass
+ThreadingHTTPServer.request_queue_size = 64
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
