@@ -15,11 +15,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from contract.chat import Conversation, Message, Role
-from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
-from tokenizer_svc.control import ControlTokens
-from tokenizer_svc.encoding import TextEncoder
-from tokenizer_svc.template import ChatTemplates
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.text.control import ControlTokens
+from tokenizer_svc.text.encoding import TextEncoder
+from tokenizer_svc.text.template import ChatTemplates
 
 _ROOT = Path(__file__).resolve().parent.parent
 _REPEATS = 3

@@ -14,10 +14,10 @@ import msgspec
 
 from contract.chat import ToolChoiceMode
 from contract.grammar import EnforcementReport, KeywordStatus
-from tokenizer_svc import formats
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.request import ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.text import formats
 
 
 class ToolsRefused(Exception):
