@@ -14,7 +14,6 @@ from opentelemetry import context as otel_context
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message, verdict_message
 from observability import names
 from observability.tracing import (
@@ -33,6 +32,7 @@ from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest
 from tokenizer_svc.refusals import no_input
 from tokenizer_svc.service.prepare import Preparer, is_short
 from tokenizer_svc.service.stream import Calls, CallStream
+from tokenizer_svc.types import Compiled
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
@@ -207,30 +207,25 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 Reason.INVALID_ARGUMENT, "response_format is not set", field="response_format"
             )
         start = time.perf_counter()
-        report: EnforcementReport | None = None
-        accepted_strict = accepted = False
+        forms = [form]
+        if isinstance(form, JsonSchemaFormat):
+            forms = [JsonSchemaFormat(form.schema_json, strict=strict) for strict in (True, False)]
+        found: list[Compiled] = []
         refusal = ""
-        strict_form = JsonSchemaFormat(form.schema_json) if isinstance(form, JsonSchemaFormat) else form
-        try:
-            compiled, _ = await self._preparer.compile_format(strict_form, tenant="")
-            accepted_strict = accepted = True
-            report = compiled.enforcement
-        except MillraceError as error:
-            if error.reason is not Reason.GRAMMAR_REFUSED:
-                raise
-            refusal = error.message
-        if not accepted and isinstance(form, JsonSchemaFormat):
+        for each in forms:
             try:
-                compiled, _ = await self._preparer.compile_format(
-                    JsonSchemaFormat(form.schema_json, strict=False), tenant=""
-                )
-                accepted, report = True, compiled.enforcement
+                compiled, _ = await self._preparer.compile_format(each, tenant="")
+                found.append(compiled)
+                break
             except MillraceError as error:
                 if error.reason is not Reason.GRAMMAR_REFUSED:
                     raise
+                # Why strict mode does not accept it.
+                refusal = refusal or error.message
+        report = found[0].enforcement if found else None
         return tokenizer_pb2.CheckSchemaResponse(
-            accepted_strict=accepted_strict,
-            accepted=accepted,
+            accepted_strict=not refusal,
+            accepted=bool(found),
             enforcement=report_message(report) if report is not None else None,
             refusal=refusal,
             compile_s=time.perf_counter() - start,

@@ -334,22 +334,20 @@ def _negated(test: Test) -> Test:
 
 
 def _all(tests: list[Test], known: Known) -> Verdict:
-    asked: Verdict = True
-    for test in tests:
-        verdict = test(known)
-        if verdict is False:
-            return False
-        if isinstance(verdict, str):
-            asked = asked if isinstance(asked, str) else verdict
-    return asked
+    return _decided(tests, known, by=False)
 
 
 def _any(tests: list[Test], known: Known) -> Verdict:
-    asked: Verdict = False
+    return _decided(tests, known, by=True)
+
+
+def _decided(tests: list[Test], known: Known, *, by: bool) -> Verdict:
+    """What one verdict of `by` decides; else the property that is to be known first, if there is one."""
+    asked: Verdict = not by
     for test in tests:
         verdict = test(known)
-        if verdict is True:
-            return True
-        if isinstance(verdict, str):
-            asked = asked if isinstance(asked, str) else verdict
+        if verdict is by:
+            return by
+        if isinstance(verdict, str) and not isinstance(asked, str):
+            asked = verdict
     return asked
