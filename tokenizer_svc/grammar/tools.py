@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 import msgspec
 
@@ -204,15 +205,17 @@ def _arguments_schema(
 
 
 def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:
-    def moved(statuses: tuple[KeywordStatus, ...]) -> tuple[KeywordStatus, ...]:
-        return tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
-
-    return EnforcementReport(moved(report.enforced), moved(report.approximated), moved(report.unenforced))
+    return EnforcementReport(
+        *(
+            tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
+            for statuses in _parts(report)
+        )
+    )
 
 
 def _joined(reports: list[EnforcementReport]) -> EnforcementReport:
-    return EnforcementReport(
-        tuple(each for report in reports for each in report.enforced),
-        tuple(each for report in reports for each in report.approximated),
-        tuple(each for report in reports for each in report.unenforced),
-    )
+    return EnforcementReport(*(tuple(chain(*parts)) for parts in zip(*map(_parts, reports), strict=True)))
+
+
+def _parts(report: EnforcementReport) -> tuple[tuple[KeywordStatus, ...], ...]:
+    return report.enforced, report.approximated, report.unenforced

@@ -213,13 +213,6 @@ def _spells_spaces(step: dict[str, Any]) -> bool:
     return bool(step["type"] == "Replace" and replaced == ({"String": " "}, "▁"))
 
 
-def num_characters(conversation: Conversation) -> int:
-    """About how much a template writes."""
-    size = sum(map(_size, conversation.messages))
-    # Tools and documents are small here, or a worker prepares them; each costs a template some work.
-    return size + 128 * (len(conversation.tools) + len(conversation.documents))
-
-
 def _size(message: Message) -> int:
     calls = sum(_num_bytes(call.arguments_json) for call in message.tool_calls)
     return _num_bytes(message.content) + _num_bytes(message.reasoning) + calls

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from millrace.tokenizer.v1 import tokenizer_pb2
 from opentelemetry import trace
@@ -15,7 +18,7 @@ from contract.grammar import Verdict
 from observability import names
 from observability.metrics import Metrics
 from observability.names import SpanName
-from observability.tracing import Attributes, Telemetry
+from observability.tracing import Telemetry
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
@@ -176,7 +179,7 @@ class Preparer:
 
     async def _compile(self, request: EncodedGrammar, tenant: str) -> tuple[Compiled, bool]:
         started_s = time.perf_counter()
-        with self._stage(names.TOKENIZER_COMPILE, "compile") as stage:
+        with self._stage(names.TOKENIZER_COMPILE, "compile") as attributes:
             try:
                 compiled, cached = await self._compiler.compile(request, tenant=tenant)
             except MillraceError as error:
@@ -188,12 +191,27 @@ class Preparer:
             if not cached:
                 elapsed_s = time.perf_counter() - started_s
                 self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=request.kind)
-            stage.attributes = {names.GRAMMAR_CACHE: result, names.GRAMMAR_DIGEST: compiled.artifact.digest}
+            attributes |= {names.GRAMMAR_CACHE: result, names.GRAMMAR_DIGEST: compiled.artifact.digest}
             self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
         return compiled, cached
 
-    def _stage(self, span: SpanName, stage: str) -> _Stage:
-        return _Stage(self._telemetry, self._metrics, span, stage)
+    @contextmanager
+    def _stage(self, name: SpanName, stage: str) -> Iterator[dict[str, Any]]:
+        """A step of the current span, with the attributes that it is given, and its time in the metrics."""
+        start_s = time.monotonic()
+        attributes: dict[str, Any] = {}
+        error = ""
+        try:
+            yield attributes
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            end_s, span = time.monotonic(), trace.get_current_span()
+            self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, end_s - start_s, stage=stage)
+            self._telemetry.step(
+                name, of=span, start_s=start_s, end_s=end_s, attributes=attributes, error=error
+            )
 
 
 def is_short(request: tokenizer_pb2.PrepareRequest) -> bool:
@@ -215,32 +233,3 @@ def _num_characters(request: tokenizer_pb2.PrepareRequest) -> int:
         case "text":
             return len(request.text)
     return 0
-
-
-class _Stage:
-    """A step of the current span with the stage's time in the metrics."""
-
-    __slots__ = ("_metrics", "_name", "_stage", "_start_s", "_telemetry", "attributes")
-
-    def __init__(self, telemetry: Telemetry, metrics: Metrics, name: SpanName, stage: str) -> None:
-        self._telemetry = telemetry
-        self._metrics = metrics
-        self._name = name
-        self._stage = stage
-        self.attributes: Attributes = {}
-
-    def __enter__(self) -> _Stage:
-        self._start_s = time.monotonic()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        end_s = time.monotonic()
-        self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, end_s - self._start_s, stage=self._stage)
-        self._telemetry.step(
-            self._name,
-            of=trace.get_current_span(),
-            start_s=self._start_s,
-            end_s=end_s,
-            attributes=self.attributes,
-            error=kind.__name__ if kind is not None else "",
-        )

@@ -20,11 +20,10 @@ import time
 import traceback
 from collections.abc import Callable
 from io import BufferedIOBase, RawIOBase
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 from google.protobuf.message import DecodeError
-from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
@@ -41,7 +40,7 @@ from tokenizer_svc.grammar.request import (
     WorkRequest,
 )
 from tokenizer_svc.grammar.validate import validate
-from tokenizer_svc.messages.wire import NO_REQUEST, packed_ids
+from tokenizer_svc.messages.wire import NO_REQUEST, packed_ids, parse_request
 from tokenizer_svc.prompt.prompts import Prompts
 from tokenizer_svc.workers.yielding import Yielding
 
@@ -180,9 +179,7 @@ class Desk:
 
     def _prepared(self, request: PromptRequest) -> WorkerReply:
         try:
-            # Parsers take views as well, which their types do not say.
-            parse: Any = tokenizer_pb2.PrepareRequest.FromString
-            prompted = self._prompts.prepared(parse(request.wire), request)
+            prompted = self._prompts.prepared(parse_request(request.wire), request)
         except DecodeError:
             return WorkerReply(refused=Refused(message=NO_REQUEST, field="", reason=Reason.MALFORMED_BODY))
         except MillraceError as error:
