@@ -25,11 +25,11 @@ from benchmarks.maskbench import quantile, read
 from contract.chat import JsonSchemaFormat
 from engine.sampling.grammar import BACKEND, GrammarEngine
 from engine.types import GrammarSpec
-from tokenizer_svc.checkpoint import Checkpoint, load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest
+from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 
 
 def grammars(checkpoint: Checkpoint, rows: list[tuple[str, Any]]) -> list[GrammarSpec]:

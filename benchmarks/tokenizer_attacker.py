@@ -1,7 +1,7 @@
 """The hostile tenant of the isolation benchmark, and what shows how much of its effect is its own machine's.
 
 Both are processes that compute only when nobody else wants to and yield again and again
-(tokenizer_svc.grammar.courtesy): in truth they sit on other machines.
+(tokenizer_svc.workers.yielding): in truth they sit on other machines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from services.channels import CLIENT_OPTIONS
 from services.outbox import Outbox
 from services.server import GrpcServer
 from services.stream_client import run_stream
-from tokenizer_svc.grammar.courtesy import Courtesy
-from tokenizer_svc.stream import Calls, CallStream
-from tokenizer_svc.wire import SERVICE_NAME, Call, LargeRequest, add_to_server
+from tokenizer_svc.messages.wire import SERVICE_NAME, Call, LargeRequest, add_to_server
+from tokenizer_svc.service.stream import Calls, CallStream
+from tokenizer_svc.workers.yielding import Yielding
 
 # Different hostile requests of each kind in one window; sent again when all have been.
 _ROUNDS = 8
@@ -127,7 +127,7 @@ async def flood(
 
 def _attacker(way: str, attack: str, width: int, orders: Connection) -> None:
     """Orders are where to send, and for how many seconds; 0 ends it."""
-    courtesy = _step_back()
+    yielding = _step_back()
     numbers = itertools.count(1_000_000)
     while True:
         rounds = [ATTACKS[attack](next(numbers)) for _ in range(_ROUNDS)]
@@ -136,7 +136,7 @@ def _attacker(way: str, attack: str, width: int, orders: Connection) -> None:
         target, seconds = orders.recv()
         if not seconds:
             return
-        with courtesy:
+        with yielding:
             outcomes = asyncio.run(flood(way, target, requests, seconds, width))
         orders.send(dict(outcomes))
 
@@ -146,9 +146,9 @@ def _signed(request: Request) -> bytes:
     return request.SerializeToString()
 
 
-def _step_back() -> Courtesy:
+def _step_back() -> Yielding:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    return Courtesy()
+    return Yielding()
 
 
 class _Sink(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -174,7 +174,7 @@ class _Sink(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 def _sink(orders: Connection) -> None:
     """Orders are the time that an answer takes."""
-    courtesy = _step_back()
+    yielding = _step_back()
 
     async def serve() -> None:
         server = GrpcServer("127.0.0.1:0")
@@ -187,7 +187,7 @@ def _sink(orders: Connection) -> None:
         )
         await asyncio.Event().wait()
 
-    with courtesy:
+    with yielding:
         asyncio.run(serve())
 
 

@@ -17,14 +17,14 @@ from services.config import load_section, read_tables
 from services.deferred import Deferred
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal
-from tokenizer_svc.checkpoint import load_checkpoint, locate
 from tokenizer_svc.config import ServiceConfig, TokenizerConfig, load
-from tokenizer_svc.grammar.cache import GrammarCompiler
-from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.prepare import Preparer
-from tokenizer_svc.servicer import TokenizerServicer
-from tokenizer_svc.wire import SERVICE_NAME, add_to_server
+from tokenizer_svc.messages.wire import SERVICE_NAME, add_to_server
+from tokenizer_svc.service.compiler import GrammarCompiler
+from tokenizer_svc.service.prepare import Preparer
+from tokenizer_svc.service.servicer import TokenizerServicer
+from tokenizer_svc.text.checkpoint import load_checkpoint, locate
+from tokenizer_svc.workers.pool import WorkerPool
 
 _SWITCH_INTERVAL_S = 0.0005
 # Messages of megabytes reuse the memory of those before: getting it from the kernel anew takes longer than

@@ -12,12 +12,12 @@ from contract.errors import MillraceError
 from contract.grammar import EnforcementReport, KeywordStatus
 from services.config import ModelConfig
 from services.errors import ConfigError
-from tokenizer_svc.checkpoint import load_checkpoint, locate
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
-from tokenizer_svc.limits import invalid
+from tokenizer_svc.refusals import invalid
+from tokenizer_svc.text.checkpoint import load_checkpoint, locate
 
 # Of UTF-8.
 _MAX_CHARACTER_BYTES = 4

@@ -29,18 +29,3 @@ class LengthLimit(msgspec.Struct, frozen=True):
 
     max_tokens: int | None = None
     truncation: Truncation = Truncation.REFUSE
-
-
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine and the output parsers need of a request; times in seconds."""
-
-    # Those of a large prompt as they are sent (see `wire`), all others as numbers.
-    token_ids: list[int] | memoryview
-    num_tokens: int
-    compiled: Compiled | None
-    grammar_cached: bool
-    assistant_prefix: str
-    render_s: float
-    encode_s: float
-    compile_s: float
-    num_truncated: int = 0

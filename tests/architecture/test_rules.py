@@ -46,14 +46,10 @@ _BORDER = (
     # Signs the request context, which is a message.
     "gateway/auth/verifier.py",
     "gateway/tokenizer/",
-    "tokenizer_svc/convert.py",
-    # Measures messages that are too large to be read where they arrive.
-    "tokenizer_svc/large.py",
-    "tokenizer_svc/servicer.py",
-    # The servicer of the stream of Prepare calls.
-    "tokenizer_svc/stream.py",
-    # Tells the parts of requests that are too large to be parsed.
-    "tokenizer_svc/wire.py",
+    "tokenizer_svc/messages/",
+    # Prepares a request as it came: a large one is not looked at before a worker does.
+    "tokenizer_svc/prompt/",
+    "tokenizer_svc/service/",
     "engine/__main__.py",
     "engine/service/",
 )

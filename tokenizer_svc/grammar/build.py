@@ -25,7 +25,6 @@ from contract.chat import (
     ResponseFormat,
 )
 from contract.grammar import EnforcementReport
-from tokenizer_svc.formats import THINK_CLOSE
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
 from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
@@ -34,6 +33,7 @@ from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
 from tokenizer_svc.grammar.tools import ToolsRefused, parameters_field, parameters_path, tool_grammars
+from tokenizer_svc.text.formats import THINK_CLOSE
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")

@@ -12,9 +12,9 @@ import msgspec
 from contract.chat import ResponseFormat, ToolChoiceMode
 from contract.errors import Reason
 from contract.grammar import EnforcementReport, Verdict
-from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.types import LengthLimit
+from tokenizer_svc.text.checkpoint import Checkpoint
+from tokenizer_svc.types import Compiled, LengthLimit
 
 # Library and payload version, as the engine checks it.
 BACKEND = "llguidance/1"
@@ -81,20 +81,19 @@ class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validati
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
-    """A request so large that it is looked at in a worker."""
+    """How the prompt of a request is prepared, and, for a worker, the request."""
 
-    # Request field that holds the prompt.
-    field: str
     add_special_tokens: bool = True
+    with_grammar: bool = True
     length: LengthLimit = LengthLimit()
     tenant: str = ""
     # millrace.tokenizer.v1.PrepareRequest as it came. The last field, see `encoded`.
     wire: memoryview = memoryview(b"")
 
-    def encoded(self, wire: bytes) -> EncodedPrompt:
-        """With this wire, as it crosses to a worker."""
+    def encoded(self, wire: bytes, field: str) -> EncodedPrompt:
+        """With this wire, as it crosses to a worker; errors name `field`."""
         rest = msgspec.msgpack.encode(self).removesuffix(_NO_BYTES)
-        return EncodedPrompt(payload=(rest + _BYTES.pack(_BYTES_MARK, len(wire)), wire), field=self.field)
+        return EncodedPrompt(payload=(rest + _BYTES.pack(_BYTES_MARK, len(wire)), wire), field=field)
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,15 +119,26 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that is rendered and encoded; times in seconds."""
 
-    # As they are sent (see `wire`).
-    packed_ids: memoryview
+    # From a worker as they are sent (see `wire`), else as numbers.
+    token_ids: list[int] | memoryview
     num_tokens: int
     num_truncated: int = 0
-    encode_s: float
+    # On the monotonic clock, which all processes share.
+    begin_s: float
     render_s: float = 0.0
+    encode_s: float
     assistant_prefix: str = ""
     # None when the answer is free.
     grammar: EncodedGrammar | None = None
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine and the output parsers need of a request."""
+
+    prompt: Prompted
+    compiled: Compiled | None = None
+    grammar_cached: bool = False
+    compile_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 import msgspec
 
 from contract.chat import ToolChoiceMode
 from contract.grammar import EnforcementReport, KeywordStatus
-from tokenizer_svc import formats
 from tokenizer_svc.grammar.backend import Grammar
 from tokenizer_svc.grammar.request import ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
+from tokenizer_svc.text import formats
 
 
 class ToolsRefused(Exception):
@@ -204,15 +205,17 @@ def _arguments_schema(
 
 
 def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:
-    def moved(statuses: tuple[KeywordStatus, ...]) -> tuple[KeywordStatus, ...]:
-        return tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
-
-    return EnforcementReport(moved(report.enforced), moved(report.approximated), moved(report.unenforced))
+    return EnforcementReport(
+        *(
+            tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
+            for statuses in _parts(report)
+        )
+    )
 
 
 def _joined(reports: list[EnforcementReport]) -> EnforcementReport:
-    return EnforcementReport(
-        tuple(each for report in reports for each in report.enforced),
-        tuple(each for report in reports for each in report.approximated),
-        tuple(each for report in reports for each in report.unenforced),
-    )
+    return EnforcementReport(*(tuple(chain(*parts)) for parts in zip(*map(_parts, reports), strict=True)))
+
+
+def _parts(report: EnforcementReport) -> tuple[tuple[KeywordStatus, ...], ...]:
+    return report.enforced, report.approximated, report.unenforced

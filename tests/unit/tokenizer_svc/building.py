@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
-from tokenizer_svc.checkpoint import Checkpoint, load_checkpoint
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.control import ControlTokens
-from tokenizer_svc.encoding import TextEncoder
-from tokenizer_svc.template import ChatTemplates
+from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
+from tokenizer_svc.text.control import ControlTokens
+from tokenizer_svc.text.encoding import TextEncoder
+from tokenizer_svc.text.template import ChatTemplates
 
 
 class Text:

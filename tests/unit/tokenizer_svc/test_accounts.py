@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenizer_svc.grammar.accounts import Accounts
+from tokenizer_svc.workers.accounts import Accounts
 
 
 class Clock:

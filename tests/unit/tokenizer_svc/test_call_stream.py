@@ -10,9 +10,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail
-from tokenizer_svc import stream
-from tokenizer_svc.stream import CallStream
-from tokenizer_svc.wire import Call, LargeAnswer, UnreadableCall, large
+from tokenizer_svc.messages.wire import Call, LargeAnswer, UnreadableCall, large
+from tokenizer_svc.service import stream
+from tokenizer_svc.service.stream import CallStream
 
 _NUM_CALLS = 60
 

@@ -21,11 +21,11 @@ from contract.chat import (
 )
 from services.grammar import PARSER_LIMITS
 from tests.unit.tokenizer_svc.families import make
-from tokenizer_svc.checkpoint import load_checkpoint
-from tokenizer_svc.formats import tool_call_format
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.text.formats import tool_call_format
 
 
 class Family:

@@ -14,8 +14,8 @@ from contract.errors import MillraceError, Reason
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.families import FAMILIES, make
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.encoding import TextEncoder
-from tokenizer_svc.limits import RequestLimits, longest_token
+from tokenizer_svc.prompt.limits import RequestLimits, longest_token
+from tokenizer_svc.text.encoding import TextEncoder
 from tokenizer_svc.types import LengthLimit, Truncation
 
 

@@ -17,11 +17,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
-from tokenizer_svc.grammar.cache import GrammarCompiler
-from tokenizer_svc.grammar.nursery import Nursery, Worker
-from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     GrammarRequest,
@@ -29,6 +25,10 @@ from tokenizer_svc.grammar.request import (
     WorkerReply,
     WorkerSetup,
 )
+from tokenizer_svc.service.compiler import GrammarCompiler
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.workers.fork_server import ForkServer, Worker
+from tokenizer_svc.workers.pool import WorkerPool
 
 SETUP = WorkerSetup(
     checkpoint=load_checkpoint(BUNDLED_CHECKPOINT),
@@ -120,13 +120,13 @@ async def test_a_text_that_needs_too_much_memory_is_told_what_fits() -> None:
     await pool.start()
     try:
         wire = tokenizer_pb2.PrepareRequest(text="word " * 400_000).SerializeToString()
-        reply = await pool.run(PromptRequest(field="prompt").encoded(wire), tenant="a")
+        reply = await pool.run(PromptRequest().encoded(wire, "prompt"), tenant="a")
         assert reply.refused is not None
         assert (reply.refused.overrun, reply.refused.field) == ("memory", "prompt")
         assert "limit of 67108864 bytes" in reply.refused.message
         fits = int(reply.refused.message.partition("One text of up to about ")[2].split()[0])
         wire = tokenizer_pb2.PrepareRequest(text="word " * (fits // 10)).SerializeToString()
-        reply = await pool.run(PromptRequest(field="prompt").encoded(wire), tenant="b")
+        reply = await pool.run(PromptRequest().encoded(wire, "prompt"), tenant="b")
         assert reply.prompted is not None
     finally:
         await pool.close()
@@ -208,7 +208,7 @@ async def test_what_takes_long_gives_way_to_the_rest(patient: WorkerPool) -> Non
 
 
 async def test_workers_come_back_when_the_process_they_are_copies_of_is_gone(pool: WorkerPool) -> None:
-    process = pool._nursery._process
+    process = pool._fork_server._process
     assert process is not None
     process.kill()
     assert (await pool.run(slow(4), tenant="a")).refused is not None
@@ -222,7 +222,7 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
     assert (await pool.run(slow(5), tenant="debtor")).refused is not None
     fast = set(pool._idle)
     # The lowest priority has next to nothing of a machine that is busy with other tests.
-    monkeypatch.setattr("tokenizer_svc.grammar.pool._MAX_STRETCH", 60.0)
+    monkeypatch.setattr("tokenizer_svc.workers.pool._MAX_STRETCH", 60.0)
     assert (await pool.run(QUICK, tenant="debtor")).built is not None
     (slowest,) = pool._idle_slow
     assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
@@ -394,30 +394,30 @@ def page_faults(worker: Worker) -> int:
 
 
 async def test_a_new_worker_has_touched_before_its_first_request_what_it_writes_to() -> None:
-    nursery = Nursery(SETUP)
+    fork_server = ForkServer(SETUP)
     touched = []
     for lowest in (False, True):
-        worker = await nursery.worker(lowest=lowest)
+        worker = await fork_server.worker(lowest=lowest)
         before = page_faults(worker)
         await worker.run((QUICK.payload,))
         touched.append(page_faults(worker) - before)
         worker.kill()
-    await nursery.close()
+    await fork_server.close()
     # Those of the lowest priority do not rehearse: it would take them long where all cores are busy.
     rehearsed, new = touched
     assert rehearsed < new / 2
 
 
 async def test_new_workers_have_their_priority_from_the_start() -> None:
-    nursery = Nursery(SETUP)
+    fork_server = ForkServer(SETUP)
     for lowest, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_IDLE)):
-        worker = await nursery.worker(lowest=lowest)
+        worker = await fork_server.worker(lowest=lowest)
         assert os.sched_getscheduler(worker._pid) == policy
         # What it rehearses at a low priority leaves its own as it was.
         assert os.getpriority(os.PRIO_PROCESS, worker._pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert (worker.yielding, worker.lowest) == (lowest, lowest)
         worker.kill()
-    await nursery.close()
+    await fork_server.close()
 
 
 async def test_long_work_has_the_lowest_priority_before_its_tenant_is_in_debt(patient: WorkerPool) -> None:
@@ -446,8 +446,8 @@ async def test_processor_time_is_that_of_the_worker(pool: WorkerPool) -> None:
 # Computes far longer than it takes until the first signal, without coming back to the interpreter meanwhile.
 COURTEOUS = """
 import ctypes, hashlib, signal
-from tokenizer_svc.grammar.courtesy import Courtesy
-with Courtesy():
+from tokenizer_svc.workers.yielding import Yielding
+with Yielding():
     assert signal.getitimer(signal.ITIMER_REAL)[1] > 0
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
 assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

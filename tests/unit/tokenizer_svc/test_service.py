@@ -31,7 +31,7 @@ from tests.unit.tokenizer_svc.running import (
     user,
 )
 from tokenizer_svc import check
-from tokenizer_svc.large import is_large_conversation
+from tokenizer_svc.prompt.sizes import is_large
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_large_conversations_come_out_as_small_ones_do(path: Path) -> None:
         request.tools.add(
             name=tool["function"]["name"], parameters_json=json.dumps(tool["function"]["parameters"])
         )
-    assert is_large_conversation(request)
+    assert is_large(tokenizer_pb2.PrepareRequest(conversation=request))
     running = Service(path)
     try:
         answer = running.stub.Prepare(tokenizer_pb2.PrepareRequest(context=signed(), conversation=request))

@@ -15,15 +15,15 @@ from observability.tracing import Telemetry
 from services.config import ModelConfig
 from services.context import sign
 from services.deferred import Deferred
-from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, CompileConfig, LimitsConfig
-from tokenizer_svc.grammar.cache import GrammarCompiler
-from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.prepare import Preparer
-from tokenizer_svc.servicer import TokenizerServicer
-from tokenizer_svc.threads import INLINE_CHARACTERS
-from tokenizer_svc.wire import LargeAnswer
+from tokenizer_svc.messages.wire import LargeAnswer
+from tokenizer_svc.service.compiler import GrammarCompiler
+from tokenizer_svc.service.prepare import Preparer
+from tokenizer_svc.service.servicer import TokenizerServicer
+from tokenizer_svc.service.threads import INLINE_CHARACTERS
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.workers.pool import WorkerPool
 
 SECRET = b"secret of the tests, long enough"
 

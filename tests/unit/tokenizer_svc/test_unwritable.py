@@ -9,11 +9,11 @@ import pytest
 
 from contract.chat import JsonSchemaFormat, ToolChoiceMode
 from tests.unit.tokenizer_svc.test_schema_soundness import accepts, reply
-from tokenizer_svc import formats
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
 from tokenizer_svc.grammar.request import GrammarRequest, ToolRules, ToolSpec, WorkerReply
+from tokenizer_svc.text import formats
 
 _BACKEND = Backend((BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8"), ())
 OVERLAPPING = {"patternProperties": {"^a": {"type": "string"}, "b$": {"type": "integer"}}}

@@ -16,9 +16,9 @@ from services.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text
 from tests.unit.tokenizer_svc.checkpoints import metaspace, write
 from tests.unit.tokenizer_svc.families import FAMILIES, GEMMA, make
-from tokenizer_svc.checkpoint import load_checkpoint
-from tokenizer_svc.convert import vocabulary_response
-from tokenizer_svc.vocabulary import DecoderKind
+from tokenizer_svc.messages.convert import vocabulary_response
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.text.vocabulary import DecoderKind
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -15,14 +15,9 @@ from millrace.tokenizer.internal.v1 import unparsed_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.errors import MillraceError, Reason
-from tokenizer_svc.checkpoint import load_checkpoint
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
-from tokenizer_svc.grammar.nursery import Replies
 from tokenizer_svc.grammar.request import PromptRequest
-from tokenizer_svc.large import is_large
-from tokenizer_svc.prompt import Prompts
-from tokenizer_svc.types import LengthLimit
-from tokenizer_svc.wire import (
+from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     MAX_PARSED_BYTES,
     Call,
@@ -37,6 +32,11 @@ from tokenizer_svc.wire import (
     small_answer,
     stream_response,
 )
+from tokenizer_svc.prompt.prompts import Prompts
+from tokenizer_svc.prompt.sizes import is_large
+from tokenizer_svc.text.checkpoint import load_checkpoint
+from tokenizer_svc.types import LengthLimit
+from tokenizer_svc.workers.fork_server import Replies
 
 REQUEST = tokenizer_pb2.PrepareRequest
 CONTEXT = context_pb2.SignedContext(payload=b"p" * 300, signature=b"s")
@@ -211,10 +211,10 @@ def test_large_answers_are_written_as_they_would_be_serialized(size: int) -> Non
 
 
 def test_a_workers_prompt_is_the_same_in_parts() -> None:
-    request = PromptRequest(field="prompt", tenant="a")
-    encoded = request.encoded(b"x" * 300 + b"y")
+    request = PromptRequest(tenant="a")
+    encoded = request.encoded(b"x" * 300 + b"y", "prompt")
     found = msgspec.msgpack.decode(b"".join(encoded.payload), type=PromptRequest)
-    assert (found.field, found.tenant, bytes(found.wire)) == ("prompt", "a", b"x" * 300 + b"y")
+    assert (encoded.field, found.tenant, bytes(found.wire)) == ("prompt", "a", b"x" * 300 + b"y")
 
 
 def test_many_small_parts_are_large_as_well() -> None:

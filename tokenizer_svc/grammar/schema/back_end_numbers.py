@@ -11,8 +11,6 @@ import math
 from decimal import Decimal
 from typing import Any
 
-from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, type_of_value
-
 ROUNDED = "a number of more than 15 digits would be rounded"
 _MAX_DIGITS = 15
 # Whole numbers up to here are floating-point numbers; so are few digits times small powers of ten.
@@ -48,41 +46,6 @@ def _is_short(number: Decimal) -> bool:
     text = "".join(map(str, digits)).lstrip("0")
     length = len(text.rstrip("0"))
     return length <= _MAX_DIGITS and abs(int(exponent) + len(text) - length) <= _MAX_EXPONENT
-
-
-def without_rounded(schema: Schema) -> tuple[Schema, bool]:
-    """The finished schema with types in place of listed values that would be others; whether it had any."""
-    if isinstance(schema, list):
-        parts = [without_rounded(each) for each in schema]
-        return [part for part, _ in parts], any(found for _, found in parts)
-    if not isinstance(schema, dict):
-        return schema, False
-    written: dict[str, Any] = {}
-    instead: list[Schema] = []
-    any_found = False
-    for key, value in schema.items():
-        values = [value] if key == "const" else value if key == "enum" else ()
-        if any(map(is_rounded, values)):
-            kept = [each for each in values if not is_rounded(each)]
-            types = {type_of_value(each) for each in values if is_rounded(each)}
-            names = sorted("number" if each in ("integer", "fraction") else each for each in types)
-            instead.append(any_of([{"enum": kept} if kept else False, {"type": sorted(set(names))}]))
-            any_found = True
-        elif key in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
-            written[key] = {}
-            for name, each in value.items():
-                written[key][name], found = without_rounded(each)
-                any_found |= found
-        elif isinstance(value, dict | list) and key not in ("enum", "const", "required", "x-guidance"):
-            written[key], found = without_rounded(value)
-            any_found |= found
-        else:
-            written[key] = value
-    if not instead:
-        return written, any_found
-    aside = {key: written.pop(key) for key in ("$defs", "x-guidance") if key in written}
-    whole = all_of([written, *instead])
-    return {**(whole if isinstance(whole, dict) else {}), **aside}, True
 
 
 def is_beyond(keyword: str, value: Any) -> bool:

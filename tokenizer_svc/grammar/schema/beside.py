@@ -7,6 +7,7 @@ left away, which keeps the union small, and exact where the shared part has no c
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tokenizer_svc.grammar.schema.context import Context, Place
@@ -30,21 +31,13 @@ _MAX_FOLLOWED = 8
 def beside(context: Context, node: Any, place: Place, types: frozenset[str], given: View) -> Schema:
     """A schema that, among values of `types` that match `given`, admits those that `node` does not."""
     types &= given.types(context)
-    if not isinstance(node, dict):
-        return complement(context, node, place, types, KEYWORDS)
     keywords: dict[str, Complement] = {}
-    for keyword, value in node.items():
-        if _ruled_out(given, node, keyword, value):
-            continue
+    for keyword, value in node.items() if isinstance(node, dict) else ():
         if keyword in _WITH_GIVEN:
-            keywords[keyword] = _with(_WITH_GIVEN[keyword], given)
-        elif keyword in KEYWORDS:
+            keywords[keyword] = partial(_WITH_GIVEN[keyword], given=given)
+        elif keyword in KEYWORDS and not _ruled_out(given, node, keyword, value):
             keywords[keyword] = KEYWORDS[keyword]
     return complement(context, node, place, types, keywords)
-
-
-def _with(broken: Callable[..., Schema], given: View) -> Complement:
-    return lambda context, node, place, types: broken(context, node, place, types, given)
 
 
 def _ruled_out(given: View, node: dict[str, Any], keyword: str, value: Any) -> bool:
@@ -63,8 +56,6 @@ def _required_given(
 def _properties_given(
     context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
 ) -> Schema:
-    if "object" not in types:
-        return False
     options = []
     for name, rule in node["properties"].items():
         inside = place.at("properties", name)
@@ -163,7 +154,7 @@ def _any_given(
     )
 
 
-_WITH_GIVEN: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str], View], Schema]] = {
+_WITH_GIVEN: dict[str, Callable[..., Schema]] = {
     "required": _required_given,
     "properties": _properties_given,
     "additionalProperties": _additional_given,
@@ -172,12 +163,6 @@ _WITH_GIVEN: dict[str, Callable[[Context, dict[str, Any], Place, frozenset[str],
     "anyOf": _any_given,
     "$ref": _reference_given,
 }
-# Keywords whose complement is ruled out where the very same one is known to hold.
-_SCALARS = frozenset(
-    {
-        "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "pattern",
-        "format", "uniqueItems", "contains", "propertyNames", "patternProperties", "oneOf", "not", "if",
-        "dependencies", "dependentRequired", "dependentSchemas",
-    }
-)  # fmt: skip
+# Keywords whose complement is ruled out where the very same one is known to hold. What prefixItems says also
+# depends on items.
+_SCALARS = KEYWORDS.keys() - _WITH_GIVEN.keys() - {"prefixItems"}

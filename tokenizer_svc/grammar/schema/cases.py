@@ -8,8 +8,8 @@ condition is decided, and the union of the cases is small and free of contradict
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from tokenizer_svc.grammar.schema.context import Context, Place
 from tokenizer_svc.grammar.schema.document import Draft
@@ -34,19 +34,12 @@ class _TooMany(Exception):
     pass
 
 
-class Rule:
+class Rule(NamedTuple):
     """A condition and what follows; `then` and `otherwise` are made when a case needs them, once."""
 
-    def __init__(self, test: Test, then: Callable[[], Schema], otherwise: Callable[[], Schema]) -> None:
-        self.test = test
-        self._make = {True: then, False: otherwise}
-        self._made: dict[bool, Schema] = {}
-
-    def outcome(self, met: bool) -> Schema:
-        """What holds when the condition is met, or is not."""
-        if met not in self._made:
-            self._made[met] = self._make[met]()
-        return self._made[met]
+    test: Test
+    then: Callable[[], Schema]
+    otherwise: Callable[[], Schema]
 
 
 class Cases:
@@ -64,7 +57,7 @@ class Cases:
         """Adds a rule; False when its condition asks for more than presence and listed values."""
         test = self.test(condition, place)
         if test is not None:
-            self._rules.append(Rule(test, then, otherwise))
+            self._rules.append(Rule(test, cache(then), cache(otherwise)))
         return test is not None
 
     def add_test(self, test: Test) -> None:
@@ -161,7 +154,7 @@ class Cases:
                 asked = verdict if asked is None else asked
                 remaining.append(rule)
                 continue
-            outcome = rule.outcome(verdict)
+            outcome = rule.then() if verdict else rule.otherwise()
             if outcome is False:
                 return []
             if outcome is not True:
@@ -334,22 +327,20 @@ def _negated(test: Test) -> Test:
 
 
 def _all(tests: list[Test], known: Known) -> Verdict:
-    asked: Verdict = True
-    for test in tests:
-        verdict = test(known)
-        if verdict is False:
-            return False
-        if isinstance(verdict, str):
-            asked = asked if isinstance(asked, str) else verdict
-    return asked
+    return _decided(tests, known, by=False)
 
 
 def _any(tests: list[Test], known: Known) -> Verdict:
-    asked: Verdict = False
+    return _decided(tests, known, by=True)
+
+
+def _decided(tests: list[Test], known: Known, *, by: bool) -> Verdict:
+    """What one verdict of `by` decides; else the property that is to be known first, if there is one."""
+    asked: Verdict = not by
     for test in tests:
         verdict = test(known)
-        if verdict is True:
-            return True
-        if isinstance(verdict, str):
-            asked = asked if isinstance(asked, str) else verdict
+        if verdict is by:
+            return by
+        if isinstance(verdict, str) and not isinstance(asked, str):
+            asked = verdict
     return asked

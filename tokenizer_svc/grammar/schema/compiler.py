@@ -11,11 +11,11 @@ import jsonschema_rs
 import msgspec
 
 from contract.grammar import EnforcementReport, KeywordStatus
-from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds, without_rounded
+from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, ROUNDED, with_bounds
 from tokenizer_svc.grammar.schema.back_end_patterns import PATTERNS, with_patterns
 from tokenizer_svc.grammar.schema.context import Context, Place, TooLarge
 from tokenizer_svc.grammar.schema.document import Document
-from tokenizer_svc.grammar.schema.finished import Contents, with_change
+from tokenizer_svc.grammar.schema.finished import Contents, with_change, without_rounded
 from tokenizer_svc.grammar.schema.negative import negative
 from tokenizer_svc.grammar.schema.positive import positive
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema
@@ -104,9 +104,9 @@ def _rewritten(
     rewritten = context.positive(schema, Place("", document.base), ALL_TYPES)
     contents = Contents(rewritten, context.definitions)
     if contents.is_rounded:
-        rewritten, _ = without_rounded(rewritten)
+        rewritten = with_change(rewritten, without_rounded)
         for name, definition in context.definitions.items():
-            context.definitions[name], _ = without_rounded(definition)
+            context.definitions[name] = with_change(definition, without_rounded)
         if not context.approximated:
             context.approximate("enum", Place("", document.base), ROUNDED)
     endless = document.endless_reference()

@@ -247,3 +247,31 @@ class Context:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+class Part(msgspec.Struct):
+    """A schema object while it is rewritten keyword by keyword, for values of `types`."""
+
+    context: Context
+    node: dict[str, Any]
+    place: Place
+    types: frozenset[str]
+    # What is written of it so far, and schemas that hold besides.
+    out: dict[str, Schema] = {}
+    extra: list[Schema] = []
+
+    def met(self, keyword: str) -> None:
+        """See Context."""
+        self.context.met(keyword, self.place)
+
+    def give_up(self, keyword: str, note: str) -> None:
+        """See Context."""
+        self.context.give_up(keyword, self.place, note)
+
+    def inside(self, node: Any, *steps: str | int) -> Schema:
+        """The schema of an item or property, which stands at these steps from here."""
+        return self.context.positive(node, self.place.at(*steps), ALL_TYPES)
+
+    def beside(self, node: Any, *steps: str | int) -> Schema:
+        """The schema of the same value, which stands there."""
+        return self.context.positive(node, self.place.at(*steps), self.types)

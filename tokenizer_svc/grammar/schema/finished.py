@@ -10,7 +10,7 @@ from operator import is_
 from typing import Any
 
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
-from tokenizer_svc.grammar.schema.shapes import Schema
+from tokenizer_svc.grammar.schema.shapes import NUMBERS, Schema, all_of, any_of, type_of_value
 
 _REFERENCE = "#/$defs/"
 # Keywords whose values are schemas by name, and those whose values are none.
@@ -99,3 +99,21 @@ def with_change(schema: Schema, change: Callable[[dict[str, Any]], dict[str, Any
             written = dict(schema) if written is None else written
             written[keyword] = changed
     return change(schema if written is None else written)
+
+
+def without_rounded(node: dict[str, Any]) -> dict[str, Any]:
+    """A node with types in place of listed values that the back end would write as others."""
+    listed = {"const": [node["const"]] if "const" in node else [], "enum": node.get("enum", [])}
+    rounded = {key: values for key, values in listed.items() if any(map(is_rounded, values))}
+    if not rounded:
+        return node
+    instead: list[Schema] = []
+    for key in node:
+        if key in rounded:
+            kept = [each for each in rounded[key] if not is_rounded(each)]
+            types = {type_of_value(each) for each in rounded[key] if is_rounded(each)}
+            names = {"number" if each in NUMBERS else each for each in types}
+            instead.append(any_of([{"enum": kept} if kept else False, {"type": sorted(names)}]))
+    aside = {key: node[key] for key in ("$defs", "x-guidance") if key in node}
+    whole = all_of([{key: each for key, each in node.items() if key not in {*rounded, *aside}}, *instead])
+    return {**(whole if isinstance(whole, dict) else {}), **aside}

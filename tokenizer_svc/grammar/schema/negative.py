@@ -76,7 +76,8 @@ def complement(
         broken = keywords.get(keyword)
         if broken is not None:
             context.met(keyword, place)
-            options.append(broken(context, node, place, types))
+            if _KINDS.get(keyword, "") in {"", *types}:
+                options.append(broken(context, node, place, types))
     return any_of(options)
 
 
@@ -207,8 +208,6 @@ def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
 
 
 def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "string" not in types:
-        return False
     texts = listed(node["pattern"]) if isinstance(node["pattern"], str) else None
     if texts is not None:
         return {"type": "string", "pattern": excluding(texts)}
@@ -220,7 +219,7 @@ def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozen
 
 
 def _format(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "string" not in types or node["format"] not in _FORMATS:
+    if node["format"] not in _FORMATS:
         return False
     context.give_up("format", place, "strings outside a format have no exact form")
     return {"type": "string"}
@@ -231,8 +230,6 @@ def required(context: Context, node: dict[str, Any], place: Place, types: frozen
 
 
 def _properties(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "object" not in types:
-        return False
     options = []
     for name, rule in node["properties"].items():
         outside = context.negative(rule, place.at("properties", name), ALL_TYPES)
@@ -243,7 +240,7 @@ def _properties(context: Context, node: dict[str, Any], place: Place, types: fro
 
 def additional(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     rule = node["additionalProperties"]
-    if "object" not in types or rule is True or rule == {}:
+    if rule is True or rule == {}:
         return False
     names = list(node.get("properties", {}))
     if rule is not False or node.get("patternProperties") or len(names) > _MAX_LISTED:
@@ -267,15 +264,13 @@ def additional(context: Context, node: dict[str, Any], place: Place, types: froz
 
 def _patterns(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
     rules = node["patternProperties"]
-    if "object" not in types or all(rule is True or rule == {} for rule in rules.values()):
+    if all(rule is True or rule == {} for rule in rules.values()):
         return False
     context.give_up("patternProperties", place, "that some property breaks it has no exact form")
     return {"type": "object", "minProperties": 1}
 
 
 def items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "array" not in types:
-        return False
     keyword = "items" if isinstance(node.get("items"), list) else "prefixItems"
     first: list[Any] = node.get(keyword, [])
     options = [
@@ -307,8 +302,6 @@ def items(context: Context, node: dict[str, Any], place: Place, types: frozenset
 
 
 def _contains(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if context.document.draft < Draft.DRAFT6 or "array" not in types:
-        return False
     if "minContains" in node or "maxContains" in node:
         context.give_up("contains", place, "counting matches has no exact equivalent")
         return {"type": "array"}
@@ -316,8 +309,6 @@ def _contains(context: Context, node: dict[str, Any], place: Place, types: froze
 
 
 def _names(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if context.document.draft < Draft.DRAFT6 or "object" not in types:
-        return False
     rule = node["propertyNames"]
     inner = rule.get("not") if isinstance(rule, dict) and set(rule) == {"not"} else None
     listed = finite_values(context, inner, place.at("propertyNames", "not")) if inner is not None else None
@@ -368,8 +359,6 @@ def _restricted(context: Context, schema: Schema, types: frozenset[str], place: 
 
 
 def _condition(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if context.document.draft < Draft.DRAFT7:
-        return False
     met = context.positive(node["if"], place.at("if"), types)
     options = []
     if "then" in node:
@@ -380,10 +369,8 @@ def _condition(context: Context, node: dict[str, Any], place: Place, types: froz
     return any_of(options)
 
 
-def _dependencies(keyword: str, since: Draft) -> Callable[..., Schema]:
+def _dependencies(keyword: str) -> Complement:
     def complement(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-        if context.document.draft < since or "object" not in types:
-            return False
         options = []
         for name, wanted in node[keyword].items():
             rule = {"required": wanted} if isinstance(wanted, list) else wanted
@@ -403,6 +390,13 @@ def reference(context: Context, node: dict[str, Any], place: Place, types: froze
     return definition if isinstance(definition, bool) else {"$ref": f"#/$defs/{name}"}
 
 
+# Keywords about values of one type, which values of others cannot break.
+_KINDS = {
+    **dict.fromkeys(("pattern", "format"), "string"),
+    **dict.fromkeys(("items", "prefixItems", "contains"), "array"),
+    **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "propertyNames"), "object"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object"),
+}
 KEYWORDS: dict[str, Complement] = {
     "const": _const,
     "enum": _enum,
@@ -435,8 +429,8 @@ KEYWORDS: dict[str, Complement] = {
     "oneOf": _one,
     "not": _not,
     "if": _condition,
-    "dependencies": _dependencies("dependencies", Draft.DRAFT4),
-    "dependentRequired": _dependencies("dependentRequired", Draft.DRAFT2019_09),
-    "dependentSchemas": _dependencies("dependentSchemas", Draft.DRAFT2019_09),
+    "dependencies": _dependencies("dependencies"),
+    "dependentRequired": _dependencies("dependentRequired"),
+    "dependentSchemas": _dependencies("dependentSchemas"),
     "$ref": reference,
 }

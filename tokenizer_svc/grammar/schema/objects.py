@@ -9,41 +9,39 @@ from typing import Any
 import jsonschema_rs
 
 from tokenizer_svc.grammar.schema.arrays import finite_values
-from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
 from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type
 
 _MAX_CASES = 300
 
 
-def count_properties(
-    context: Context, place: Place, types: frozenset[str], out: dict[str, Schema], extra: list[Schema]
-) -> None:
+def count_properties(part: Part) -> None:
     """minProperties and maxProperties beside optional properties, as cases of which of these are there."""
-    if "object" not in types or not ("minProperties" in out or "maxProperties" in out):
+    if "object" not in part.types or not ("minProperties" in part.out or "maxProperties" in part.out):
         return
-    properties = out.get("properties", {})
-    required = list(dict.fromkeys(out.get("required", ())))
+    properties = part.out.get("properties", {})
+    required = list(dict.fromkeys(part.out.get("required", ())))
     optional = [name for name in properties if name not in required and properties[name] is not False]
-    closed = out.get("additionalProperties") is False and not out.get("patternProperties")
-    least = max(0, _integer(out.get("minProperties"), 0) - len(required))
-    most = _integer(out["maxProperties"], 0) - len(required) if "maxProperties" in out else None
+    closed = part.out.get("additionalProperties") is False and not part.out.get("patternProperties")
+    least = max(0, _integer(part.out.get("minProperties"), 0) - len(required))
+    most = _integer(part.out["maxProperties"], 0) - len(required) if "maxProperties" in part.out else None
     if closed and most is not None and most >= len(optional):
-        del out["maxProperties"]
+        del part.out["maxProperties"]
         most = None
     if least == 0:
-        out.pop("minProperties", None)
+        part.out.pop("minProperties", None)
     if least >= 2 and not closed:
-        context.approximate("minProperties", place, "names that occur twice are counted twice")
+        part.context.approximate("minProperties", part.place, "names that occur twice are counted twice")
     if not optional or (least == 0 and most is None) or (most is not None and most < 0):
         return
     if closed and least <= 1 and most in (None, 1):
         # At least one, at most one and exactly one are known to the back end.
         return
     sizes = range(least + 1) if most is None else range(min(most, len(optional)) + 1)
-    smallest, largest = out.pop("minProperties", None), out.pop("maxProperties", None)
+    smallest, largest = part.out.pop("minProperties", None), part.out.pop("maxProperties", None)
     if sum(comb(len(optional), size) for size in sizes) > _MAX_CASES:
         keyword = "minProperties" if least else "maxProperties"
-        context.give_up(keyword, place, f"more than {_MAX_CASES} cases of which properties are there")
+        part.give_up(keyword, f"more than {_MAX_CASES} cases of which properties are there")
         return
     cases: list[Schema] = []
     for size in sizes:
@@ -57,50 +55,46 @@ def count_properties(
                 case |= {"maxProperties": largest} if largest is not None else {}
             if enough or size >= least or not closed:
                 cases.append(case)
-    extra.append(for_type("object", types, any_of(cases)))
+    part.extra.append(for_type("object", part.types, any_of(cases)))
 
 
-def property_names(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], out: dict[str, Schema]
-) -> None:
+def property_names(part: Part) -> None:
     """Names as listed properties, or as the one pattern of patternProperties."""
-    rule = node["propertyNames"]
-    inside = place.at("propertyNames")
+    rule = part.node["propertyNames"]
+    inside = part.place.at("propertyNames")
     if rule is True or rule == {}:
         return
-    if "object" not in types:
+    if "object" not in part.types:
         return
-    allowed = context.positive(rule, inside, frozenset({"string"}))
+    allowed = part.context.positive(rule, inside, frozenset({"string"}))
     if allowed is False:
-        out["maxProperties"] = 0
+        part.out["maxProperties"] = 0
         return
-    names = finite_values(context, rule, inside)
-    rest = out.get("additionalProperties", True)
-    properties: dict[str, Schema] = dict(out.get("properties", {}))
-    accepts = _name_test(context, allowed)
+    names = finite_values(part.context, rule, inside)
+    rest = part.out.get("additionalProperties", True)
+    properties: dict[str, Schema] = dict(part.out.get("properties", {}))
+    accepts = _name_test(part.context, allowed)
     if accepts is None:
-        context.give_up("propertyNames", place, "the names' schema refers to itself")
+        part.give_up("propertyNames", "the names' schema refers to itself")
         return
     properties = {name: each if accepts(name) else False for name, each in properties.items()}
-    patterns = out.get("patternProperties", {})
+    patterns = part.out.get("patternProperties", {})
     if names is not None:
         for name in names:
             if isinstance(name, str) and name not in properties and accepts(name):
                 matching = [each for pattern, each in patterns.items() if _matches(pattern, name)]
                 properties[name] = {"allOf": matching} if matching else rest
-        out.pop("patternProperties", None)
-        out["properties"] = properties
-        out["additionalProperties"] = False
+        part.out.pop("patternProperties", None)
+        part.out["properties"] = properties
+        part.out["additionalProperties"] = False
         return
     pattern = name_pattern(allowed)
     if pattern is None or patterns:
-        context.give_up(
-            "propertyNames", place, "only a set of names, one pattern or one length is expressible"
-        )
+        part.give_up("propertyNames", "only a set of names, one pattern or one length is expressible")
         return
-    out["properties"] = properties
-    out["patternProperties"] = {pattern: rest}
-    out["additionalProperties"] = False
+    part.out["properties"] = properties
+    part.out["patternProperties"] = {pattern: rest}
+    part.out["additionalProperties"] = False
 
 
 def name_pattern(schema: Schema) -> str | None:
@@ -116,21 +110,19 @@ def name_pattern(schema: Schema) -> str | None:
     return None
 
 
-def unevaluated_properties(
-    context: Context, node: dict[str, Any], place: Place, out: dict[str, Schema], extra: list[Schema]
-) -> None:
+def unevaluated_properties(part: Part) -> None:
     """Where nothing depends on the value, the evaluated names are known and this is additionalProperties."""
-    rule = node["unevaluatedProperties"]
+    rule = part.node["unevaluatedProperties"]
     if rule is True:
         return
     names: dict[str, Schema] = {}
     patterns: dict[str, Schema] = {}
-    known = _evaluated(context, node, place, names, patterns, 0)
+    known = _evaluated(part.context, part.node, part.place, names, patterns, 0)
     if known is None:
-        context.give_up("unevaluatedProperties", place, "which properties are evaluated depends on the value")
+        part.give_up("unevaluatedProperties", "which properties are evaluated depends on the value")
     elif known:
-        rest = context.positive(rule, place.at("unevaluatedProperties"), ALL_TYPES)
-        extra.append({"properties": names, "patternProperties": patterns, "additionalProperties": rest})
+        rest = part.context.positive(rule, part.place.at("unevaluatedProperties"), ALL_TYPES)
+        part.extra.append({"properties": names, "patternProperties": patterns, "additionalProperties": rest})
 
 
 def _evaluated(

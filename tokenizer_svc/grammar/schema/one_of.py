@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenizer_svc.grammar.schema.beside import beside
-from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
@@ -13,40 +13,33 @@ from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 _UNIONS = frozenset({"oneOf", "anyOf", "not", "if", "then", "else"})
 
 
-def one_of(
-    context: Context,
-    node: dict[str, Any],
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def one_of(part: Part) -> None:
     """Writes the equivalent anyOf into `out`, in oneOf's place among the keywords."""
-    value = node["oneOf"]
+    value = part.node["oneOf"]
     if not isinstance(value, list) or not value:
-        context.give_up("oneOf", place, "must be a list of schemas")
+        part.give_up("oneOf", "must be a list of schemas")
         return
-    places = [place.at("oneOf", index) for index in range(len(value))]
-    branches = [context.positive(each, inside, types) for each, inside in zip(value, places, strict=True)]
+    places = [part.place.at("oneOf", index) for index in range(len(value))]
+    branches = [part.beside(each, "oneOf", index) for index, each in enumerate(value)]
     live = [index for index, branch in enumerate(branches) if branch is not False]
     # What stands around the branches holds for each of them.
-    around = ({key: each for key, each in node.items() if key not in _UNIONS}, place)
+    around = ({key: each for key, each in part.node.items() if key not in _UNIONS}, part.place)
     options = []
     for index in live:
         given = View()
-        given.add(context, value[index], places[index])
-        given.add(context, *around)
+        given.add(part.context, value[index], places[index])
+        given.add(part.context, *around)
         others = [
-            beside(context, value[other], places[other], types, given)
+            beside(part.context, value[other], places[other], part.types, given)
             for other in live
-            if other != index and not _apart(context, value, places, types, index, other, around)
+            if other != index and not _apart(part.context, value, places, part.types, index, other, around)
         ]
         options.append(all_of([branches[index], _all_of_unions(others)]))
     union = any_of(options)
-    if isinstance(union, dict) and set(union) == {"anyOf"} and "anyOf" not in node:
-        out["anyOf"] = union["anyOf"]
+    if isinstance(union, dict) and set(union) == {"anyOf"} and "anyOf" not in part.node:
+        part.out["anyOf"] = union["anyOf"]
     else:
-        extra.append(union)
+        part.extra.append(union)
 
 
 def _all_of_unions(unions: list[Schema]) -> Schema:

@@ -12,7 +12,7 @@ from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
-from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Place
+from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Part, Place
 from tokenizer_svc.grammar.schema.document import SINCE, Draft, Target
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
@@ -92,10 +92,9 @@ def _plain_reference(context: Context, node: dict[str, Any], place: Place, types
     """A reference with annotations."""
     if not types & context.types_of(node, place):
         return False
-    out: dict[str, Schema] = {}
-    extra: list[Schema] = []
-    _reference(context, node, "$ref", node["$ref"], place, types, out, extra)
-    return all_of([out, *extra])
+    part = Part(context, node, place, types)
+    _reference(part, "$ref", node["$ref"])
+    return all_of([part.out, *part.extra])
 
 
 def _old_reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
@@ -137,58 +136,50 @@ def _plain(context: Context, node: dict[str, Any], place: Place, types: frozense
 
 
 def _conjunction(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    out: dict[str, Schema] = {}
-    extra: list[Schema] = []
+    part = Part(context, node, place, types)
     unwritable = context.unwritable(node, place)
     if unwritable:
-        node = {keyword: value for keyword, value in node.items() if keyword not in unwritable}
-    if "object" in types and not _BY_CASES.isdisjoint(node):
-        node = _without_cases(context, node, place, types, extra)
+        part.node = {keyword: value for keyword, value in node.items() if keyword not in unwritable}
+    if "object" in types and not _BY_CASES.isdisjoint(part.node):
+        part.node = _without_cases(part)
     writers = _WRITERS[context.document.draft]
-    for keyword, value in node.items():
+    out = part.out
+    for keyword, value in part.node.items():
         write = writers.get(keyword)
         if write is not None:
-            write(context, node, keyword, value, place, types, out, extra)
+            write(part, keyword, value)
         elif keyword in _COPIED:
-            context.met(keyword, place)
+            part.met(keyword)
             # A count may be written 2.0.
             is_count = isinstance(value, float) and keyword[3:] in _COUNTED and value.is_integer()
             out[keyword] = int(value) if is_count else value
         elif keyword == "type":
-            context.met(keyword, place)
+            part.met(keyword)
             if not types_of_keyword(value):
                 return context.give_up("type", place, f"unknown type {value!r}")
             out[keyword] = value
-    _object_rules(context, node, place, types, out, extra)
-    if extra or len(out) < 2:
-        return all_of([out, *extra])
+    _object_rules(part)
+    if part.extra or len(out) < 2:
+        return all_of([out, *part.extra])
     return out
 
 
-def _object_rules(
-    context: Context,
-    node: dict[str, Any],
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def _object_rules(part: Part) -> None:
     """Keywords that look at the other object keywords, once these are there."""
-    draft = context.document.draft
-    if "object" not in types:
+    draft = part.context.document.draft
+    if "object" not in part.types:
         return
-    if "propertyNames" in node and draft >= SINCE["propertyNames"]:
-        property_names(context, node, place, types, out)
-    if "unevaluatedProperties" in node and draft >= SINCE["unevaluatedProperties"]:
-        unevaluated_properties(context, node, place, out, extra)
-    count_properties(context, place, types, out, extra)
+    if "propertyNames" in part.node and draft >= SINCE["propertyNames"]:
+        property_names(part)
+    if "unevaluatedProperties" in part.node and draft >= SINCE["unevaluatedProperties"]:
+        unevaluated_properties(part)
+    count_properties(part)
 
 
-def _without_cases(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], extra: list[Schema]
-) -> dict[str, Any]:
+def _without_cases(part: Part) -> dict[str, Any]:
     """The node without the conditions that were written as finite cases; these go to `extra`."""
-    others = type_names(types - {"object"})
+    context, node, place = part.context, part.node, part.place
+    others = type_names(part.types - {"object"})
     if others is None:
         return node
     gathered = gather(context, node, place)
@@ -207,9 +198,9 @@ def _without_cases(
         members = [
             each if index in gathered.members else True for index, each in enumerate(node.get("allOf", ()))
         ]
-        general = context.positive({**taken, "allOf": members}, place, types - {"object"})
+        general = context.positive({**taken, "allOf": members}, place, part.types - {"object"})
         union = any_of([union, all_of([{"type": others}, general])])
-    extra.append(union)
+    part.extra.append(union)
     rest = {key: value for key, value in node.items() if key not in gathered.keywords}
     if gathered.members:
         # Places of the remaining members do not change: a taken one is true.
@@ -235,136 +226,73 @@ def _filtered(context: Context, node: dict[str, Any], place: Place) -> list[Any]
     return [value for value in values if matches(value)]
 
 
-# (context, node, keyword, its value, place, types, out, extra): writes the keyword into `out`, or appends a
-# schema to `extra` that holds besides.
-_Writer = Callable[
-    [Context, dict[str, Any], str, Any, Place, frozenset[str], dict[str, Schema], list[Schema]], None
-]
+# (part, keyword, its value): writes the keyword into the part's `out`, or appends a schema to its `extra`.
+_Writer = Callable[[Part, str, Any], None]
 
 
-def _map(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def _map(part: Part, keyword: str, value: Any) -> None:
     """Schemas by name or pattern."""
     if isinstance(value, dict):
-        context.met(keyword, place)
-        out[keyword] = {
-            name: positive(context, each, place.at(keyword, name), ALL_TYPES) for name, each in value.items()
-        }
+        part.met(keyword)
+        part.out[keyword] = {name: part.inside(each, keyword, name) for name, each in value.items()}
 
 
-def _list(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def _list(part: Part, keyword: str, value: Any) -> None:
     """Schemas of the same value."""
     if isinstance(value, list):
-        context.met(keyword, place)
-        out[keyword] = [
-            positive(context, each, place.at(keyword, index), types) for index, each in enumerate(value)
-        ]
+        part.met(keyword)
+        part.out[keyword] = [part.beside(each, keyword, index) for index, each in enumerate(value)]
 
 
-def _additional(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
-    context.met(keyword, place)
-    out[keyword] = positive(context, value, place.at(keyword), ALL_TYPES)
+def _additional(part: Part, keyword: str, value: Any) -> None:
+    part.met(keyword)
+    part.out[keyword] = part.inside(value, keyword)
 
 
-def _format(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def _format(part: Part, keyword: str, value: Any) -> None:
     """A format that the specification does not define is an annotation."""
     if not isinstance(value, str):
         return
     if value in BACKEND_FORMATS:
-        context.met(keyword, place)
-        out[keyword] = value
-        if value in FORMAT_LIMITS and "string" in types:
-            extra.append(FORMAT_LIMITS[value])
+        part.met(keyword)
+        part.out[keyword] = value
+        if value in FORMAT_LIMITS and "string" in part.types:
+            part.extra.append(FORMAT_LIMITS[value])
     elif value in STANDARD_FORMATS:
-        context.met(keyword, place)
-        extra.append({"pattern": STANDARD_FORMATS[value]} if "string" in types else True)
-    elif value in OTHER_FORMATS and "string" in types:
-        context.give_up(keyword, place, f"{value!r} has no grammar here")
+        part.met(keyword)
+        part.extra.append({"pattern": STANDARD_FORMATS[value]} if "string" in part.types else True)
+    elif value in OTHER_FORMATS and "string" in part.types:
+        part.give_up(keyword, f"{value!r} has no grammar here")
 
 
-def _items(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
+def _items(part: Part, keyword: str, value: Any) -> None:
     """Arrays of schemas are written as prefixItems, and what follows them as items, for every draft."""
-    context.met(keyword, place)
-    is_list = isinstance(node.get("items"), list)
+    part.met(keyword)
+    is_list = isinstance(part.node.get("items"), list)
     if (keyword == "items" and is_list) or (keyword == "prefixItems" and isinstance(value, list)):
-        out["prefixItems"] = [
-            positive(context, each, place.at(keyword, index), ALL_TYPES) for index, each in enumerate(value)
-        ]
+        part.out["prefixItems"] = [part.inside(each, keyword, index) for index, each in enumerate(value)]
     elif keyword == "items" or (keyword == "additionalItems" and is_list):
-        out["items"] = positive(context, value, place.at(keyword), ALL_TYPES)
+        part.out["items"] = part.inside(value, keyword)
 
 
-def _reference(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
-    context.met(keyword, place)
+def _reference(part: Part, keyword: str, value: Any) -> None:
+    part.met(keyword)
     if not isinstance(value, str):
-        context.give_up("$ref", place, "a reference must be a text")
+        part.give_up("$ref", "a reference must be a text")
         return
-    target = context.resolve(value, place)
+    target = part.context.resolve(value, part.place)
     if target is None:
         if value.rstrip("#") in METASCHEMAS:
-            out["$ref"] = value
+            part.out["$ref"] = value
         else:
-            context.give_up("$ref", place, f"{value!r} points outside the schema, or to nothing")
+            part.give_up("$ref", f"{value!r} points outside the schema, or to nothing")
         return
-    name = context.define(target, "p", ALL_TYPES, context.positive)
-    definition = context.definitions[name]
+    name = part.context.define(target, "p", ALL_TYPES, part.context.positive)
+    definition = part.context.definitions[name]
     if isinstance(definition, bool):
-        extra.append(definition)
+        part.extra.append(definition)
     else:
-        out["$ref"] = f"#/$defs/{name}"
+        part.out["$ref"] = f"#/$defs/{name}"
 
 
 def _closing_loop(context: Context, node: dict[str, Any], place: Place) -> Schema | None:
@@ -406,63 +334,44 @@ _CONSTRAINING = (
 _DOUBTFUL = re.compile(r"(?<!\\)\$.|\\[bBkpP1-9]")
 
 
-def _pattern(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
-    context.met(keyword, place)
+def _pattern(part: Part, keyword: str, value: Any) -> None:
+    part.met(keyword)
     if not isinstance(value, str):
-        context.give_up("pattern", place, "a pattern must be a text")
+        part.give_up("pattern", "a pattern must be a text")
         return
     parts = split_lookaheads(value)
     if parts is None or (_DOUBTFUL.search(value) and not pattern_is_readable(value)):
         rewritten = plain(value)
         if rewritten is None:
-            context.give_up(
+            part.give_up(
                 "pattern",
-                place,
                 "look-arounds, inner anchors, word edges and back-references have no small equivalent here",
             )
             return
         parts = [rewritten]
-    out["pattern"] = parts[-1]
-    extra += [{"pattern": part} for part in parts[:-1]]
+    part.out["pattern"] = parts[-1]
+    part.extra += [{"pattern": each} for each in parts[:-1]]
 
 
-def _rewritten(
-    context: Context,
-    node: dict[str, Any],
-    keyword: str,
-    value: Any,
-    place: Place,
-    types: frozenset[str],
-    out: dict[str, Schema],
-    extra: list[Schema],
-) -> None:
-    context.met(keyword, place)
+def _rewritten(part: Part, keyword: str, value: Any) -> None:
+    part.met(keyword)
     match keyword:
         case "oneOf":
-            one_of(context, node, place, types, out, extra)
+            one_of(part)
         case "not":
-            extra.append(context.negative(value, place.at("not"), types))
+            part.extra.append(part.context.negative(value, part.place.at("not"), part.types))
         case "if":
-            extra.append(conditional(context, node, place, types))
-        case "dependencies" | "dependentRequired" | "dependentSchemas" if "object" in types:
-            extra += dependencies(context, keyword, value, place, types)
-        case "uniqueItems" if value is True and "array" in types:
-            extra.append(unique_items(context, node, place, types))
-        case "contains" if "array" in types:
-            extra.append(contains(context, node, place, types))
-        case "unevaluatedItems" if "array" in types and value is not True:
-            context.give_up(keyword, place, "has no exact equivalent")
+            part.extra.append(conditional(part.context, part.node, part.place, part.types))
+        case "dependencies" | "dependentRequired" | "dependentSchemas" if "object" in part.types:
+            part.extra += dependencies(part.context, keyword, value, part.place, part.types)
+        case "uniqueItems" if value is True and "array" in part.types:
+            part.extra.append(unique_items(part.context, part.node, part.place, part.types))
+        case "contains" if "array" in part.types:
+            part.extra.append(contains(part.context, part.node, part.place, part.types))
+        case "unevaluatedItems" if "array" in part.types and value is not True:
+            part.give_up(keyword, "has no exact equivalent")
         case "$dynamicRef" | "$recursiveRef":
-            context.give_up(keyword, place, "dynamic references are not resolved")
+            part.give_up(keyword, "dynamic references are not resolved")
         case _:
             # About other types than can occur, or taken with the other object keywords.
             pass

@@ -83,11 +83,6 @@ def _escape(character: str) -> str:
     return f"\\{character}" if character.isascii() else character
 
 
-def only(texts: Iterable[str]) -> str:
-    """A pattern that matches exactly these strings."""
-    return "^(?:" + "|".join(escape(text) for text in sorted(texts)) + ")$"
-
-
 def excluding(texts: Iterable[str]) -> str:
     """A pattern that matches every string but these."""
     root: dict[str, dict[str, object]] = {}

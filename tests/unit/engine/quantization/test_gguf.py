@@ -28,7 +28,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantization.gguf_writer import Encoder, write
 from tests.unit.engine.quantization.k_quants import q4_k, q6_k
 from tests.unit.engine.quantization.test_stored import assert_equals
-from tokenizer_svc.checkpoint import locate
+from tokenizer_svc.text.checkpoint import locate
 
 THETA = {"rope_type": "default", "rope_theta": 500.0}
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "rope_parameters": THETA}

@@ -16,7 +16,7 @@ import sys
 import time
 
 from tokenizer_svc.grammar.request import WorkerSetup
-from tokenizer_svc.grammar.worker import LOWEST, NICENESS, ORDINARY, READY
+from tokenizer_svc.workers.worker import LOWEST, NICENESS, ORDINARY, READY
 
 _HEADER_BYTES = 4
 # The first process has this long to load the vocabulary.
@@ -148,7 +148,7 @@ class Worker:
             signal.pidfd_send_signal(self._handle, number)
 
 
-class Nursery:
+class ForkServer:
     """The process that workers are copies of. Use from one event loop."""
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -189,7 +189,7 @@ class Nursery:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "tokenizer_svc.grammar.worker",
+                "tokenizer_svc.workers.worker",
                 stdin=theirs.fileno(),
                 # A process that runs out of memory writes more there than a log should hold.
                 stderr=asyncio.subprocess.DEVNULL,

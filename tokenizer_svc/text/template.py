@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from contract.chat import Conversation, Message, Role, Tool, ToolCall
 from contract.errors import MillraceError, Reason
 from services.errors import ConfigError
-from tokenizer_svc.checkpoint import DEFAULT_TEMPLATE
 from tokenizer_svc.config import LimitsConfig
-from tokenizer_svc.control import ControlTokens
-from tokenizer_svc.formats import THINK_CLOSE
-from tokenizer_svc.limits import tool_parameters
+from tokenizer_svc.refusals import invalid
+from tokenizer_svc.text.checkpoint import DEFAULT_TEMPLATE
+from tokenizer_svc.text.control import ControlTokens
+from tokenizer_svc.text.formats import THINK_CLOSE
 
 # Names under which templates look for an assistant turn's reasoning.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -430,3 +430,17 @@ def _tool_value(tool: Tool, index: int) -> dict[str, Any]:
     if parameters is not None:
         function["parameters"] = parameters
     return {"type": "function", "function": function}
+
+
+def tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
+    """The JSON Schema of a tool's arguments; raises INVALID_ARGUMENT for what is no JSON object."""
+    if not tool.parameters_json:
+        return None
+    field, what = f"tools[{index}].function.parameters", f"the schema of tool {index}'s arguments"
+    try:
+        parameters = json.loads(tool.parameters_json)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{what} is not JSON: {error}", field) from error
+    if not isinstance(parameters, dict):
+        raise invalid(f"{what} must be a JSON object", field)
+    return parameters

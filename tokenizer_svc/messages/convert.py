@@ -13,10 +13,11 @@ from contract.chat import Conversation, JsonSchemaFormat, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.proto import chat
 from contract.proto.grammar import grammar_fields, report_message
-from tokenizer_svc.checkpoint import Checkpoint
-from tokenizer_svc.types import LengthLimit, Prepared, Truncation
-from tokenizer_svc.vocabulary import DecoderKind
-from tokenizer_svc.wire import LargeAnswer
+from tokenizer_svc.grammar.request import Prepared, Prompted
+from tokenizer_svc.messages.wire import LargeAnswer
+from tokenizer_svc.text.checkpoint import Checkpoint
+from tokenizer_svc.text.vocabulary import DecoderKind
+from tokenizer_svc.types import LengthLimit, Truncation
 
 _DECODERS = {
     DecoderKind.BYTE_LEVEL: tokenizer_pb2.DECODER_KIND_BYTE_LEVEL,
@@ -68,40 +69,29 @@ def length_limit(request: tokenizer_pb2.PrepareRequest, who: context_pb2.Request
 
 def prepare_answer(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse | LargeAnswer:
     """The answer to Prepare; serialized where its ids are."""
-    response = _prepare_response(prepared, fingerprint)
-    if isinstance(prepared.token_ids, memoryview):
-        return LargeAnswer((prepared.token_ids, response.SerializeToString()))
-    response.token_ids.extend(prepared.token_ids)
-    return response
-
-
-def short_answer(prepared: Prepared, fingerprint: str) -> dict[str, Any]:
-    """The same as fields, for what has no grammar."""
-    return {
-        "token_ids": prepared.token_ids,
-        "vocabulary_fingerprint": fingerprint,
-        "assistant_prefix": prepared.assistant_prefix,
-        "timings": {"render_s": prepared.render_s, "encode_s": prepared.encode_s},
-    }
-
-
-def _prepare_response(prepared: Prepared, fingerprint: str) -> tokenizer_pb2.PrepareResponse:
-    """All but the ids."""
-    response = tokenizer_pb2.PrepareResponse(
-        vocabulary_fingerprint=fingerprint,
-        grammar_cached=prepared.grammar_cached,
-        assistant_prefix=prepared.assistant_prefix,
-        num_truncated_tokens=prepared.num_truncated,
-        timings=tokenizer_pb2.PrepareTimings(
-            render_s=prepared.render_s, encode_s=prepared.encode_s, compile_s=prepared.compile_s
-        ),
-    )
+    ids = prepared.prompt.token_ids
+    fields = short_answer(prepared.prompt, fingerprint)
+    if isinstance(ids, memoryview):
+        del fields["token_ids"]
+    fields["timings"]["compile_s"] = prepared.compile_s
+    response = tokenizer_pb2.PrepareResponse(grammar_cached=prepared.grammar_cached, **fields)
     if prepared.compiled is not None:
-        fields: Any = grammar_fields(prepared.compiled.artifact)
-        response.grammar.CopyFrom(grammar_pb2.GrammarArtifact(**fields))
+        artifact: Any = grammar_fields(prepared.compiled.artifact)
+        response.grammar.CopyFrom(grammar_pb2.GrammarArtifact(**artifact))
         if prepared.compiled.enforcement is not None:
             response.enforcement.CopyFrom(report_message(prepared.compiled.enforcement))
-    return response
+    return LargeAnswer((ids, response.SerializeToString())) if isinstance(ids, memoryview) else response
+
+
+def short_answer(prompted: Prompted, fingerprint: str) -> dict[str, Any]:
+    """The fields of an answer without a grammar."""
+    return {
+        "token_ids": prompted.token_ids,
+        "vocabulary_fingerprint": fingerprint,
+        "assistant_prefix": prompted.assistant_prefix,
+        "num_truncated_tokens": prompted.num_truncated,
+        "timings": {"render_s": prompted.render_s, "encode_s": prompted.encode_s},
+    }
 
 
 def vocabulary_response(

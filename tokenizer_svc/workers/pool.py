@@ -22,8 +22,6 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from tokenizer_svc.config import CompileConfig
-from tokenizer_svc.grammar.accounts import Accounts
-from tokenizer_svc.grammar.nursery import Nursery, Payload, Worker
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
     EncodedPrompt,
@@ -32,6 +30,8 @@ from tokenizer_svc.grammar.request import (
     WorkerReply,
     WorkerSetup,
 )
+from tokenizer_svc.workers.accounts import Accounts
+from tokenizer_svc.workers.fork_server import ForkServer, Payload, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class WorkerPool:
         self._max_long = max(1, (os.cpu_count() or 1) // 4)
         self._accounts = Accounts()
         self._num_charges = 0
-        self._nursery = Nursery(setup)
+        self._fork_server = ForkServer(setup)
         self._prompt_limit_s = setup.limits.max_prepare_s
         self._idle: list[Worker] = []
         # Workers of the lowest priority, beside the others; made when they are first needed.
@@ -132,7 +132,7 @@ class WorkerPool:
         await asyncio.gather(*under_way, return_exceptions=True)
         for worker in list(self._workers):
             self._kill(worker)
-        await self._nursery.close()
+        await self._fork_server.close()
 
     def num_queued(self, tenant: str) -> int:
         """Jobs of a tenant that no worker has begun."""
@@ -380,7 +380,7 @@ class WorkerPool:
         return WorkerReply(refused=refused)
 
     async def _new(self, *, lowest: bool = False) -> Worker:
-        worker = await self._nursery.worker(lowest=lowest)
+        worker = await self._fork_server.worker(lowest=lowest)
         self._workers.add(worker)
         return worker
 

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import Any
 
-from millrace.common.v1 import chat_pb2, context_pb2
+from millrace.common.v1 import context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
 
-from contract.chat import Conversation, JsonSchemaFormat
+from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
-from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message, verdict_message
 from observability import names
 from observability.tracing import (
@@ -27,15 +26,13 @@ from observability.tracing import (
 from services.config import ModelConfig
 from services.context import verify
 from services.deferred import Deferred
-from tokenizer_svc import convert
-from tokenizer_svc.large import is_large, is_large_conversation, is_large_text
-from tokenizer_svc.limits import no_input
-from tokenizer_svc.pace import Pace
-from tokenizer_svc.prepare import MAX_SHORT_BYTES, Preparer
-from tokenizer_svc.stream import Calls, CallStream
-from tokenizer_svc.threads import INLINE_CHARACTERS
-from tokenizer_svc.types import Prepared
-from tokenizer_svc.wire import Call, Head, LargeAnswer, LargeRequest, large
+from tokenizer_svc.grammar.request import Prepared, Prompted
+from tokenizer_svc.messages import convert
+from tokenizer_svc.messages.wire import Call, Head, LargeAnswer, LargeRequest
+from tokenizer_svc.refusals import no_input
+from tokenizer_svc.service.prepare import Preparer, is_short
+from tokenizer_svc.service.stream import Calls, CallStream
+from tokenizer_svc.types import Compiled
 
 # Share of the caller's own limit after which it is answered that there was not enough time.
 _ANSWER_AT = 0.9
@@ -66,7 +63,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._max_context_age_s = max_context_age_s
         self._allow_unsigned = allow_unsigned
         self._limit_s = prepare_limit_s
-        self._pace = Pace()
         self._vocabulary = convert.vocabulary_response(
             preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
         )
@@ -96,30 +92,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         others, which tells why.
         """
         request = call.request
-        if (
-            isinstance(request, LargeRequest)
-            or not request.HasField("conversation")
-            or request.HasField("response_format")
-            # Histories go the other way before anything is done for them here.
-            or request.conversation.ByteSize() >= MAX_SHORT_BYTES
-            or is_large(request)
-        ):
+        if isinstance(request, LargeRequest) or not is_short(request):
             return None
         begin_s = time.monotonic()
         try:
             who = self._verify(request)
             self._check_model(request.model, who)
-            short = self._preparer.prepare_short(
-                self._conversation(request.conversation),
-                tenant=who.tenant,
-                length=convert.length_limit(request, who),
-            )
+            length = convert.length_limit(request, who)
+            short = self._preparer.prepare_short(request, tenant=who.tenant, length=length)
         except Exception:
             return None
         if short is None:
             return None
-        self._deferred.call(self._tell_short, call.head, who, begin_s, time.monotonic(), *short)
-        return convert.short_answer(short[0], self._vocabulary.fingerprint)
+        self._deferred.call(self._tell_short, call.head, who, begin_s, time.monotonic(), short)
+        return convert.short_answer(short, self._vocabulary.fingerprint)
 
     def _tell_short(
         self,
@@ -127,13 +113,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         who: context_pb2.RequestContext,
         begin_s: float,
         end_s: float,
-        prepared: Prepared,
-        render_s: float,
+        prompted: Prompted,
     ) -> None:
         identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = remote_span(head.traceparent, head.tracestate, identity)
         span = self._telemetry.start(names.TOKENIZER_PREPARE, start_s=begin_s, parent=parent)
-        self._preparer.tell_short(prepared, render_s, span)
+        self._preparer.tell_short(prompted, span)
         self._telemetry.end(span, end_s=end_s)
 
     async def _answer(
@@ -147,8 +132,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._check_model(head.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id)
         with self._telemetry.span(names.TOKENIZER_PREPARE, parent=with_identity(identity, trace)):
-            prepared = await self._within_limit(self._prepare(request, who), timeout_s)
-            self._preparer.observe_length(prepared.num_tokens)
+            work = self._preparer.prepare(request, tenant=who.tenant, length=convert.length_limit(head, who))
+            prepared = await self._within_limit(work, timeout_s)
         return convert.prepare_answer(prepared, self._vocabulary.fingerprint)
 
     async def _within_limit(self, work: Awaitable[Prepared], timeout_s: float | None) -> Prepared:
@@ -166,38 +151,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 retry_after_s=1.0,
             ) from error
 
-    async def _prepare(
-        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, who: context_pb2.RequestContext
-    ) -> Prepared:
-        tenant = who.tenant
-        if not isinstance(request, LargeRequest):
-            gives_way = self._preparer.in_debt(tenant) and request.ByteSize() >= INLINE_CHARACTERS
-            if not gives_way and not is_large(request):
-                return await self._prepare_small(request, who)
-            request = large(request.SerializeToString())
-        await self._pace.wait(tenant, len(request.wire))
-        length = convert.length_limit(request.head, who)
-        return await self._preparer.prepare_large(request, tenant=tenant, length=length)
-
-    async def _prepare_small(
-        self, request: tokenizer_pb2.PrepareRequest, who: context_pb2.RequestContext
-    ) -> Prepared:
-        form = convert.response_format(request.response_format)
-        length = convert.length_limit(request, who)
-        tenant = who.tenant
-        match request.WhichOneof("input"):
-            case "conversation":
-                return await self._preparer.prepare_conversation(
-                    self._conversation(request.conversation), form, tenant=tenant, length=length
-                )
-            case "text":
-                return await self._preparer.prepare_text(request.text, form, tenant=tenant, length=length)
-            case "encoded":
-                self._preparer.check_num_ids(len(request.encoded.ids), "prompt", length)
-                ids = list(request.encoded.ids)
-                return await self._preparer.prepare_ids(ids, form, tenant=tenant, length=length)
-        raise no_input()
-
     async def GetVocabulary(
         self, request: tokenizer_pb2.GetVocabularyRequest, context: Any
     ) -> tokenizer_pb2.GetVocabularyResponse:
@@ -210,36 +163,19 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.TokenizeResponse | LargeAnswer:
         """See the proto."""
         self._check_model(request.model)
-        ids: list[int] | memoryview
         match request.WhichOneof("input"):
             case "conversation":
-                self._check_whole(request.conversation)
-                if is_large_conversation(request.conversation):
-                    wire = tokenizer_pb2.PrepareRequest(conversation=request.conversation)
-                    ids = await self._preparer.encode_large(
-                        wire.SerializeToString(), field="messages", tenant=""
-                    )
-                else:
-                    conversation = self._conversation(request.conversation)
-                    ids = await self._preparer.encode_conversation(conversation, tenant="")
+                prompt = tokenizer_pb2.PrepareRequest(conversation=request.conversation)
             case "text":
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                self._preparer.check_text(request.text)
-                if is_large_text(request.text):
-                    wire = tokenizer_pb2.PrepareRequest(text=request.text)
-                    ids = await self._preparer.encode_large(
-                        wire.SerializeToString(), field="prompt", add_special_tokens=special, tenant=""
-                    )
-                else:
-                    ids = await self._preparer.encode_text(request.text, add_special_tokens=special)
+                prompt = tokenizer_pb2.PrepareRequest(text=request.text)
             case _:
                 raise no_input()
-        # Packed ids are the whole answer.
-        return (
-            LargeAnswer((ids,))
-            if isinstance(ids, memoryview)
-            else tokenizer_pb2.TokenizeResponse(token_ids=ids)
-        )
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await self._preparer.encode(prompt, add_special_tokens=special)
+        if isinstance(ids, memoryview):
+            # Packed ids are the whole answer.
+            return LargeAnswer((ids,))
+        return tokenizer_pb2.TokenizeResponse(token_ids=ids)
 
     async def EncodeBatch(
         self, request: tokenizer_pb2.EncodeBatchRequest, context: Any
@@ -271,30 +207,25 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 Reason.INVALID_ARGUMENT, "response_format is not set", field="response_format"
             )
         start = time.perf_counter()
-        report: EnforcementReport | None = None
-        accepted_strict = accepted = False
+        forms = [form]
+        if isinstance(form, JsonSchemaFormat):
+            forms = [JsonSchemaFormat(form.schema_json, strict=strict) for strict in (True, False)]
+        found: list[Compiled] = []
         refusal = ""
-        strict_form = JsonSchemaFormat(form.schema_json) if isinstance(form, JsonSchemaFormat) else form
-        try:
-            compiled, _ = await self._preparer.compile_format(strict_form, tenant="")
-            accepted_strict = accepted = True
-            report = compiled.enforcement
-        except MillraceError as error:
-            if error.reason is not Reason.GRAMMAR_REFUSED:
-                raise
-            refusal = error.message
-        if not accepted and isinstance(form, JsonSchemaFormat):
+        for each in forms:
             try:
-                compiled, _ = await self._preparer.compile_format(
-                    JsonSchemaFormat(form.schema_json, strict=False), tenant=""
-                )
-                accepted, report = True, compiled.enforcement
+                compiled, _ = await self._preparer.compile_format(each, tenant="")
+                found.append(compiled)
+                break
             except MillraceError as error:
                 if error.reason is not Reason.GRAMMAR_REFUSED:
                     raise
+                # Why strict mode does not accept it.
+                refusal = refusal or error.message
+        report = found[0].enforcement if found else None
         return tokenizer_pb2.CheckSchemaResponse(
-            accepted_strict=accepted_strict,
-            accepted=accepted,
+            accepted_strict=not refusal,
+            accepted=bool(found),
             enforcement=report_message(report) if report is not None else None,
             refusal=refusal,
             compile_s=time.perf_counter() - start,
@@ -326,15 +257,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             "there is no signed request context; send requests through the gateway's edge, which signs them, "
             "or set tokenizer.allow_unsigned",
             field="context",
-        )
-
-    def _conversation(self, message: chat_pb2.Conversation) -> Conversation:
-        self._check_whole(message)
-        return convert.conversation(message, max_tool_bytes=self._preparer.max_grammar_bytes)
-
-    def _check_whole(self, message: chat_pb2.Conversation) -> None:
-        self._preparer.check_whole(
-            message.ByteSize(), num_messages=len(message.messages), num_tools=len(message.tools)
         )
 
     def _check_model(self, name: str, who: context_pb2.RequestContext | None = None) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from tokenizer_svc.checkpoint import Checkpoint
-from tokenizer_svc.control import ControlTokens, ProtectedEncoder, ids_of
+from tokenizer_svc.text.checkpoint import Checkpoint
+from tokenizer_svc.text.control import ControlTokens, ProtectedEncoder, ids_of
 from tokenizer_svc.types import Truncation
 
 # Below this, encoding at once is as fast as looking pieces up.

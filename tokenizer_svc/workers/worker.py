@@ -23,12 +23,13 @@ from io import BufferedIOBase, RawIOBase
 from typing import BinaryIO
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from contract.chat import JsonSchemaFormat
+from contract.errors import MillraceError, Reason
 from services.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import BuildLimits, build
-from tokenizer_svc.grammar.courtesy import Courtesy
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
     PromptRequest,
@@ -39,8 +40,9 @@ from tokenizer_svc.grammar.request import (
     WorkRequest,
 )
 from tokenizer_svc.grammar.validate import validate
-from tokenizer_svc.large import prepare
-from tokenizer_svc.prompt import Prompts
+from tokenizer_svc.messages.wire import NO_REQUEST, packed_ids, parse_request
+from tokenizer_svc.prompt.prompts import Prompts
+from tokenizer_svc.workers.yielding import Yielding
 
 # Sent once workers can be made.
 READY = b"ready"
@@ -143,7 +145,7 @@ class Desk:
         )
         self._decoder = msgspec.msgpack.Decoder(WorkRequest)
         self._encoder = msgspec.msgpack.Encoder()
-        self._courtesy = Courtesy()
+        self._yielding = Yielding()
 
     def rehearse(self) -> None:
         """Does what most requests ask for, so that the first one takes as long as the next."""
@@ -154,7 +156,7 @@ class Desk:
         """The encoded WorkerReply to one encoded WorkRequest."""
         began_s = time.process_time()
         try:
-            with self._courtesy:
+            with self._yielding:
                 reply = self._reply(self._decoder.decode(frame))
         except RecursionError:
             reply = WorkerReply(refused=Refused(message="nested too deeply", field="response_format"))
@@ -172,15 +174,28 @@ class Desk:
         if isinstance(request, ValidationRequest):
             return validate(request, max_depth=self._limits.max_schema_depth)
         if isinstance(request, PromptRequest):
-            return prepare(request, self._prompts, max_tool_bytes=self._limits.max_grammar_bytes)
+            return self._prepared(request)
         return build(request, self._backend, self._build_limits)
+
+    def _prepared(self, request: PromptRequest) -> WorkerReply:
+        try:
+            prompted = self._prompts.prepared(parse_request(request.wire), request)
+        except DecodeError:
+            return WorkerReply(refused=Refused(message=NO_REQUEST, field="", reason=Reason.MALFORMED_BODY))
+        except MillraceError as error:
+            refused = Refused(
+                message=error.message, field=error.field, reason=error.reason, metadata=error.metadata
+            )
+            return WorkerReply(refused=refused)
+        ids = memoryview(packed_ids(list(prompted.token_ids)))
+        return WorkerReply(prompted=msgspec.structs.replace(prompted, token_ids=ids))
 
 
 def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lowest: bool) -> None:
     if lowest:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
-        _apart(desk.rehearse)
+        _at_low_priority(desk.rehearse)
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = connection.makefile("rb"), connection.makefile("wb")
@@ -189,12 +204,12 @@ def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lo
         write_frame(sink, desk.reply(frame))
 
 
-def _apart(work: Callable[[], None]) -> None:
+def _at_low_priority(work: Callable[[], None]) -> None:
     """Does the work at a low priority, which cannot be taken back and so is a thread's, not the process's."""
 
     def gently() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        # See Courtesy: the signal is for whoever computes.
+        # See Yielding: the signal is for whoever computes.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         work()
 

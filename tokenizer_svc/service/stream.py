@@ -16,7 +16,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_detail
 from services.outbox import Outbox
-from tokenizer_svc.wire import (
+from tokenizer_svc.messages.wire import (
     MAX_CALLS,
     NO_REQUEST,
     Call,

@@ -82,6 +82,14 @@ def read_prepare(wire: bytes) -> tokenizer_pb2.PrepareRequest | LargeRequest:
     return tokenizer_pb2.PrepareRequest.FromString(wire)
 
 
+def parse_request(wire: memoryview) -> tokenizer_pb2.PrepareRequest:
+    """The request, however large. Raises DecodeError."""
+    # Parsers take views as well, which their types do not say.
+    parse: Any = tokenizer_pb2.PrepareRequest.FromString
+    request: tokenizer_pb2.PrepareRequest = parse(wire)
+    return request
+
+
 def read_calls(wire: bytes) -> list[Call | UnreadableCall]:
     """The calls of a PrepareStreamRequest, requests parsed unless they are large. Raises DecodeError."""
     if len(wire) <= MAX_PARSED_BYTES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ from contract.chat import (
     RegexFormat,
     ResponseFormat,
     Role,
-    Tool,
 )
 from contract.errors import MillraceError, Reason
-from tokenizer_svc.checkpoint import Checkpoint
 from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.refusals import invalid, too_large
+from tokenizer_svc.text.checkpoint import Checkpoint
 from tokenizer_svc.types import LengthLimit, Truncation
 
 # Unicode composition (NFC) makes UTF-8 at most this much shorter (UAX 15).
@@ -214,13 +213,6 @@ def _spells_spaces(step: dict[str, Any]) -> bool:
     return bool(step["type"] == "Replace" and replaced == ({"String": " "}, "▁"))
 
 
-def num_characters(conversation: Conversation) -> int:
-    """About how much a template writes."""
-    size = sum(map(_size, conversation.messages))
-    # Tools and documents are small here, or a worker prepares them; each costs a template some work.
-    return size + 128 * (len(conversation.tools) + len(conversation.documents))
-
-
 def _size(message: Message) -> int:
     calls = sum(_num_bytes(call.arguments_json) for call in message.tool_calls)
     return _num_bytes(message.content) + _num_bytes(message.reasoning) + calls
@@ -228,37 +220,6 @@ def _size(message: Message) -> int:
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def tool_parameters(tool: Tool, index: int) -> dict[str, Any] | None:
-    """The JSON Schema of a tool's arguments; raises INVALID_ARGUMENT for what is no JSON object."""
-    if not tool.parameters_json:
-        return None
-    field, what = f"tools[{index}].function.parameters", f"the schema of tool {index}'s arguments"
-    try:
-        parameters = json.loads(tool.parameters_json)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{what} is not JSON: {error}", field) from error
-    if not isinstance(parameters, dict):
-        raise invalid(f"{what} must be a JSON object", field)
-    return parameters
-
-
-def invalid(message: str, field: str) -> MillraceError:
-    """INVALID_ARGUMENT."""
-    return MillraceError(Reason.INVALID_ARGUMENT, message, field=field)
-
-
-def no_input() -> MillraceError:
-    """INVALID_ARGUMENT for a request without a prompt."""
-    return invalid("there is no input; set messages, a text or token ids", "input")
-
-
-def too_large(what: str, limit: int, field: str) -> MillraceError:
-    """REQUEST_TOO_LARGE."""
-    return MillraceError(
-        Reason.REQUEST_TOO_LARGE, f"{what}; the limit is {limit}: send less in one request", field=field
-    )
 
 
 def _too_long(what: str, num_tokens: int, limit: int, field: str) -> MillraceError:

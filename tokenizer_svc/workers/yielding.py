@@ -15,7 +15,7 @@ import types
 _EVERY_S = 0.0005
 
 
-class Courtesy:
+class Yielding:
     """Yields twice a millisecond of a block. For the only thread of a process that takes SIGALRM, which is
     used for nothing else.
     """

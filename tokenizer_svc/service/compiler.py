@@ -9,7 +9,6 @@ from collections import OrderedDict
 
 from contract.errors import MillraceError
 from contract.grammar import GrammarSpec, Verdict
-from tokenizer_svc.grammar.pool import WorkerPool
 from tokenizer_svc.grammar.request import (
     BACKEND,
     Built,
@@ -19,6 +18,7 @@ from tokenizer_svc.grammar.request import (
     WorkerReply,
 )
 from tokenizer_svc.types import Compiled
+from tokenizer_svc.workers.pool import WorkerPool
 
 # Refusals are remembered so that a hostile grammar sent again costs nothing; those for lack of time only for
 # a while, because the machine may have been busy.

@@ -13,7 +13,7 @@ from services.config import ModelConfig
 from services.errors import ConfigError
 from services.vocabulary import checkpoint_fingerprint, whole_tokenizer_json
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
-from tokenizer_svc.vocabulary import Vocabulary, build_vocabulary
+from tokenizer_svc.text.vocabulary import Vocabulary, build_vocabulary
 
 DEFAULT_TEMPLATE = "default"
 _LONG_PARTS = ("vocab", "merges")

@@ -10,8 +10,8 @@ import threading
 import uvloop
 
 from tests.unit.tokenizer_svc.test_pool import SETUP
-from tokenizer_svc.grammar.nursery import Nursery
-from tokenizer_svc.grammar.worker import ORDINARY
+from tokenizer_svc.workers.fork_server import ForkServer
+from tokenizer_svc.workers.worker import ORDINARY
 
 READY_FRAME = bytes(4)
 LIMIT_S = 30.0
@@ -30,7 +30,7 @@ def test_a_worker_that_is_ready_before_anybody_looks() -> None:
             assert worker.recv(1) == b""
 
     async def start() -> None:
-        worker = await Nursery(SETUP)._copy(ours, ORDINARY)
+        worker = await ForkServer(SETUP)._copy(ours, ORDINARY)
         try:
             await asyncio.wait_for(worker.ready(), LIMIT_S)
         finally:

@@ -1,0 +1,1 @@
+"""Messages of the wire and domain types."""

@@ -1,0 +1,1 @@
+"""From a request to token ids and what its grammar depends on."""

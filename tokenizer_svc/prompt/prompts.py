@@ -1,0 +1,145 @@
+"""From a request to token ids and to what its answer's grammar depends on: the domain, wherever it runs.
+
+The service calls it where it reads short requests, in threads for longer ones, and workers for large ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+from millrace.common.v1 import chat_pb2
+from millrace.tokenizer.v1 import tokenizer_pb2
+
+from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, ToolRules, ToolSpec
+from tokenizer_svc.messages import convert
+from tokenizer_svc.prompt.limits import RequestLimits
+from tokenizer_svc.refusals import invalid, no_input
+from tokenizer_svc.text import formats
+from tokenizer_svc.text.checkpoint import Checkpoint
+from tokenizer_svc.text.control import ControlTokens
+from tokenizer_svc.text.encoding import TextEncoder
+from tokenizer_svc.text.template import ChatTemplates, tool_parameters
+from tokenizer_svc.types import Truncation
+
+
+class Prompts:
+    """Templates, encoder and limits of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, limits: LimitsConfig, *, turn_cache_tokens: int) -> None:
+        added = checkpoint.description.get("added_tokens", [])
+        tokens = {token["content"]: token["id"] for token in added}
+        self.tool_call_format = formats.tool_call_format(checkpoint.templates, tokens)
+        self.reasoning_format = formats.reasoning_format(checkpoint.templates, tokens)
+        # Tools' schemas are grammars as well.
+        self._max_tool_bytes = limits.max_grammar_bytes
+        self._control = ControlTokens(added, checkpoint.templates.values())
+        self.templates = ChatTemplates(checkpoint.templates, checkpoint.special_tokens, self._control, limits)
+        self.encoder = TextEncoder(checkpoint, self._control, turn_cache_tokens=turn_cache_tokens)
+        self.limits = RequestLimits(limits, checkpoint, writes_user_turns=self.templates.writes_user_turns)
+
+    def prepared(self, message: tokenizer_pb2.PrepareRequest, asked: PromptRequest) -> Prompted:
+        """Rendered and encoded. Raises TEMPLATE_FAILED, GRAMMAR_REFUSED and INVALID_ARGUMENT, and beyond
+        limits REQUEST_TOO_LARGE and CONTEXT_LENGTH_EXCEEDED.
+        """
+        form = convert.response_format(message.response_format)
+        self.limits.format(form)
+        if message.WhichOneof("input") == "conversation":
+            return self._conversation(message.conversation, form, asked)
+        return self._text(message, form, asked)
+
+    def _conversation(
+        self, message: chat_pb2.Conversation, form: ResponseFormat | None, asked: PromptRequest
+    ) -> Prompted:
+        self.limits.whole(message.ByteSize(), len(message.messages), len(message.tools))
+        conversation = convert.conversation(message, max_tool_bytes=self._max_tool_bytes)
+        self.limits.conversation(conversation, asked.length)
+        begin_s = time.monotonic()
+        rendered = self.templates.render(conversation)
+        rendered_s = time.monotonic()
+        ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant).token_ids
+        self.limits.length(len(ids), asked.length, "messages")
+        encoded_s = time.monotonic()
+        prefix = self._assistant_prefix(conversation, rendered)
+        grammar = self._grammar_request(conversation, form, prefix) if asked.with_grammar else None
+        return Prompted(
+            token_ids=ids,
+            num_tokens=len(ids),
+            assistant_prefix=prefix,
+            grammar=grammar.encoded() if grammar is not None else None,
+            begin_s=begin_s,
+            render_s=rendered_s - begin_s,
+            encode_s=encoded_s - rendered_s,
+        )
+
+    def _text(
+        self, message: tokenizer_pb2.PrepareRequest, form: ResponseFormat | None, asked: PromptRequest
+    ) -> Prompted:
+        limits, length = self.limits, asked.length
+        begin_s = time.monotonic()
+        match message.WhichOneof("input"):
+            case "text":
+                limits.text(message.text, length, "prompt")
+                ids = self.encoder.encode_text(message.text, add_special_tokens=asked.add_special_tokens)
+            case "encoded":
+                limits.num_ids(len(message.encoded.ids), length, "prompt")
+                ids = list(message.encoded.ids)
+                limits.ids(ids, "prompt")
+            case _:
+                raise no_input()
+        kept = ids
+        if length.truncation is not Truncation.REFUSE:
+            kept = self.encoder.truncated(ids, limits.max_tokens(length), length.truncation)
+        limits.length(len(kept), length, "prompt")
+        return Prompted(
+            token_ids=kept,
+            num_tokens=len(kept),
+            num_truncated=len(ids) - len(kept),
+            grammar=GrammarRequest(response_format=form).encoded() if form is not None else None,
+            begin_s=begin_s,
+            encode_s=time.monotonic() - begin_s,
+        )
+
+    def _assistant_prefix(self, conversation: Conversation, rendered: str) -> str:
+        """What the template wrote of the assistant's turn, for output parsers."""
+        if not self.reasoning_format or conversation.continue_final_message:
+            return ""
+        return formats.assistant_prefix(rendered, self._control.control)
+
+    def _grammar_request(
+        self, conversation: Conversation, form: ResponseFormat | None, prefix: str
+    ) -> GrammarRequest | None:
+        """What the answer has to follow; None when it is free. Raises INVALID_ARGUMENT for a tool choice that
+        the tools do not allow.
+        """
+        tools = self._tool_rules(conversation)
+        if form is None and tools is None:
+            return None
+        open_reasoning = formats.THINK_OPEN in prefix and formats.THINK_CLOSE not in prefix
+        return GrammarRequest(response_format=form, tools=tools, reasoning_open=open_reasoning)
+
+    def _tool_rules(self, conversation: Conversation) -> ToolRules | None:
+        choice = conversation.tool_choice
+        mode = choice.mode
+        if mode is ToolChoiceMode.NONE or not conversation.tools:
+            if choice.forces:
+                raise invalid(f"tool_choice {mode.value} needs tools; there are none", "tool_choice")
+            return None
+        if mode is ToolChoiceMode.AUTO and not self.tool_call_format:
+            # The template alone decides what the model makes of its tools.
+            return None
+        tools = tuple(
+            ToolSpec(name=tool.name, parameters=tool_parameters(tool, index), strict=tool.strict)
+            for index, tool in enumerate(conversation.tools)
+            if mode is not ToolChoiceMode.NAMED or tool.name == choice.name
+        )
+        if not tools:
+            known = ", ".join(tool.name for tool in conversation.tools)
+            raise invalid(f"tool_choice names {choice.name!r}; tools: {known}", "tool_choice")
+        return ToolRules(
+            tools=tools,
+            mode=mode,
+            parallel=conversation.parallel_tool_calls and mode is not ToolChoiceMode.NAMED,
+            format=self.tool_call_format,
+        )

@@ -1,0 +1,1 @@
+"""The gRPC face, and where each piece of work is done."""

@@ -1,0 +1,235 @@
+"""One request from messages to token ids and grammar: the service's domain, without a wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from millrace.tokenizer.v1 import tokenizer_pb2
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from contract.chat import ResponseFormat
+from contract.errors import MillraceError, Reason
+from contract.grammar import Verdict
+from observability import names
+from observability.metrics import Metrics
+from observability.names import SpanName
+from observability.tracing import Telemetry
+from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.grammar.request import (
+    EncodedGrammar,
+    EncodedPrompt,
+    GrammarRequest,
+    Prepared,
+    Prompted,
+    PromptRequest,
+)
+from tokenizer_svc.messages.wire import LargeRequest, large
+from tokenizer_svc.prompt.prompts import Prompts
+from tokenizer_svc.prompt.sizes import is_large
+from tokenizer_svc.service.compiler import GrammarCompiler, refusal
+from tokenizer_svc.service.pace import Pace
+from tokenizer_svc.service.threads import INLINE_CHARACTERS, TextThreads
+from tokenizer_svc.text.checkpoint import Checkpoint
+from tokenizer_svc.types import Compiled, LengthLimit
+
+ANY_LENGTH = LengthLimit()
+
+
+class Preparer:
+    """Renders, encodes and compiles for one checkpoint. Use from one event loop."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        compiler: GrammarCompiler,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        *,
+        limits: LimitsConfig,
+        turn_cache_tokens: int,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._prompts = Prompts(checkpoint, limits, turn_cache_tokens=turn_cache_tokens)
+        self.tool_call_format = self._prompts.tool_call_format
+        self.reasoning_format = self._prompts.reasoning_format
+        self._compiler = compiler
+        self._pool = compiler.pool
+        self._pace = Pace()
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._threads = TextThreads()
+        self._limits = self._prompts.limits
+
+    async def prepare(
+        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, *, tenant: str, length: LengthLimit
+    ) -> Prepared:
+        """Raises what `Prompts.prepared` raises, GRAMMAR_REFUSED, and QUEUE_LIMIT_EXCEEDED where too much of
+        the tenant's waits.
+        """
+        if isinstance(request, tokenizer_pb2.PrepareRequest):
+            gives_way = self._pool.in_debt(tenant) and request.ByteSize() >= INLINE_CHARACTERS
+            if gives_way or is_large(request):
+                request = large(request.SerializeToString())
+        if isinstance(request, LargeRequest):
+            await self._pace.wait(tenant, len(request.wire))
+        prompted = await self._prompted(request, PromptRequest(tenant=tenant, length=length))
+        self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens)
+        start = time.perf_counter()
+        if prompted.grammar is None:
+            return Prepared(prompt=prompted)
+        compiled, cached = await self._compile(prompted.grammar, tenant)
+        return Prepared(
+            prompt=prompted,
+            compiled=compiled,
+            grammar_cached=cached,
+            compile_s=time.perf_counter() - start,
+        )
+
+    def prepare_short(
+        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str, length: LengthLimit
+    ) -> Prompted | None:
+        """The same, now, for what `is_short`; None where there is a grammar. `tell_short` is told later."""
+        prompted = self._prompts.prepared(request, PromptRequest(tenant=tenant, length=length))
+        return prompted if prompted.grammar is None else None
+
+    def tell_short(self, prompted: Prompted, span: Span) -> None:
+        """Steps of `span`, and metrics, of what `prepare_short` did."""
+        self._tell(prompted, span)
+        self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
+
+    async def encode(
+        self, request: tokenizer_pb2.PrepareRequest, *, add_special_tokens: bool = True
+    ) -> list[int] | memoryview:
+        """Token ids of a conversation or text; packed where a worker wrote them."""
+        asked = PromptRequest(add_special_tokens=add_special_tokens, with_grammar=False)
+        whole = large(request.SerializeToString()) if is_large(request) else request
+        return (await self._prompted(whole, asked)).token_ids
+
+    async def _prompted(
+        self, request: tokenizer_pb2.PrepareRequest | LargeRequest, asked: PromptRequest
+    ) -> Prompted:
+        """Prepared at once when it is short, in a thread, or in a worker when it is large."""
+        if isinstance(request, LargeRequest):
+            field = self._limits.large(
+                request.input, request.num_input_bytes, request.num_format_bytes, asked.length
+            )
+            prompted = await self._in_worker(asked.encoded(request.wire, field), asked.tenant)
+        else:
+            work = partial(self._prompts.prepared, request, asked)
+            prompted = await self._threads.run(_num_characters(request), work, asked.tenant)
+        self._tell(prompted, trace.get_current_span())
+        return prompted
+
+    def _tell(self, prompted: Prompted, span: Span) -> None:
+        begin_s, context = prompted.begin_s, span.get_span_context()
+        for name, stage, seconds in (
+            (names.TOKENIZER_RENDER, "render", prompted.render_s),
+            (names.TOKENIZER_ENCODE, "encode", prompted.encode_s),
+        ):
+            if seconds:
+                self._telemetry.step(name, of=span, start_s=begin_s, end_s=begin_s + seconds)
+                self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, seconds, span=context, stage=stage)
+                begin_s += seconds
+
+    def check_num_ids(self, num_ids: int, field: str) -> None:
+        """Raises REQUEST_TOO_LARGE for so many token ids."""
+        self._limits.num_ids(num_ids, ANY_LENGTH, field)
+
+    async def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of several plain prompts."""
+        size = self._limits.batch(texts, "texts")
+        encoder = self._prompts.encoder
+        with self._stage(names.TOKENIZER_ENCODE, "encode"):
+            return await self._threads.run(
+                size, lambda: encoder.encode_batch(texts, add_special_tokens=add_special_tokens), ""
+            )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
+        self._limits.ids(token_ids, "token_ids")
+        vocabulary = self.checkpoint.vocabulary
+        return await self._threads.run(len(token_ids), lambda: vocabulary.text(token_ids), "")
+
+    async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
+        """Grammar of a response format alone, and whether it was cached."""
+        self._limits.format(form)
+        return await self._compiler.compile(GrammarRequest(response_format=form).encoded(), tenant=tenant)
+
+    async def validate(self, schema_json: str, texts: list[str], *, tenant: str) -> tuple[Verdict, ...]:
+        """One verdict per finished text; raises GRAMMAR_REFUSED when the schema cannot judge."""
+        self._limits.grammar_size(len(schema_json), "schema_json")
+        self._limits.batch(texts, "texts")
+        return await self._compiler.validate(schema_json, tuple(texts), tenant=tenant)
+
+    async def _in_worker(self, request: EncodedPrompt, tenant: str) -> Prompted:
+        reply = await self._pool.run(request, tenant=tenant)
+        if reply.prompted is None:
+            assert reply.refused is not None
+            raise refusal(reply.refused)
+        return reply.prompted
+
+    async def _compile(self, request: EncodedGrammar, tenant: str) -> tuple[Compiled, bool]:
+        started_s = time.perf_counter()
+        with self._stage(names.TOKENIZER_COMPILE, "compile") as attributes:
+            try:
+                compiled, cached = await self._compiler.compile(request, tenant=tenant)
+            except MillraceError as error:
+                if error.reason is Reason.GRAMMAR_REFUSED:
+                    cause = error.metadata.get("overrun", "grammar")
+                    self._metrics.add(names.GRAMMAR_REFUSALS, cause=cause)
+                raise
+            result = "hit" if cached else "miss"
+            if not cached:
+                elapsed_s = time.perf_counter() - started_s
+                self._metrics.observe(names.GRAMMAR_COMPILE_SECONDS, elapsed_s, kind=request.kind)
+            attributes |= {names.GRAMMAR_CACHE: result, names.GRAMMAR_DIGEST: compiled.artifact.digest}
+            self._metrics.add(names.GRAMMAR_LOOKUPS, result=result)
+        return compiled, cached
+
+    @contextmanager
+    def _stage(self, name: SpanName, stage: str) -> Iterator[dict[str, Any]]:
+        """A step of the current span, with the attributes that it is given, and its time in the metrics."""
+        start_s = time.monotonic()
+        attributes: dict[str, Any] = {}
+        error = ""
+        try:
+            yield attributes
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            end_s, span = time.monotonic(), trace.get_current_span()
+            self._metrics.observe(names.TOKENIZER_STAGE_SECONDS, end_s - start_s, stage=stage)
+            self._telemetry.step(
+                name, of=span, start_s=start_s, end_s=end_s, attributes=attributes, error=error
+            )
+
+
+def is_short(request: tokenizer_pb2.PrepareRequest) -> bool:
+    """Whether it is a short conversation alone, prepared in less time than anything takes to wait for it."""
+    return (
+        request.HasField("conversation")
+        and not request.HasField("response_format")
+        # Histories go the other way before anything is done for them here.
+        and request.conversation.ByteSize() < INLINE_CHARACTERS
+        and not is_large(request)
+    )
+
+
+def _num_characters(request: tokenizer_pb2.PrepareRequest) -> int:
+    """About how much work it is, see TextThreads. Ids are few here, or a worker looks at them."""
+    match request.WhichOneof("input"):
+        case "conversation":
+            return int(request.conversation.ByteSize())
+        case "text":
+            return len(request.text)
+    return 0

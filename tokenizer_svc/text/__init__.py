@@ -1,0 +1,1 @@
+"""What a checkpoint says of text, and text to token ids."""
