@@ -11,6 +11,7 @@ Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -35,11 +36,17 @@ from engine.kernels.linear.triton_grouped import (
     grouped_weight_only_product,
 )
 from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
-from engine.kernels.rows import Quantized, QuantizedRows
+from engine.kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
 SCALED_MM_ARCH = (9, 0)
 SCALED_MM_MULTIPLE = 16
+# Numbers of rows that it is tried with: one, a rest beside a tile, a long prompt.
+PROBED_ROWS = (1, 17, 8192)
+
+_log = logging.getLogger(__name__)
+# By a weight's shape and device.
+_tried: dict[tuple[tuple[int, int], torch.device], bool] = {}
 
 
 class LibraryProduct:
@@ -272,16 +279,33 @@ class InvariantLinear(TritonLinear):
 
 
 def _scaled_mm_takes(weight: Fp8Weight) -> bool:
-    """Whether torch's own product computes this weight, tried once with the weight itself."""
-    values = weight.values
+    """Whether torch's own product computes this weight."""
+    device = weight.values.device
     sizes = all(size % SCALED_MM_MULTIPLE == 0 for size in weight.shape)
-    if values.device.type != "cuda" or weight.blocked or not sizes:
+    if device.type != "cuda" or weight.blocked or not sizes:
         return False
-    if torch.cuda.get_device_capability(values.device) < SCALED_MM_ARCH:
+    if torch.cuda.get_device_capability(device) < SCALED_MM_ARCH:
         return False
-    x = torch.ones(SCALED_MM_MULTIPLE, weight.shape[1], dtype=torch.bfloat16, device=values.device)
-    try:
-        ScaledMmProduct(weight)(x)
-    except (RuntimeError, ValueError):
-        return False
+    key = weight.shape, device
+    if key not in _tried:
+        _tried[key] = scaled_mm_computes(weight)
+    return _tried[key]
+
+
+def scaled_mm_computes(weight: Fp8Weight) -> bool:
+    """Tries torch's own product at PROBED_ROWS; the log names what it refuses."""
+    product = ScaledMmProduct(weight)
+    for rows in PROBED_ROWS:
+        levels = torch.zeros(rows, weight.shape[1], dtype=weight.values.dtype, device=weight.values.device)
+        scale = empty_scales(rows, levels.device).fill_(1.0)
+        try:
+            product.of_rows(QuantizedRows(levels=levels, scale=scale, dtype=torch.bfloat16))
+        except (RuntimeError, ValueError) as error:
+            _log.warning(
+                "linear: weights of %s outputs and %s inputs are Triton's: torch refuses %s rows: %s",
+                *weight.shape,
+                rows,
+                error,
+            )
+            return False
     return True

@@ -114,7 +114,7 @@ def allocate_layer(
     shared_value_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> LayerCache:
+) -> PlainCache | QuantizedCache:
     """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
     reads a slot before writing it, and on a CPU untouched memory costs nothing.
     """
