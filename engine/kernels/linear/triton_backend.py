@@ -4,7 +4,7 @@ torch._scaled_mm where the device has it.
 Rows never see each other. But cuBLAS picks its kernel by the number of rows, so the last bits of a dense
 product depend on how many others are computed with it. InvariantLinear has one kernel for all numbers of rows
 instead: slower, and every output is a function of its own request. What that means for equal outputs,
-engine/runner/cuda/DESIGN.md says.
+docs/decisions/2026-11-22-cuda-equal-outputs.md says.
 
 Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expert.
 """
@@ -47,28 +47,6 @@ PROBED_ROWS = (1, 17, 8192)
 _log = logging.getLogger(__name__)
 # By a weight's shape and device.
 _tried: dict[tuple[tuple[int, int], torch.device], bool] = {}
-
-
-class LibraryProduct:
-    """A dense weight; the library chooses its kernel."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return F.linear(x, self.weight, bias)
-
-
-class WeightOnlyProduct:
-    """Weights of 4 or 8 bits, inputs in floating point."""
-
-    def __init__(self, weight: Int4Weight | Int8Weight) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N] in x's type."""
-        return weight_only_product(x, self.weight, bias)
 
 
 class IntegerProduct:
@@ -206,7 +184,6 @@ class GroupedScaled(Grouped):
 class TritonLinear:
     """Products of GPUs."""
 
-    name = "triton"
     row_multiple = 1
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:
@@ -216,8 +193,10 @@ class TritonLinear:
         if isinstance(weight, Int8Weight) and weight.activations == "int8":
             return IntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return WeightOnlyProduct(weight)
-        return LibraryProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+            return lambda x, bias=None: weight_only_product(x, weight, bias)
+        # The library chooses its kernel.
+        values = weight.values if isinstance(weight, DenseWeight) else weight
+        return lambda x, bias=None: F.linear(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
         """See LinearBackend."""
@@ -247,23 +226,10 @@ class TritonLinear:
         return GroupedWeightOnly(int4) if len(int4) == len(weights) and alike else None
 
 
-class InvariantProduct:
-    """A dense weight by one kernel for any number of rows."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return dense_product(x, self.weight, bias)
-
-
 class InvariantLinear(TritonLinear):
     """Products of GPUs whose rows have the same bits in any batch: nothing is left to a library, which would
     choose by the number of rows.
     """
-
-    name = "invariant"
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:
         """See LinearBackend."""
@@ -271,7 +237,8 @@ class InvariantLinear(TritonLinear):
             return Fp8Product(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
             return super().pack(weight)
-        return InvariantProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+        values = weight.values if isinstance(weight, DenseWeight) else weight
+        return lambda x, bias=None: dense_product(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
         """See LinearBackend."""
