@@ -141,6 +141,7 @@ def _planner(
         backend = TritonAttention(num_heads=heads[0], num_kv_heads=heads[1])
         plan = backend.plan(step, q.device)
         backend.run(plan, q, cache, options)
+        assert not backend.smaller, "the device has no room for the shape"
         return lambda: backend.run(plan, q, cache, options)
 
     return make

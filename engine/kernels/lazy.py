@@ -7,16 +7,18 @@ imports those should not pay for the others.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 
-def lazily(module: str, names: Collection[str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562): `names` come from `module`."""
+def lazily(module: str) -> Callable[[str], Any]:
+    """A package's `__getattr__` (PEP 562): what `module` lists in `__all__` comes from there."""
 
     def get(name: str) -> Any:
-        if name not in names:
+        # Asked for before a module of the package by that name is imported, too.
+        found = importlib.import_module(module)
+        if name not in found.__all__:
             raise AttributeError(f"{module.rpartition('.')[0]} has no {name}")
-        return getattr(importlib.import_module(module), name)
+        return getattr(found, name)
 
     return get

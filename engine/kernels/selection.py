@@ -66,7 +66,7 @@ def choose_kernels(config: KernelsConfig, device: torch.device) -> Kernels:
     return Kernels(
         names=names,
         norm=_load("norm", names)(),
-        rope=_load("rope", names)(),
+        rope=_load("rope", names),
         gate=_load("activation", names),
         linear=_load("linear", names)(),
     )

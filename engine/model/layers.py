@@ -125,7 +125,7 @@ def attend(attention: Attention, x: Tensor | QuantizedRows, cache: LayerCache, s
     if attention.qk_norm == "head":
         q, k = (normed(cast("Norm", norm), part, kernels) for norm, part in zip(norms, (q, k), strict=True))
     cos, sin = step.rotations[attention.rope]
-    q = kernels.rope.rotate_and_store(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
+    q = kernels.rope(q, k, v, cos, sin, step.slots, cache, interleaved=attention.interleaved)
     mixed = step.attention.run(step.attention_plan, q, cache, options, cast("Tensor | None", attention.sinks))
     return multiply(attention.output, mixed.flatten(1))
 

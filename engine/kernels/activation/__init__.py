@@ -7,18 +7,6 @@ from typing import TYPE_CHECKING
 from engine.kernels.lazy import lazily
 
 if TYPE_CHECKING:
-    from engine.kernels.activation.backends import (
-        BACKENDS,
-        GATES,
-        Gate,
-        gate,
-    )
+    from engine.kernels.activation.backends import *
 
-__all__ = [
-    "BACKENDS",
-    "GATES",
-    "Gate",
-    "gate",
-]
-
-__getattr__ = lazily("engine.kernels.activation.backends", __all__)
+__getattr__ = lazily("engine.kernels.activation.backends")

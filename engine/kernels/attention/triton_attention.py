@@ -17,8 +17,9 @@ from functools import partial
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from engine.kernels.attention.launch_shape import LaunchShape, launch_shape
+from engine.kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
 from engine.kernels.attention.triton_plan import MOST_PARTS, PART, Items, make_plan, most_parts
@@ -102,16 +103,24 @@ class CapturedPlan:
         )
 
 
+class ShapeRefusedError(Exception):
+    """The device has no room for a launch shape; the next launch has a smaller one."""
+
+
 class TritonAttention:
     """The back end of GPUs."""
 
     name = "triton"
     captures = True
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, *, num_heads: int, num_kv_heads: int, arch: str = "") -> None:
+        # Of a device that is not here; empty asks the device.
+        self._arch = arch
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.group = num_heads // num_kv_heads
+        # What stands for shapes that the device had no room for.
+        self.smaller: dict[tuple[int, torch.dtype, torch.dtype, bool], LaunchShape] = {}
 
     def plan(self, batch: RaggedBatch, device: torch.device) -> dict[int | None, DevicePlan]:
         """Plans by window, made when a layer first needs them: layers with the same window share one."""
@@ -144,24 +153,45 @@ class TritonAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] (T may be padded) -> [T, H, E]. sinks [H] are extra scores that attend to nothing."""
-        if isinstance(plan, CapturedPlan):
-            return self._run(plan.of(options.window), q.contiguous(), cache, options, sinks)
-        if options.window not in plan:
-            plan[options.window] = self._device_plan(options.window, q.shape[2], _kv_of(cache))
-        return self._run(plan[options.window], q.contiguous(), cache, options, sinks)
+        q = q.contiguous()
+        while True:
+            if isinstance(plan, CapturedPlan):
+                work = plan.of(options.window)
+            else:
+                if options.window not in plan:
+                    plan[options.window] = self._device_plan(options.window, q, cache)
+                work = plan[options.window]
+            try:
+                return self._run(work, q, cache, options, sinks)
+            except ShapeRefusedError:
+                if isinstance(plan, dict):
+                    # Cut for the tiles of the shape that was refused.
+                    plan.clear()
 
-    def _shape(self, key_dim: int, kv: str, device: torch.device, *, final: bool) -> LaunchShape:
-        return launch_shape(group=self.group, key_dim=key_dim, final=final, kv=kv, arch=arch_of(device))
+    def _key(
+        self, q: Tensor, cache: PlainCache | QuantizedCache, *, final: bool
+    ) -> tuple[int, torch.dtype, torch.dtype, bool]:
+        return cache.keys.shape[-1], q.dtype, cache.keys.dtype, final
 
-    def _device_plan(self, window: int | None, key_dim: int, kv: str) -> DevicePlan:
-        split, whole = (self._shape(key_dim, kv, self._device, final=final) for final in (False, True))
+    def _shape(self, q: Tensor, cache: PlainCache | QuantizedCache, *, final: bool) -> LaunchShape:
+        """The shape chosen at start, or what a device without room for it takes."""
+        return self.smaller.get(self._key(q, cache, final=final)) or launch_shape(
+            group=self.group,
+            key_dim=cache.keys.shape[-1],
+            final=final,
+            kv=_kv_of(cache),
+            wide=q.element_size() > 2,
+            arch=self._arch or arch_of(q.device),
+        )
+
+    def _device_plan(self, window: int | None, q: Tensor, cache: PlainCache | QuantizedCache) -> DevicePlan:
+        split, whole = (self._shape(q, cache, final=final) for final in (False, True))
         made = make_plan(
             self._batch,
             split_rows=split.tile // split.heads,
             tile_rows=whole.tile // whole.heads,
             window=window,
         )
-
         there = partial(on_device, device=self._device)
 
         def items(some: Items) -> tuple[Tensor, Tensor] | None:
@@ -185,72 +215,16 @@ class TritonAttention:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        keys, shared = cache.keys, cache.values is None
-        values = keys if cache.values is None else cache.values
-        scales = cache.scales if isinstance(cache, QuantizedCache) else None
-        key_dim = keys.shape[-1]
-        value_dim = cache.shared_value_dim if shared else values.shape[-1]
+        value_dim = cache.shared_value_dim if cache.values is None else cache.values.shape[-1]
         # Rows that pad an eager step are nobody's work.
         empty = torch.zeros if plan.num_listed is None else torch.empty
         out = empty(q.shape[0], self.num_heads, value_dim, dtype=q.dtype, device=q.device)
         parts = max(1, plan.num_parts)
         sums = torch.empty(parts, self.num_heads, value_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(parts, self.num_heads, 2, dtype=torch.float32, device=q.device)
-        main = value_dim if shared else key_dim
-        tail = key_dim - main
         for work, final in ((plan.split, False), (plan.whole, True)):
-            if work is None:
-                continue
-            rows, fields = work
-            num_items = fields.shape[1]
-            shape = self._shape(key_dim, _kv_of(cache), q.device, final=final)
-            width = self.num_heads // shape.heads
-            programs = num_items
-            if plan.num_listed is not None:
-                programs = min(num_items, -(-_programs_at_once(q.device) // width))
-            attention_kernel[(programs, width)](
-                q,
-                out,
-                sums,
-                stats,
-                keys,
-                values,
-                scales if scales is not None else stats,
-                sinks if sinks is not None else stats,
-                plan.tables,
-                plan.positions,
-                plan.part_base,
-                rows,
-                fields,
-                num_items,
-                plan.num_listed if plan.num_listed is not None else fields,
-                plan.tables.stride(0),
-                self.num_heads,
-                self.num_kv_heads,
-                options.scale,
-                options.soft_cap or 1.0,
-                options.window or 0,
-                GROUP=shape.heads,
-                CHUNKS=self.group // shape.heads,
-                MAIN=main,
-                TAIL=tail,
-                VALUE_DIM=value_dim,
-                MAIN_BLOCK=_block(main),
-                TAIL_BLOCK=_block(tail),
-                VALUE_BLOCK=_block(value_dim),
-                BLOCK_SIZE=cache.block_size,
-                TILE=shape.tile,
-                STEP=shape.step,
-                SHARED_VALUE=shared,
-                SCALED=scales is not None,
-                SOFT_CAP=options.soft_cap is not None,
-                WINDOW=options.window is not None,
-                SINKS=sinks is not None,
-                FINAL=final,
-                LISTED=plan.num_listed is not None,
-                num_warps=shape.num_warps,
-                num_stages=shape.num_stages,
-            )
+            if work is not None:
+                self._attend(plan, work, (q, out, sums, stats), cache, options, sinks, final=final)
         if plan.split is not None:
             merge_kernel[(plan.part_count.shape[0], self.num_heads)](
                 sums,
@@ -265,6 +239,66 @@ class TritonAttention:
                 SINKS=sinks is not None,
             )
         return out
+
+    def _attend(
+        self,
+        plan: DevicePlan,
+        work: tuple[Tensor, Tensor],
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        cache: PlainCache | QuantizedCache,
+        options: AttentionOptions,
+        sinks: Tensor | None,
+        *,
+        final: bool,
+    ) -> None:
+        """Launches the kernel for one kind of items. Raises ShapeRefusedError."""
+        q, out, _, stats = tensors
+        key_dim, value_dim, shared = cache.keys.shape[-1], out.shape[-1], cache.values is None
+        main = value_dim if shared else key_dim
+        sizes = (main, key_dim - main, value_dim)
+        shape = self._shape(q, cache, final=final)
+        num_items, width = work[1].shape[1], self.num_heads // shape.heads
+        programs = num_items
+        if plan.num_listed is not None:
+            programs = min(num_items, -(-_programs_at_once(q.device) // width))
+        try:
+            attention_kernel[(programs, width)](
+                *tensors,
+                cache.keys,
+                cache.keys if cache.values is None else cache.values,
+                cache.scales if cache.scales is not None else stats,
+                sinks if sinks is not None else stats,
+                plan.tables,
+                plan.positions,
+                plan.part_base,
+                *work,
+                num_items,
+                plan.num_listed if plan.num_listed is not None else work[1],
+                plan.tables.stride(0),
+                self.num_heads,
+                self.num_kv_heads,
+                options.scale,
+                options.soft_cap or 1.0,
+                options.window or 0,
+                SIZES=(*sizes, *(_block(size) for size in sizes)),
+                GROUP=shape.heads,
+                CHUNKS=self.group // shape.heads,
+                BLOCK_SIZE=cache.block_size,
+                TILE=shape.tile,
+                STEP=shape.step,
+                SHARED_VALUE=shared,
+                SCALED=cache.scales is not None,
+                SOFT_CAP=options.soft_cap is not None,
+                WINDOW=options.window is not None,
+                SINKS=sinks is not None,
+                FINAL=final,
+                LISTED=plan.num_listed is not None,
+                num_warps=shape.num_warps,
+                num_stages=shape.num_stages,
+            )
+        except OutOfResources as error:
+            self.smaller[self._key(q, cache, final=final)] = next_smaller(shape, error)
+            raise ShapeRefusedError from error
 
 
 def _kv_of(cache: PlainCache | QuantizedCache) -> str:

@@ -39,24 +39,10 @@ def _advance(
     largest,
     weight,
     total,
-    q_main,
-    q_tail,
-    position,
-    table,
-    keys,
-    values,
-    scales,
-    kv_head,
-    num_kv_heads,
-    scale,
-    soft_cap,
-    window,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MAIN_BLOCK: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    query,
+    history,
+    how,
+    SIZES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
     SHARED_VALUE: tl.constexpr,
@@ -68,6 +54,12 @@ def _advance(
     """Takes positions [start, start + STEP) in. Unless MASKED, every row sees all of them; the arithmetic is
     the same, so that no bit depends on which it was.
     """
+    MAIN: tl.constexpr = SIZES[0]
+    TAIL: tl.constexpr = SIZES[1]
+    VALUE_DIM: tl.constexpr = SIZES[2]
+    q_main, q_tail, position = query
+    table, keys, values, scales, kv_head, num_kv_heads = history
+    scale, soft_cap, window = how
     DTYPE: tl.constexpr = q_main.dtype
     KEY_DIM: tl.constexpr = MAIN + TAIL
     place = start + tl.arange(0, STEP)
@@ -77,10 +69,10 @@ def _advance(
     else:
         block = tl.load(table + place // BLOCK_SIZE)
     slot = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
-    key = _vectors(keys, slot * KEY_DIM, there, 0, MAIN, MAIN_BLOCK, MASKED).to(DTYPE)
+    key = _vectors(keys, slot * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
     score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
     if TAIL > 0:
-        tail = _vectors(keys, slot * KEY_DIM, there, MAIN, TAIL, TAIL_BLOCK, MASKED).to(DTYPE)
+        tail = _vectors(keys, slot * KEY_DIM, there, MAIN, TAIL, SIZES[4], MASKED).to(DTYPE)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
     if SCALED:
         score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
@@ -104,12 +96,115 @@ def _advance(
     if SHARED_VALUE:
         value = key
     else:
-        value = _vectors(values, slot * VALUE_DIM, there, 0, VALUE_DIM, VALUE_BLOCK, MASKED).to(DTYPE)
+        value = _vectors(values, slot * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(DTYPE)
     if SCALED:
         column: tl.constexpr = 0 if SHARED_VALUE else 1
         share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
     total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
     return higher, weight, total
+
+
+@triton.jit
+def _queries(
+    q,
+    rows,
+    positions,
+    first,
+    count,
+    num_heads,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    """Of an item's tile: tokens, heads and which there are; vectors, main part and tail, and positions."""
+    tile = tl.arange(0, TILE)
+    present = tile // GROUP < count
+    head = tl.program_id(1) * GROUP + tile % GROUP
+    token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
+    position = tl.load(positions + token, mask=present, other=0)
+    row = (token.to(tl.int64) * num_heads + head) * (SIZES[0] + SIZES[1])
+    q_main = _vectors(q, row, present, 0, SIZES[0], SIZES[3], True)
+    q_tail = q_main
+    if SIZES[1] > 0:
+        q_tail = _vectors(q, row, present, SIZES[0], SIZES[1], SIZES[4], True)
+    return token, head, present, q_main, q_tail, position
+
+
+@triton.jit
+def _attend(
+    begin,
+    end,
+    present,
+    query,
+    history,
+    how,
+    SIZES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARED_VALUE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    """Of positions [begin, end): maximum in powers of two, weight and unnormalized sum of each row."""
+    TILE: tl.constexpr = present.shape[0]
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, SIZES[5]], tl.float32)
+    middle = begin
+    if FINAL and not WINDOW:
+        # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
+        lowest = tl.min(tl.where(present, query[2], 2147483647), axis=0)
+        middle = begin + tl.maximum(tl.minimum(lowest + 1, end) - begin, 0) // STEP * STEP
+    for MASKED in tl.static_range(0 if FINAL and not WINDOW else 1, 2):
+        for start in range(middle if MASKED else begin, end if MASKED else middle, STEP):
+            largest, weight, total = _advance(
+                start,
+                end,
+                largest,
+                weight,
+                total,
+                query,
+                history,
+                how,
+                SIZES,
+                BLOCK_SIZE,
+                STEP,
+                SHARED_VALUE,
+                SCALED,
+                SOFT_CAP,
+                WINDOW,
+                MASKED,
+            )
+    return largest, weight, total
+
+
+@triton.jit
+def _store_result(
+    out, sinks, largest, weight, total, at, head, present, SIZES: tl.constexpr, SINKS: tl.constexpr
+):
+    """Writes the weighted mean, the sinks' weight included, at rows `at` of out."""
+    place = tl.arange(0, SIZES[5])
+    if SINKS:
+        sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
+        higher = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - higher)
+        weight = weight * shrink + tl.exp2(sink - higher)
+        total = total * shrink[:, None]
+    result = (total / weight[:, None]).to(out.dtype.element_ty)
+    wanted = present[:, None] & (place < SIZES[2])[None, :]
+    tl.store(out + (at * SIZES[2])[:, None] + place[None, :], result, mask=wanted)
+
+
+@triton.jit
+def _store_part(sums, stats, largest, weight, total, at, present, SIZES: tl.constexpr):
+    """Writes what merging takes, at rows `at` of sums and stats."""
+    place = tl.arange(0, SIZES[5])
+    wanted = present[:, None] & (place < SIZES[2])[None, :]
+    tl.store(sums + at[:, None] * SIZES[2] + place[None, :], total, mask=wanted)
+    tl.store(stats + at * 2, largest, mask=present)
+    tl.store(stats + at * 2 + 1, weight, mask=present)
 
 
 # Numbers that change from step to step must not decide what is compiled.
@@ -136,14 +231,9 @@ def attention_kernel(
     scale,
     soft_cap,
     window,
+    SIZES: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MAIN_BLOCK: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
@@ -156,7 +246,8 @@ def attention_kernel(
     LISTED: tl.constexpr,
 ):
     """One program per item and GROUP query heads of a kv head, of which it has CHUNKS times as many. FINAL
-    writes results, else sums and stats (maximum in powers of two, weight) of a part.
+    writes results, else sums and stats (maximum in powers of two, weight) of a part. SIZES: main part and
+    tail of a key, value, and the widths of their tiles.
 
     LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
     """
@@ -164,87 +255,36 @@ def attention_kernel(
     if LISTED:
         turns = tl.cdiv(tl.load(num_listed) - tl.program_id(0), tl.num_programs(0))
     for turn in range(turns):
-        item = tl.program_id(0) + turn * tl.num_programs(0)
-        kv_head = tl.program_id(1) // CHUNKS
-        first = tl.load(fields + item)
-        count = tl.load(fields + num_items + item)
-        sequence = tl.load(fields + 2 * num_items + item)
-        begin = tl.load(fields + 3 * num_items + item)
-        end = tl.load(fields + 4 * num_items + item)
-        part = tl.load(fields + 5 * num_items + item)
-
-        tile = tl.arange(0, TILE)
-        present = tile // GROUP < count
-        head = tl.program_id(1) * GROUP + tile % GROUP
-        token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
-        position = tl.load(positions + token, mask=present, other=0)
-        row = (token.to(tl.int64) * num_heads + head) * (MAIN + TAIL)
-        q_main = _vectors(q, row, present, 0, MAIN, MAIN_BLOCK, True)
-        q_tail = q_main
-        if TAIL > 0:
-            q_tail = _vectors(q, row, present, MAIN, TAIL, TAIL_BLOCK, True)
-
-        largest = tl.full([TILE], float("-inf"), tl.float32)
-        weight = tl.zeros([TILE], tl.float32)
-        total = tl.zeros([TILE, VALUE_BLOCK], tl.float32)
-        table = tables + sequence * table_stride
-        middle = begin
-        if FINAL and not WINDOW:
-            # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
-            lowest = tl.min(tl.where(present, position, 2147483647), axis=0)
-            middle = begin + tl.maximum(tl.minimum(lowest + 1, end) - begin, 0) // STEP * STEP
-        for MASKED in tl.static_range(0 if FINAL and not WINDOW else 1, 2):
-            for start in range(middle if MASKED else begin, end if MASKED else middle, STEP):
-                largest, weight, total = _advance(
-                    start,
-                    end,
-                    largest,
-                    weight,
-                    total,
-                    q_main,
-                    q_tail,
-                    position,
-                    table,
-                    keys,
-                    values,
-                    scales,
-                    kv_head,
-                    num_kv_heads,
-                    scale,
-                    soft_cap,
-                    window,
-                    MAIN,
-                    TAIL,
-                    VALUE_DIM,
-                    MAIN_BLOCK,
-                    TAIL_BLOCK,
-                    VALUE_BLOCK,
-                    BLOCK_SIZE,
-                    STEP,
-                    SHARED_VALUE,
-                    SCALED,
-                    SOFT_CAP,
-                    WINDOW,
-                    MASKED,
-                )
-
-        place_out = tl.arange(0, VALUE_BLOCK)
-        wanted = present[:, None] & (place_out < VALUE_DIM)[None, :]
+        field = fields + tl.program_id(0) + turn * tl.num_programs(0)
+        sequence = tl.load(field + 2 * num_items)
+        token, head, present, q_main, q_tail, position = _queries(
+            q, rows, positions, tl.load(field), tl.load(field + num_items), num_heads, GROUP, TILE, SIZES
+        )
+        table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
+        largest, weight, total = _attend(
+            tl.load(field + 3 * num_items),
+            tl.load(field + 4 * num_items),
+            present,
+            (q_main, q_tail, position),
+            (table, keys, values, scales, kv_head, num_kv_heads),
+            (scale, soft_cap, window),
+            SIZES,
+            BLOCK_SIZE,
+            STEP,
+            SHARED_VALUE,
+            SCALED,
+            SOFT_CAP,
+            WINDOW,
+            FINAL,
+        )
         if FINAL:
-            if SINKS:
-                sink = tl.load(sinks + head, mask=present, other=0.0) * LOG2_E
-                higher = tl.maximum(largest, sink)
-                shrink = tl.exp2(largest - higher)
-                weight = weight * shrink + tl.exp2(sink - higher)
-                total = total * shrink[:, None]
-            result = total / weight[:, None]
-            row = (token.to(tl.int64) * num_heads + head) * VALUE_DIM
-            tl.store(out + row[:, None] + place_out[None, :], result.to(out.dtype.element_ty), mask=wanted)
+            at = token.to(tl.int64) * num_heads + head
+            _store_result(out, sinks, largest, weight, total, at, head, present, SIZES, SINKS)
         else:
-            index = (tl.load(part_base + token, mask=present, other=0) + part).to(tl.int64) * num_heads + head
-            tl.store(sums + index[:, None] * VALUE_DIM + place_out[None, :], total, mask=wanted)
-            tl.store(stats + index * 2, largest, mask=present)
-            tl.store(stats + index * 2 + 1, weight, mask=present)
+            number = tl.load(part_base + token, mask=present, other=0) + tl.load(field + 5 * num_items)
+            _store_part(
+                sums, stats, largest, weight, total, number.to(tl.int64) * num_heads + head, present, SIZES
+            )
 
 
 @triton.jit

@@ -7,44 +7,6 @@ from typing import TYPE_CHECKING
 from engine.kernels.lazy import lazily
 
 if TYPE_CHECKING:
-    from engine.kernels.linear.backends import (
-        BACKENDS,
-        ROW_MULTIPLE,
-        DenseWeight,
-        Fp8Weight,
-        GroupedProduct,
-        Int4Weight,
-        Int8Weight,
-        LinearBackend,
-        PackedProduct,
-        PlainProduct,
-        Product,
-        QuantizedRows,
-        QuantizingProduct,
-        TiledProduct,
-        WeightFormat,
-        batched_product,
-        pack_linear,
-    )
+    from engine.kernels.linear.backends import *
 
-__all__ = [
-    "BACKENDS",
-    "ROW_MULTIPLE",
-    "DenseWeight",
-    "Fp8Weight",
-    "GroupedProduct",
-    "Int4Weight",
-    "Int8Weight",
-    "LinearBackend",
-    "PackedProduct",
-    "PlainProduct",
-    "Product",
-    "QuantizedRows",
-    "QuantizingProduct",
-    "TiledProduct",
-    "WeightFormat",
-    "batched_product",
-    "pack_linear",
-]
-
-__getattr__ = lazily("engine.kernels.linear.backends", __all__)
+__getattr__ = lazily("engine.kernels.linear.backends")

@@ -49,7 +49,6 @@ class GroupedProduct(Protocol):
 class LinearBackend(Protocol):
     """Packs weights into products."""
 
-    name: str
     # Rows of a product must be a multiple of this.
     row_multiple: int
 

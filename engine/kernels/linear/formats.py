@@ -48,10 +48,6 @@ class DenseWeight:
         """The weight [N, K]."""
         return self.values
 
-    def num_bytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return _bytes(self.values)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Weight:
@@ -76,7 +72,7 @@ class Int8Weight:
     @property
     def group_size(self) -> int:
         """Stored inputs that share a scale; K when there is one scale per output."""
-        return self.values.shape[1] // self.scale.shape[1]
+        return self.shape[1] // self.scale.shape[1]
 
     def stored(self) -> Tensor:
         """The stored weight [N, K] in float32: in stored order, smoothing not undone."""
@@ -86,10 +82,6 @@ class Int8Weight:
         """The weight [N, K] in float32, by which unchanged inputs are multiplied."""
         weight = _in_input_order(self.stored(), self.order)
         return weight if self.smoothing is None else weight * self.smoothing
-
-    def num_bytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return _bytes(self.values, self.scale, self.smoothing, self.order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +122,6 @@ class Int4Weight:
         """The weight [N, K] in float32."""
         return _in_input_order(self.stored(), self.order)
 
-    def num_bytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return _bytes(self.packed, self.scale, self.minimum, self.order)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Weight:
@@ -163,10 +151,6 @@ class Fp8Weight:
             return wide * self.scale[:, None]
         scale = self.scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
         return wide * scale[: self.shape[0], : self.shape[1]]
-
-    def num_bytes(self) -> int:
-        """Bytes of the stored tensors."""
-        return _bytes(self.values, self.scale)
 
 
 WeightFormat = DenseWeight | Int8Weight | Int4Weight | Fp8Weight
@@ -297,7 +281,3 @@ def _in_input_order(stored: Tensor, order: Tensor | None) -> Tensor:
     weight = torch.empty_like(stored)
     weight[:, order] = stored
     return weight
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

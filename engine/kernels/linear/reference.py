@@ -126,7 +126,6 @@ def _invariant(product: Product, num_inputs: int, like: Tensor) -> bool:
 class TorchLinear:
     """Products of torch, their rows proven or made independent of the batch."""
 
-    name = "torch"
     row_multiple = ROW_MULTIPLE
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:

@@ -4,13 +4,14 @@ torch._scaled_mm where the device has it.
 Rows never see each other. But cuBLAS picks its kernel by the number of rows, so the last bits of a dense
 product depend on how many others are computed with it. InvariantLinear has one kernel for all numbers of rows
 instead: slower, and every output is a function of its own request. What that means for equal outputs,
-engine/runner/cuda/DESIGN.md says.
+docs/decisions/2026-11-22-cuda-equal-outputs.md says.
 
 Shape letters: M rows, K inputs, N outputs, X experts, R rows that chose an expert.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -35,33 +36,17 @@ from engine.kernels.linear.triton_grouped import (
     grouped_weight_only_product,
 )
 from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
-from engine.kernels.rows import Quantized, QuantizedRows
+from engine.kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
 SCALED_MM_ARCH = (9, 0)
 SCALED_MM_MULTIPLE = 16
+# Numbers of rows that it is tried with: one, a rest beside a tile, a long prompt.
+PROBED_ROWS = (1, 17, 8192)
 
-
-class LibraryProduct:
-    """A dense weight; the library chooses its kernel."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return F.linear(x, self.weight, bias)
-
-
-class WeightOnlyProduct:
-    """Weights of 4 or 8 bits, inputs in floating point."""
-
-    def __init__(self, weight: Int4Weight | Int8Weight) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N] in x's type."""
-        return weight_only_product(x, self.weight, bias)
+_log = logging.getLogger(__name__)
+# By a weight's shape and device.
+_tried: dict[tuple[tuple[int, int], torch.device], bool] = {}
 
 
 class IntegerProduct:
@@ -199,7 +184,6 @@ class GroupedScaled(Grouped):
 class TritonLinear:
     """Products of GPUs."""
 
-    name = "triton"
     row_multiple = 1
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:
@@ -209,8 +193,10 @@ class TritonLinear:
         if isinstance(weight, Int8Weight) and weight.activations == "int8":
             return IntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return WeightOnlyProduct(weight)
-        return LibraryProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+            return lambda x, bias=None: weight_only_product(x, weight, bias)
+        # The library chooses its kernel.
+        values = weight.values if isinstance(weight, DenseWeight) else weight
+        return lambda x, bias=None: F.linear(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
         """See LinearBackend."""
@@ -240,23 +226,10 @@ class TritonLinear:
         return GroupedWeightOnly(int4) if len(int4) == len(weights) and alike else None
 
 
-class InvariantProduct:
-    """A dense weight by one kernel for any number of rows."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return dense_product(x, self.weight, bias)
-
-
 class InvariantLinear(TritonLinear):
     """Products of GPUs whose rows have the same bits in any batch: nothing is left to a library, which would
     choose by the number of rows.
     """
-
-    name = "invariant"
 
     def pack(self, weight: Tensor | WeightFormat) -> Product:
         """See LinearBackend."""
@@ -264,7 +237,8 @@ class InvariantLinear(TritonLinear):
             return Fp8Product(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
             return super().pack(weight)
-        return InvariantProduct(weight.values if isinstance(weight, DenseWeight) else weight)
+        values = weight.values if isinstance(weight, DenseWeight) else weight
+        return lambda x, bias=None: dense_product(x, values, bias)
 
     def batched(self, left: Tensor, right: Tensor) -> Tensor:
         """See LinearBackend."""
@@ -272,16 +246,33 @@ class InvariantLinear(TritonLinear):
 
 
 def _scaled_mm_takes(weight: Fp8Weight) -> bool:
-    """Whether torch's own product computes this weight, tried once with the weight itself."""
-    values = weight.values
+    """Whether torch's own product computes this weight."""
+    device = weight.values.device
     sizes = all(size % SCALED_MM_MULTIPLE == 0 for size in weight.shape)
-    if values.device.type != "cuda" or weight.blocked or not sizes:
+    if device.type != "cuda" or weight.blocked or not sizes:
         return False
-    if torch.cuda.get_device_capability(values.device) < SCALED_MM_ARCH:
+    if torch.cuda.get_device_capability(device) < SCALED_MM_ARCH:
         return False
-    x = torch.ones(SCALED_MM_MULTIPLE, weight.shape[1], dtype=torch.bfloat16, device=values.device)
-    try:
-        ScaledMmProduct(weight)(x)
-    except (RuntimeError, ValueError):
-        return False
+    key = weight.shape, device
+    if key not in _tried:
+        _tried[key] = scaled_mm_computes(weight)
+    return _tried[key]
+
+
+def scaled_mm_computes(weight: Fp8Weight) -> bool:
+    """Tries torch's own product at PROBED_ROWS; the log names what it refuses."""
+    product = ScaledMmProduct(weight)
+    for rows in PROBED_ROWS:
+        levels = torch.zeros(rows, weight.shape[1], dtype=weight.values.dtype, device=weight.values.device)
+        scale = empty_scales(rows, levels.device).fill_(1.0)
+        try:
+            product.of_rows(QuantizedRows(levels=levels, scale=scale, dtype=torch.bfloat16))
+        except (RuntimeError, ValueError) as error:
+            _log.warning(
+                "linear: weights of %s outputs and %s inputs are Triton's: torch refuses %s rows: %s",
+                *weight.shape,
+                rows,
+                error,
+            )
+            return False
     return True

@@ -7,18 +7,6 @@ from typing import TYPE_CHECKING
 from engine.kernels.lazy import lazily
 
 if TYPE_CHECKING:
-    from engine.kernels.norm.backends import (
-        BACKENDS,
-        NormBackend,
-        QuantizingNorm,
-        rms_norm,
-    )
+    from engine.kernels.norm.backends import *
 
-__all__ = [
-    "BACKENDS",
-    "NormBackend",
-    "QuantizingNorm",
-    "rms_norm",
-]
-
-__getattr__ = lazily("engine.kernels.norm.backends", __all__)
+__getattr__ = lazily("engine.kernels.norm.backends")

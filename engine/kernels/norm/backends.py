@@ -13,8 +13,6 @@ from engine.kernels.rows import Quantized, QuantizedRows
 class NormBackend(Protocol):
     """Norms rows; each independent of the others."""
 
-    name: str
-
     def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., E], weight [E] float32 -> [..., E] in x's type."""
 

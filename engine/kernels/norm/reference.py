@@ -20,8 +20,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class TorchNorm:
     """The formula, operation by operation."""
 
-    name = "torch"
-
     def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See NormBackend."""
         return rms_norm(x, weight, eps)

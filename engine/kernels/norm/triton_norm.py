@@ -139,8 +139,6 @@ def rms_norm(
 class TritonNorm:
     """One pass over each row, sum with the residual included."""
 
-    name = "triton"
-
     def plain(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See NormBackend."""
         return rms_norm(x, weight, eps).out

@@ -7,18 +7,6 @@ from typing import TYPE_CHECKING
 from engine.kernels.lazy import lazily
 
 if TYPE_CHECKING:
-    from engine.kernels.paged_cache.store import (
-        LayerCache,
-        PlainCache,
-        QuantizedCache,
-        allocate_layer,
-    )
+    from engine.kernels.paged_cache.store import *
 
-__all__ = [
-    "LayerCache",
-    "PlainCache",
-    "QuantizedCache",
-    "allocate_layer",
-]
-
-__getattr__ = lazily("engine.kernels.paged_cache.store", __all__)
+__getattr__ = lazily("engine.kernels.paged_cache.store")

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from engine.kernels.paged_cache.memory import empty_on_huge_pages
 
+__all__ = ["LayerCache", "PlainCache", "QuantizedCache", "allocate_layer"]
+
 # Largest magnitude of each type that quantized keys and values are stored in.
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -114,7 +116,7 @@ def allocate_layer(
     shared_value_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> LayerCache:
+) -> PlainCache | QuantizedCache:
     """Storage for num_blocks blocks and the one that padding writes to. It holds anything at first: nobody
     reads a slot before writing it, and on a CPU untouched memory costs nothing.
     """

@@ -7,16 +7,6 @@ from typing import TYPE_CHECKING
 from engine.kernels.lazy import lazily
 
 if TYPE_CHECKING:
-    from engine.kernels.rope.backends import (
-        BACKENDS,
-        RopeBackend,
-        rotate,
-    )
+    from engine.kernels.rope.backends import *
 
-__all__ = [
-    "BACKENDS",
-    "RopeBackend",
-    "rotate",
-]
-
-__getattr__ = lazily("engine.kernels.rope.backends", __all__)
+__getattr__ = lazily("engine.kernels.rope.backends")

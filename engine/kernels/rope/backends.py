@@ -13,9 +13,7 @@ from engine.kernels.rope.reference import rotate
 class RopeBackend(Protocol):
     """What lies between the projections and attention."""
 
-    name: str
-
-    def rotate_and_store(
+    def __call__(
         self,
         q: Tensor,
         k: Tensor,
@@ -33,8 +31,8 @@ class RopeBackend(Protocol):
 
 
 BACKENDS = {
-    "torch": "engine.kernels.rope.reference:TorchRope",
-    "triton": "engine.kernels.rope.triton_rope:TritonRope",
+    "torch": "engine.kernels.rope.reference:rotate_and_store",
+    "triton": "engine.kernels.rope.triton_rope:rope_and_store",
 }
 
 __all__ = ["BACKENDS", "RopeBackend", "rotate"]

@@ -30,23 +30,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
 
-class TorchRope:
-    """Rotation, then the cache's own write."""
-
-    name = "torch"
-
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        interleaved: bool,
-    ) -> Tensor:
-        """See RopeBackend."""
-        cache.write(rotate(k, cos, sin, interleaved=interleaved), v, slots)
-        return rotate(q, cos, sin, interleaved=interleaved)
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    cache: LayerCache,
+    *,
+    interleaved: bool,
+) -> Tensor:
+    """See RopeBackend: rotation, then the cache's own write."""
+    cache.write(rotate(k, cos, sin, interleaved=interleaved), v, slots)
+    return rotate(q, cos, sin, interleaved=interleaved)

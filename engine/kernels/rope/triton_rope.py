@@ -153,24 +153,3 @@ def rope_and_store(
             num_warps=1 if key_dim <= 128 else 4,
         )
     return out
-
-
-class TritonRope:
-    """Rotation and cache write in one launch."""
-
-    name = "triton"
-
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        cache: PlainCache | QuantizedCache,
-        *,
-        interleaved: bool,
-    ) -> Tensor:
-        """See RopeBackend."""
-        return rope_and_store(q, k, v, cos, sin, slots, cache, interleaved=interleaved)

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.model import idle_share
-from engine.kernels.attention.launch_shape import launch_shape
-from engine.kernels.attention.tuning import TABLE, forced, key_of, read_table
 
 ROOT = Path(__file__).resolve().parents[3]
 # Packages of the project that a machine with only torch, Triton and the like does not have. What
@@ -91,30 +89,6 @@ def test_a_part_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Path) 
     assert "linear: exit code 1" in done.stdout
     summary = json.loads((tmp_path / "gpu-summary.json").read_text())
     assert {line["measured"] for line in summary["rows"]} == {"not measured"}
-
-
-def test_what_is_tuned_is_what_the_engine_reads(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.json"
-    path.write_text(json.dumps({"sm_90": {"prefill 128/4 plain": [128, 64, 8, 3]}}))
-    assert read_table(path) == {"sm_90": {"prefill 128/4 plain": (128, 64, 8, 3)}}
-    assert read_table(TABLE) is not None
-    for wrong in ([128, 64, 8], [100, 64, 8, 3], [128, 64, 32, 3], [128, 64, 8, 0], [8, 64, 8, 3]):
-        path.write_text(json.dumps({"sm_90": {"prefill 128/4 plain": wrong}}))
-        with pytest.raises(ValueError, match="prefill 128/4 plain"):
-            read_table(path)
-
-
-def test_a_measured_shape_comes_before_the_standing_one() -> None:
-    def shape(arch: str = "sm_90") -> tuple[int, int, int, int]:
-        found = launch_shape(group=4, key_dim=128, final=True, kv="plain", arch=arch)
-        return found.tile, found.step, found.num_warps, found.num_stages
-
-    key = key_of(final=True, key_dim=128, group=4, kv="plain")
-    before = shape()
-    with forced(key, (64, 16, 4, 2)):
-        assert shape() == (64, 16, 4, 2)
-    assert shape() == before
-    assert shape("sm_00") == shape("")
 
 
 def test_time_that_no_kernel_covers_is_idle() -> None:

@@ -9,7 +9,12 @@ import torch
 
 from engine.config import KernelsConfig
 from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
-from engine.kernels.linear.triton_backend import Fp8Product, InvariantLinear, TritonLinear
+from engine.kernels.linear.triton_backend import (
+    Fp8Product,
+    InvariantLinear,
+    TritonLinear,
+    scaled_mm_computes,
+)
 from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
 from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
 from engine.kernels.linear.triton_linear import TILE_M, scaled_product, weight_only_product
@@ -203,7 +208,29 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
 
 def test_invariant_products_leave_nothing_to_libraries() -> None:
     kernels = choose_kernels(KernelsConfig(linear="invariant"), torch.device("cpu"))
-    assert kernels.linear.name == "invariant"
+    assert isinstance(kernels.linear, InvariantLinear)
     weight = Fp8Weight(values=drawn(16, 16).to(torch.float8_e4m3fn), scale=drawn(16).abs())
     # The library's fp8 product chooses by the number of rows.
     assert type(kernels.linear.pack(weight)) is Fp8Product
+
+
+@pytest.mark.parametrize("refused", [(), (1,), (17,), (8192,)])
+def test_the_librarys_fp8_product_is_tried_with_few_and_many_rows(
+    refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def scaled_mm(levels: torch.Tensor, columns: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+        assert options["scale_a"].shape == (len(levels), 1)
+        tried.append(len(levels))
+        if len(levels) in refused:
+            raise RuntimeError("no kernel")
+        return torch.zeros(len(levels), columns.shape[1])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight = Fp8Weight(values=drawn(16, 32).to(torch.float8_e4m3fn), scale=drawn(16).abs())
+    assert scaled_mm_computes(weight) == (not refused)
+    assert tried == [rows for rows in (1, 17, 8192) if not refused or rows <= refused[0]]
+    assert [f"torch refuses {rows} rows: no kernel" in caplog.text for rows in refused] == [True] * len(
+        refused
+    )

@@ -25,6 +25,7 @@ from engine.runner.runner import ModelRunner
 from services.config import ModelConfig
 from services.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
+from tests.unit.engine.quantization.writers import stored_bytes
 
 BUNDLED = ModelConfig(path="models/millrace-nano")
 GIB = 1 << 30
@@ -92,10 +93,10 @@ def test_weights_take_what_was_planned(quantize: str, head: str) -> None:
     assert isinstance(runner, ModelRunner)
     try:
         model = runner.model
-        loaded = sum(linear.weight.num_bytes() for layer in model.layers for linear in layer.linears())
+        loaded = sum(stored_bytes(linear.weight) for layer in model.layers for linear in layer.linears())
         loaded += model.embedding.nbytes
         if not isinstance(model.head.weight, DenseWeight):
-            loaded += model.head.weight.num_bytes()
+            loaded += stored_bytes(model.head.weight)
         loaded += sum(part.nbytes for rope in model.ropes for part in rope)
     finally:
         runner.close()

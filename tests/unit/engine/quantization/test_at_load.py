@@ -16,6 +16,7 @@ from engine.quantization.at_load import int4_weight, int8_weight, quantize, roun
 from engine.quantization.scheme import group_size_for
 from engine.types import SamplingParams
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.quantization.writers import stored_bytes
 from tests.unit.engine.runner.driver import Driver, Job, open_runner, prompt_of
 
 SCORING = SamplingParams(temperature=0.0, max_tokens=64, prompt_logprobs=1)
@@ -72,7 +73,7 @@ def test_a_large_head_is_not_copied_whole() -> None:
     except OSError:
         pytest.skip("the peak of resident memory cannot be reset here")
     before, made = _status_bytes("VmRSS"), int8_weight(weight)
-    assert _status_bytes("VmHWM") - before < made.num_bytes() + weight.nbytes
+    assert _status_bytes("VmHWM") - before < stored_bytes(made) + weight.nbytes
 
 
 def _status_bytes(field: str) -> int:

@@ -23,6 +23,11 @@ Writer = Callable[[Tensor], Stored]
 Array = NDArray[Any]
 
 
+def stored_bytes(weight: object) -> int:
+    """Bytes of the tensors of a weight."""
+    return sum(each.nbytes for each in vars(weight).values() if isinstance(each, Tensor))
+
+
 def words_of(levels: Array, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Packs along the last axis: field i of a word (i * bits up) holds the level at order[i]."""
     per_word = 32 // bits

@@ -1,0 +1,83 @@
+"""Attention as real models launch it: what compile_ahead compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
+from engine.kernels.attention.triton_attention import CapturedPlan, TritonAttention
+from engine.kernels.paged_cache import allocate_layer
+
+BLOCK_SIZE = 16
+META = torch.device("meta")
+PLAIN = AttentionOptions(scale=0.1)
+WINDOW = AttentionOptions(scale=0.1, window=128)
+GEMMA = AttentionOptions(scale=0.1, window=4096, soft_cap=50.0)
+# Name, query heads, kv heads, size of a key and of a value (0: inside the key), options, sinks.
+MODELS = (
+    ("llama", 32, 8, 128, 128, PLAIN, False),
+    ("gemma", 16, 8, 256, 256, GEMMA, False),
+    ("gpt-oss", 64, 8, 64, 64, WINDOW, True),
+    ("deepseek", 128, 1, 576, 0, PLAIN, False),
+)
+# Query's type, cache's type.
+TYPES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float32, torch.float32),
+)
+
+
+def variants(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Prompts beside decode rows, and captured decode rows, of every model over every type."""
+    for name, heads, kv_heads, key_dim, value_dim, options, with_sinks in MODELS:
+        attention = TritonAttention(num_heads=heads, num_kv_heads=kv_heads, arch=arch)
+        sinks = torch.empty(heads, device=META) if with_sinks else None
+        for kind, stored in TYPES:
+            cache = allocate_layer(
+                num_blocks=600,
+                block_size=BLOCK_SIZE,
+                num_heads=kv_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                shared_value_dim=key_dim - 64,
+                dtype=stored,
+                device=META,
+            )
+            types = f"{str(kind).removeprefix('torch.')} over {cache.type_name}"
+            q = torch.empty(302, heads, key_dim, dtype=kind, device=META)
+            yield (
+                f"eager {name}, {types}",
+                partial(attention.run, attention.plan(_ragged(), META), q, cache, options, sinks),
+            )
+            yield (
+                f"captured {name}, {types}",
+                partial(attention.run, _captured(attention), q[:2], cache, options, sinks),
+            )
+
+
+def _ragged() -> RaggedBatch:
+    """A prompt beside two decode rows."""
+    return RaggedBatch(
+        query_starts=np.array([0, 1, 2, 302]),
+        context_lens=np.array([700, 600, 300]),
+        block_tables=np.arange(3 * 44).reshape(3, 44),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def _captured(attention: TritonAttention) -> CapturedPlan:
+    """Two decode rows."""
+    return attention.plan_decode(
+        DecodeBatch(
+            context_lens=torch.empty(2, dtype=torch.int32, device=META),
+            block_tables=torch.empty(2, 512, dtype=torch.int32, device=META),
+            block_size=BLOCK_SIZE,
+            max_context_len=8192,
+        )
+    )

@@ -1,0 +1,115 @@
+"""Launch shapes of the attention kernel: what was measured, and what a device has room for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from engine.kernels.attention import AttentionOptions, triton_attention
+from engine.kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
+from engine.kernels.attention.reference import ReferenceAttention
+from engine.kernels.attention.triton_attention import TritonAttention
+from engine.kernels.attention.tuning import TABLE, forced, key_of, read_table
+from tests.kernels.test_attention import CPU, filled_cache, step_of
+
+
+def test_what_is_tuned_is_what_the_engine_reads(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"sm_90": {"prefill 128/4 plain": [128, 64, 8, 3]}}))
+    assert read_table(path) == {"sm_90": {"prefill 128/4 plain": (128, 64, 8, 3)}}
+    assert read_table(TABLE) is not None
+    for wrong in ([128, 64, 8], [100, 64, 8, 3], [128, 64, 32, 3], [128, 64, 8, 0], [8, 64, 8, 3]):
+        path.write_text(json.dumps({"sm_90": {"prefill 128/4 plain": wrong}}))
+        with pytest.raises(ValueError, match="prefill 128/4 plain"):
+            read_table(path)
+
+
+def test_a_measured_shape_comes_before_the_standing_one() -> None:
+    def shape(arch: str = "sm_90") -> tuple[int, int, int, int]:
+        found = launch_shape(group=4, key_dim=128, final=True, kv="plain", arch=arch)
+        return found.tile, found.step, found.num_warps, found.num_stages
+
+    key = key_of(final=True, key_dim=128, group=4, kv="plain")
+    before = shape()
+    with forced(key, (64, 16, 4, 2)):
+        assert shape() == (64, 16, 4, 2)
+    assert shape() == before
+    assert shape("sm_00") == shape("")
+
+
+class SmallDevice:
+    """Stands for the attention kernel on a device with little shared memory."""
+
+    def __init__(self, kernel: Any, rows: int) -> None:
+        self.kernel, self.rows = kernel, rows
+        self.num_refused = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, **named: Any) -> None:
+            wanted = named["TILE"] + named["STEP"] * named["num_stages"]
+            if wanted > self.rows:
+                self.num_refused += 1
+                raise OutOfResources(wanted, self.rows, "shared memory")
+            self.kernel[grid](*given, **named)
+
+        return launch
+
+
+@pytest.mark.parametrize("rows", [60, 40, 32])
+def test_a_device_without_room_computes_with_a_smaller_shape(
+    rows: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = SmallDevice(triton_attention.attention_kernel, rows)
+    monkeypatch.setattr(triton_attention, "attention_kernel", small)
+    lengths, new = [300, 70, 40], [1, 50, 40]
+    cache, tables, generator = filled_cache(
+        lengths, num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32
+    )
+    q = torch.randn(sum(new), 32, 16, generator=generator)
+    options, batch = AttentionOptions(scale=0.25), step_of(lengths, new, tables)
+    reference = ReferenceAttention(num_heads=32, num_kv_heads=1)
+    expected = reference.run(reference.plan(batch, CPU), q, cache, options)
+    attention = TritonAttention(num_heads=32, num_kv_heads=1)
+    with caplog.at_level(logging.WARNING):
+        found = attention.run(attention.plan(batch, CPU), q, cache, options)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    refused = small.num_refused
+    assert len(caplog.records) == refused > 0
+    for shape in attention.smaller.values():
+        assert f"{shape} takes its place" in caplog.text
+    again = attention.run(attention.plan(batch, CPU), q, cache, options)
+    assert small.num_refused == refused, "what was refused is not asked for again"
+    assert torch.equal(again, found)
+
+
+def test_captured_steps_fall_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SmallDevice(triton_attention.attention_kernel, 32)
+    monkeypatch.setattr(triton_attention, "attention_kernel", small)
+    cache, tables, generator = filled_cache([300], num_heads=1, key_dim=16, value_dim=16, dtype=torch.float32)
+    q = torch.randn(1, 32, 16, generator=generator)
+    options, batch = AttentionOptions(scale=0.25), step_of([300], [1], tables)
+    attention = TritonAttention(num_heads=32, num_kv_heads=1)
+    plan = attention.plan_decode(
+        triton_attention.DecodeBatch(
+            context_lens=torch.tensor([300], dtype=torch.int32),
+            block_tables=torch.from_numpy(tables).int(),
+            block_size=16,
+            max_context_len=512,
+        )
+    )
+    attention.begin(plan)
+    found = attention.run(plan, q, cache, options)
+    assert small.num_refused > 0
+    assert torch.equal(found, attention.run(attention.plan(batch, CPU), q, cache, options))
+
+
+def test_a_device_without_room_for_the_smallest_shape_says_so() -> None:
+    refusal = OutOfResources(100, 10, "shared memory")
+    with pytest.raises(OutOfResources, match="Required: 100"):
+        next_smaller(LaunchShape(heads=4, tile=16, step=16, num_warps=4, num_stages=1), refusal)
