@@ -24,6 +24,7 @@ from engine.kernels.linear.packed import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.mirror import fields
 
 SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
 GROUP_SCORES = {"best": 0, "two_best": 1}
@@ -33,18 +34,10 @@ class RouteArgs(ctypes.Structure):
     """Mirror of `RouteArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("logits", c_void_p),
-        ("correction", c_void_p),
-        ("ids", c_void_p),
-        ("shares", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
-        ("scoring", c_int64),
-        ("normalized", c_int64),
-        ("num_groups", c_int64),
-        ("num_active_groups", c_int64),
-        ("group_score", c_int64),
+        *fields(c_void_p, "num_rows", "logits", "correction", "ids", "shares"),
+        *fields(c_int64, "num_experts", "num_active"),
+        *fields(c_int64, "scoring", "normalized"),
+        *fields(c_int64, "num_groups", "num_active_groups", "group_score"),
         ("scaling", c_float),
     )
 
@@ -53,14 +46,8 @@ class ExpertPlanArgs(ctypes.Structure):
     """Mirror of `ExpertPlanArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("ids", c_void_p),
-        ("num_places", c_void_p),
-        ("starts", c_void_p),
-        ("places", c_void_p),
-        ("ranks", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
+        *fields(c_void_p, "num_rows", "ids", "num_places", "starts", "places", "ranks"),
+        *fields(c_int64, "num_experts", "num_active"),
     )
 
 
@@ -68,16 +55,8 @@ class ExpertGemmArgs(ctypes.Structure):
     """Mirror of `ExpertGemmArgs`."""
 
     _fields_ = (
-        ("starts", c_void_p),
-        ("places", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("workspace", c_void_p),
-        ("weights", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
+        *fields(c_void_p, "starts", "places", "x", "out", "workspace", "weights"),
+        *fields(c_int64, "num_experts", "num_active", "x_stride", "out_stride"),
     )
 
 
@@ -85,16 +64,8 @@ class ExpertSumArgs(ctypes.Structure):
     """Mirror of `ExpertSumArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("shares", c_void_p),
-        ("ranks", c_void_p),
-        ("rows", c_void_p),
-        ("out", c_void_p),
-        ("num_active", c_int64),
-        ("width", c_int64),
-        ("rows_stride", c_int64),
-        ("out_stride", c_int64),
-        ("accumulate", c_int64),
+        *fields(c_void_p, "num_rows", "shares", "ranks", "rows", "out"),
+        *fields(c_int64, "num_active", "width", "rows_stride", "out_stride", "accumulate"),
     )
 
 
