@@ -136,22 +136,6 @@ def sparse_ops(
         address_of(buffers.router_workspace),
         x_stride=row_stride(x),
     )
-    correction = layer.correction
-    route = RouteArgs(
-        num_rows,
-        address_of(logits),
-        None if correction is None else address_of(correction),
-        address_of(buffers.ids),
-        address_of(buffers.shares),
-        routing.num_experts,
-        routing.num_active,
-        SCORINGS[routing.scoring],
-        int(routing.normalized),
-        routing.num_groups,
-        routing.num_active_groups,
-        GROUP_SCORES[routing.group_score],
-        routing.scaling,
-    )
     plan = ExpertPlanArgs(
         num_rows,
         address_of(buffers.ids),
@@ -185,13 +169,32 @@ def sparse_ops(
     )
     return [
         *product_ops(library, router, layer, buffers, x),
-        Op(library, "route", route, buffers, correction),
+        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer.correction),
         Op(library, "expert_plan", plan, buffers),
         *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
         Op(library, "activation", activation, buffers),
         *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
         Op(library, "expert_sum", total, buffers, out),
     ]
+
+
+def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> RouteArgs:
+    routing, correction = layer.routing, layer.correction
+    return RouteArgs(
+        num_rows,
+        address_of(buffers.logits),
+        None if correction is None else address_of(correction),
+        address_of(buffers.ids),
+        address_of(buffers.shares),
+        routing.num_experts,
+        routing.num_active,
+        SCORINGS[routing.scoring],
+        int(routing.normalized),
+        routing.num_groups,
+        routing.num_active_groups,
+        GROUP_SCORES[routing.group_score],
+        routing.scaling,
+    )
 
 
 def _expert_products(
