@@ -31,28 +31,12 @@ _PUNCTUATION = tuple(bytes([code]) for code in b"@.:/-+_#=&,;|()[]{}<>!?$%*~^'` 
 _CLOSES_TEXT = re.compile(rb'"[\]}]*')
 _CLOSES = re.compile(rb"[\]}]+")
 _SEPARATES = (b',"', b",", b":")
+# A word where the vocabulary has it as one token, else what it begins with.
+_WORDS = (b"null", b"true", b"false")
 _VALUES = (
-    b'""',
-    b"[]",
-    b"{}",
-    b"null",
-    b"nul",
-    b"nu",
-    b"n",
-    b"true",
-    b"tru",
-    b"tr",
-    b"t",
-    b"false",
-    b"fals",
-    b"fal",
-    b"fa",
-    b"f",
-    b'"',
-    b"[",
-    b"{",
-    b".",
-    b"-",
+    *(b'""', b"[]", b"{}"),
+    *(word[:length] for word in _WORDS for length in range(len(word), 0, -1)),
+    *(b'"', b"[", b"{", b".", b"-"),
 )
 # Varies from digit to digit, so that a number comes to any multiple and away from zero.
 _DIGITS = (b"1", b"0", b"5", b"2", b"3", b"4", b"6", b"7", b"8", b"9")

@@ -32,8 +32,3 @@ struct SoftCapArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-void activation(const millrace::ActivationArgs& args, int thread, int num_threads);
-void soft_cap(const millrace::SoftCapArgs& args, int thread, int num_threads);
-}

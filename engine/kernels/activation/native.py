@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
+from engine.kernels.native.mirror import fields
+
 # Values of ActivationKind.
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
@@ -13,17 +15,12 @@ class ActivationArgs(ctypes.Structure):
     """Mirror of activation.h: act(gate) * up."""
 
     _fields_ = (
-        ("step", c_void_p),
-        ("num_rows", c_void_p),
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int64),
-        ("out_stride", c_int64),
-        ("kind", c_int64),
+        *fields(c_void_p, "step", "num_rows", "gate_up", "out"),
+        *fields(c_int64, "width", "out_stride", "kind"),
     )
 
 
 class SoftCapArgs(ctypes.Structure):
     """Mirror of activation.h: the cap on logits."""
 
-    _fields_ = (("step", c_void_p), ("logits", c_void_p), ("width", c_int64), ("cap", c_float))
+    _fields_ = (*fields(c_void_p, "step", "logits"), ("width", c_int64), ("cap", c_float))

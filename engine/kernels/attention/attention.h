@@ -40,16 +40,3 @@ struct AttentionArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-// num_heads and num_kv_heads as in the model (latent attention: one kv head); value_dim is E of the op's output;
-// block_size as in the cache. share: whether rows whose sequences share blocks are computed together.
-millrace::AttentionPlan* attention_plan_create(int64_t num_heads, int64_t num_kv_heads, int64_t value_dim,
-                                               int64_t block_size, int64_t share);
-// Whether bfloat16 is multiplied in pairs (level avx512_fp16: values in float16); at first it is where the processor
-// gains by it.
-void attention_plan_use_pairs(millrace::AttentionPlan* plan, int64_t pairs);
-void attention_plan_destroy(millrace::AttentionPlan* plan);
-void attention_plan(const millrace::AttentionPlanArgs& args, int thread, int num_threads);
-void attention(const millrace::AttentionArgs& args, int thread, int num_threads);
-}

@@ -33,16 +33,13 @@ template <typename Cache, int kRows, bool kWhole, typename Beside>
   for (int64_t i = begin; i < end; ++i) {
     beside(i);
     Vec out[2][kOut];
-#pragma GCC unroll 2
-    for (int g = 0; g < 2; ++g) Cache::template expand<Float32Math>(load(chunks.words[i] + g * kLanes), out[g]);
-#pragma GCC unroll 2
-    for (int j = 0; j < kOut; ++j) {
+    UNROLLED for (int g = 0; g < 2; ++g)
+      Cache::template expand<Float32Math>(load(chunks.words[i] + g * kLanes), out[g]);
+    UNROLLED for (int j = 0; j < kOut; ++j) {
       if (!kWhole && i * kOut + j >= elements) return;
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
+      UNROLLED for (int r = 0; r < kRows; ++r) {
         const Vec factor = set1(queries[r * dim + i * kOut + j]);
-#pragma GCC unroll 2
-        for (int g = 0; g < 2; ++g) total[r][g] = Float32Math::step(total[r][g], factor, out[g][j]);
+        UNROLLED for (int g = 0; g < 2; ++g) total[r][g] = Float32Math::step(total[r][g], factor, out[g][j]);
       }
     }
   }
@@ -112,32 +109,24 @@ inline void few_values(const float* weights, int64_t weights_stride, const Strid
   constexpr int kOut = 4 / Cache::kBytes, kLines = kVectors / kOut;
   // All loops over sums are unrolled: only then do these become registers.
   Vec total[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) total[r][j] = fresh ? zero() : load(sums + r * stride + j * kLanes);
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kVectors; ++j) total[r][j] = fresh ? zero() : load(sums + r * stride + j * kLanes);
   for (int64_t at = 0; at < count; ++at) {
     Vec factor[kRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) factor[r] = set1(weights[r * weights_stride + at]);
+    UNROLLED for (int r = 0; r < kRows; ++r) factor[r] = set1(weights[r * weights_stride + at]);
     const char* from = values[at] + column * Cache::kBytes;
     const char* const far = ahead + at * values.stride + column * Cache::kBytes;
-#pragma GCC unroll 8
-    for (int line = 0; line < kLines; ++line) {
+    UNROLLED for (int line = 0; line < kLines; ++line) {
       Vec out[kOut];
       call_far(far + 64 * line);
       Cache::template expand<Float32Math>(load(reinterpret_cast<const float*>(from + 64 * line)), out);
-#pragma GCC unroll 8
-      for (int j = 0; j < kOut; ++j)
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
+      UNROLLED for (int j = 0; j < kOut; ++j)
+        UNROLLED for (int r = 0; r < kRows; ++r)
           total[r][line * kOut + j] = Float32Math::step(total[r][line * kOut + j], factor[r], out[j]);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) store(sums + r * stride + j * kLanes, total[r][j]);
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kVectors; ++j) store(sums + r * stride + j * kLanes, total[r][j]);
 }
 
 // Puts the sums of a row into the order of the elements; width is a multiple of a line's elements.

@@ -55,8 +55,7 @@ inline void add_wild(float by, __m512i line, float* sums) {
 // Adds sums in float16, at an address of 64 bytes, to those in float32 or begins them.
 [[gnu::always_inline]] inline void add_halves(const void* halves, float* sums, bool fresh) {
   const Vec by = set1(1.0f / (1 << kValueExponent));
-#pragma GCC unroll 2
-  for (int part = 0; part < 2; ++part) {
+  UNROLLED for (int part = 0; part < 2; ++part) {
     const Vec sum = _mm512_cvtph_ps(_mm256_load_si256(static_cast<const __m256i*>(halves) + part));
     store(sums + part * kLanes, fma(sum, by, fresh ? zero() : load(sums + part * kLanes)));
   }
@@ -67,32 +66,23 @@ template <int kRows, int kVectors>
 inline void halves_tile(const float* weights, const uint16_t* packed, int64_t count, float* sums, int64_t stride,
                         bool fresh) {
   __m512h total[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) total[i][j] = _mm512_setzero_ph();
+  UNROLLED for (int i = 0; i < kRows; ++i)
+    UNROLLED for (int j = 0; j < kVectors; ++j) total[i][j] = _mm512_setzero_ph();
   for (int64_t k = 0; k < count; ++k, packed += kHalfGroup) {
     __m512h column[kVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) column[j] = (__m512h)_mm512_load_si512(packed + j * kHalves);
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
+    UNROLLED for (int j = 0; j < kVectors; ++j) column[j] = (__m512h)_mm512_load_si512(packed + j * kHalves);
+    UNROLLED for (int i = 0; i < kRows; ++i) {
       const __m512h factor = spread(weights + i * kPartTokens + k);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) total[i][j] = _mm512_fmadd_ph(factor, column[j], total[i][j]);
+      UNROLLED for (int j = 0; j < kVectors; ++j) total[i][j] = _mm512_fmadd_ph(factor, column[j], total[i][j]);
     }
   }
   // By way of memory, from which halves are widened with half the work.
   alignas(64) __m512h kept[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) kept[i][j] = total[i][j];
+  UNROLLED for (int i = 0; i < kRows; ++i)
+    UNROLLED for (int j = 0; j < kVectors; ++j) kept[i][j] = total[i][j];
   asm("" : : "r"(kept) : "memory");
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) add_halves(&kept[i][j], sums + i * stride + j * kHalves, fresh);
+  UNROLLED for (int i = 0; i < kRows; ++i)
+    UNROLLED for (int j = 0; j < kVectors; ++j) add_halves(&kept[i][j], sums + i * stride + j * kHalves, fresh);
 }
 
 template <int kVectors>
@@ -103,13 +93,9 @@ inline void halves_rows(int64_t rows, const float* weights, const uint16_t* pack
     weights += kRowsAtOnce * kPartTokens;
     sums += kRowsAtOnce * stride;
   }
-  switch (rows) {
-    case 1: return halves_tile<1, kVectors>(weights, packed, count, sums, stride, fresh);
-    case 2: return halves_tile<2, kVectors>(weights, packed, count, sums, stride, fresh);
-    case 3: return halves_tile<3, kVectors>(weights, packed, count, sums, stride, fresh);
-    case 4: return halves_tile<4, kVectors>(weights, packed, count, sums, stride, fresh);
-    case 5: return halves_tile<5, kVectors>(weights, packed, count, sums, stride, fresh);
-  }
+  with_constant<kRowsAtOnce - 1>(rows, [&](auto left) {
+    halves_tile<left, kVectors>(weights, packed, count, sums, stride, fresh);
+  });
 }
 
 // Adds the values of `count` places, weighted, to kRows float16 sums of kLines lines, or begins them; asks for as
@@ -118,33 +104,26 @@ template <int kRows, int kLines>
 inline bool few_halves(const float* weights, const Strided& values, int64_t count, int64_t line_at, const char* ahead,
                        uint16_t* sums, int64_t stride, bool fresh) {
   __m512h total[kRows][kLines];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < kLines; ++j)
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kLines; ++j)
       total[r][j] = fresh ? _mm512_setzero_ph() : (__m512h)_mm512_load_si512(sums + r * stride + j * kHalves);
   __m512i most = _mm512_setzero_si512();
   for (int64_t at = 0; at < count; ++at) {
     __m512h factor[kRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) factor[r] = spread(weights + r * kPartTokens + at);
+    UNROLLED for (int r = 0; r < kRows; ++r) factor[r] = spread(weights + r * kPartTokens + at);
     const char* from = values[at] + 64 * line_at;
     const char* const far = ahead + at * values.stride + 64 * line_at;
-#pragma GCC unroll 8
-    for (int j = 0; j < kLines; ++j) {
+    UNROLLED for (int j = 0; j < kLines; ++j) {
       call_far(far + 64 * j);
       const __m512i line = _mm512_loadu_si512(from + 64 * j), magnitude = magnitudes(line);
       most = _mm512_max_epu16(most, magnitude);
       const __m512h column = to_halves(line, magnitude);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) total[r][j] = _mm512_fmadd_ph(factor[r], column, total[r][j]);
+      UNROLLED for (int r = 0; r < kRows; ++r) total[r][j] = _mm512_fmadd_ph(factor[r], column, total[r][j]);
     }
   }
   if (any_wild(most)) return false;
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < kLines; ++j) _mm512_store_si512(sums + r * stride + j * kHalves, (__m512i)total[r][j]);
+  UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int j = 0; j < kLines; ++j) _mm512_store_si512(sums + r * stride + j * kHalves, (__m512i)total[r][j]);
   return true;
 }
 
@@ -208,11 +187,9 @@ class HalfValues : public FloatProducts<Float32Math, Bfloat16Cache> {
     for (; column + kHalfGroup <= wide; column += kHalfGroup, packed += count * kHalfGroup) {
       halves_rows<4>(rows, weights, packed, count, sums + column, wide, fresh);
     }
-    switch ((wide - column) / kHalves) {
-      case 1: return halves_rows<1>(rows, weights, packed, count, sums + column, wide, fresh);
-      case 2: return halves_rows<2>(rows, weights, packed, count, sums + column, wide, fresh);
-      case 3: return halves_rows<3>(rows, weights, packed, count, sums + column, wide, fresh);
-    }
+    with_constant<3>((wide - column) / kHalves, [&](auto lines) {
+      halves_rows<lines>(rows, weights, packed, count, sums + column, wide, fresh);
+    });
   }
 
   // Adds the weighted values of places [begin, end), which lie in one chunk. Sums in float16 go on from chunk to
@@ -225,12 +202,7 @@ class HalfValues : public FloatProducts<Float32Math, Bfloat16Cache> {
     const Few few = {scores_ + place, exact_ + place, values, end - begin, ahead, halves_ + chunk->row * wide,
                      weighted_ + chunk->row * wide, fresh || begin % kPanel == 0};
     if (fresh) std::fill(few.sums, few.sums + rows * wide, 0.0f);
-    switch (rows) {
-      case 1: add_lines<1>(few, lines); break;
-      case 2: add_lines<2>(few, lines); break;
-      case 3: add_lines<3>(few, lines); break;
-      case 4: add_lines<4>(few, lines); break;
-    }
+    with_constant<kFewRows>(rows, [&](auto count) { add_lines<count>(few, lines); });
     unfinished_ = end % kPanel != 0;
     if (!unfinished_) widen(chunk->row, rows);
   }

@@ -216,36 +216,27 @@ template <int kRows, int kLines>
                                                     int64_t dim, const char* ahead, __m512i out[kRows]) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i level[2][kRows][kLines + 1];
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half)
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-      for (int line = 0; line < kLines; ++line)
+  UNROLLED for (int half = 0; half < 2; ++half)
+    UNROLLED for (int r = 0; r < kRows; ++r)
+      UNROLLED for (int line = 0; line < kLines; ++line)
         level[half][r][line] = _mm512_load_si512(queries + r * stride + half * (stride / 2) + line * kLanes);
   __m512i quarters[kRows][4];
-#pragma GCC unroll 4
-  for (int four = 0; four < 4; ++four) {
+  UNROLLED for (int four = 0; four < 4; ++four) {
     __m512i sum[kRows][4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int i = 0; i < 4; ++i) {
       const char* from = keys[4 * four + i];
       const char* far = ahead + (4 * four + i) * keys.stride;
-#pragma GCC unroll 2
-      for (int r = 0; r < kRows; ++r) sum[r][i] = _mm512_setzero_si512();
+      UNROLLED for (int r = 0; r < kRows; ++r) sum[r][i] = _mm512_setzero_si512();
       if constexpr (kLines > 0) {
         __m512i key[kLines];
-#pragma GCC unroll 2
-        for (int line = 0; line < kLines; ++line) {
+        UNROLLED for (int line = 0; line < kLines; ++line) {
           call_far(far + line * kLineBytes);
           key[line] = _mm512_xor_si512(_mm512_loadu_si512(from + line * kLineBytes), flip);
         }
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half)
-#pragma GCC unroll 2
-          for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-            for (int line = 0; line < kLines; ++line) sum[r][i] = dot_bytes(sum[r][i], key[line], level[half][r][line]);
+        UNROLLED for (int half = 0; half < 2; ++half)
+          UNROLLED for (int r = 0; r < kRows; ++r) {
+            UNROLLED for (int line = 0; line < kLines; ++line)
+              sum[r][i] = dot_bytes(sum[r][i], key[line], level[half][r][line]);
             if (half == 0) sum[r][i] = _mm512_slli_epi32(sum[r][i], 8);
           }
       } else {
@@ -263,11 +254,10 @@ template <int kRows, int kLines>
         for (int r = 0; r < kRows; ++r) sum[r][i] = both(sum[r][i], low[r]);
       }
     }
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; ++r) quarters[r][four] = quarter_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    UNROLLED for (int r = 0; r < kRows; ++r)
+      quarters[r][four] = quarter_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
   }
-#pragma GCC unroll 2
-  for (int r = 0; r < kRows; ++r) out[r] = sums_of_quarters(quarters[r]);
+  UNROLLED for (int r = 0; r < kRows; ++r) out[r] = sums_of_quarters(quarters[r]);
 }
 
 // Scores of kRows queries against 16 positions.
@@ -281,8 +271,7 @@ inline void few_integer_scores(const int32_t* queries, int64_t stride, const Que
     case 2 * kLineBytes: few_integer_sums<kRows, 2>(queries, stride, keys, dim, ahead, sums); break;
     default: few_integer_sums<kRows, 0>(queries, stride, keys, dim, ahead, sums);
   }
-#pragma GCC unroll 2
-  for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums[r], levels[r]));
+  UNROLLED for (int r = 0; r < kRows; ++r) store(scores + r * scores_stride, scores_of(sums[r], levels[r]));
 }
 
 // Adds the weighted values of `count` chunks, whose levels of places that nobody sees are zero; asks for as much at the
@@ -294,10 +283,8 @@ inline void few_integer_values(const int32_t* weights, int64_t stride, const Str
   for (int64_t at = 0; at < dim; at += kLineBytes) {
     const __mmask64 m = line_mask(dim - at);
     __m512i high[kRows][4], low[kRows][4];
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
+    UNROLLED for (int r = 0; r < kRows; ++r) {
+      UNROLLED for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
     }
     for (int64_t which = 0; which < count; ++which) {
       const char* from = chunks[which].base + at;
@@ -305,29 +292,23 @@ inline void few_integer_values(const int32_t* weights, int64_t stride, const Str
       // Line after line, while the values are taken across them.
       const char* far = ahead[which] + at / kLineBytes * kChunk * kLineBytes;
       const int32_t* const levels = weights + which * kWords;
-#pragma GCC unroll 4
-      for (int word = 0; word < kWords; ++word) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) call_far(far + (4 * word + i) * kLineBytes);
+      UNROLLED for (int word = 0; word < kWords; ++word) {
+        UNROLLED for (int i = 0; i < 4; ++i) call_far(far + (4 * word + i) * kLineBytes);
         __m512i value[4];
         interleave(Strided{from, row_bytes}, 0, m, value);
         from += 4 * row_bytes;
-#pragma GCC unroll 2
-        for (int r = 0; r < kRows; ++r) {
+        UNROLLED for (int r = 0; r < kRows; ++r) {
           const __m512i a = _mm512_set1_epi32(levels[r * stride + word]);
           const __m512i b = _mm512_set1_epi32(levels[r * stride + stride / 2 + word]);
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
+          UNROLLED for (int j = 0; j < 4; ++j) {
             high[r][j] = dot_bytes(high[r][j], a, value[j]);
             low[r][j] = dot_bytes(low[r][j], b, value[j]);
           }
         }
       }
     }
-#pragma GCC unroll 2
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
+    UNROLLED for (int r = 0; r < kRows; ++r) {
+      UNROLLED for (int j = 0; j < 4; ++j) {
         int32_t* to = out + r * out_stride + at + j * kLanes;
         const __m512i before = fresh ? _mm512_setzero_si512() : _mm512_loadu_si512(to);
         _mm512_storeu_si512(to, _mm512_add_epi32(before, both(high[r][j], low[r][j])));

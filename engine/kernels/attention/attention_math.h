@@ -49,34 +49,24 @@ inline void product_tile(const float* a, int64_t a_stride, const float* b, int64
   constexpr int kPointers = (kRows + 3) / 4;
   const float* rows[kPointers];
   Vec total[kRows][kVectors];
-#pragma GCC unroll 4
-  for (int i = 0; i < kPointers; ++i) rows[i] = a + 4 * i * a_stride;
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) total[i][j] = zero();
+  UNROLLED for (int i = 0; i < kPointers; ++i) rows[i] = a + 4 * i * a_stride;
+  UNROLLED for (int i = 0; i < kRows; ++i)
+    UNROLLED for (int j = 0; j < kVectors; ++j) total[i][j] = zero();
   if (!fresh) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) total[i][j] = load(c + i * c_stride + j * kLanes);
+    UNROLLED for (int i = 0; i < kRows; ++i)
+      UNROLLED for (int j = 0; j < kVectors; ++j) total[i][j] = load(c + i * c_stride + j * kLanes);
   }
 #pragma GCC unroll 2
   for (int64_t k = 0; k < steps; ++k, b += kGroup) {
     Vec column[kVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) column[j] = load(b + j * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    UNROLLED for (int j = 0; j < kVectors; ++j) column[j] = load(b + j * kLanes);
+    UNROLLED for (int i = 0; i < kRows; ++i) {
       const Vec factor = set1(rows[i / 4][i % 4 * a_stride + k]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) total[i][j] = Math::step(total[i][j], factor, column[j]);
+      UNROLLED for (int j = 0; j < kVectors; ++j) total[i][j] = Math::step(total[i][j], factor, column[j]);
     }
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes, total[i][j]);
+  UNROLLED for (int i = 0; i < kRows; ++i)
+    UNROLLED for (int j = 0; j < kVectors; ++j) store(c + i * c_stride + j * kLanes, total[i][j]);
 }
 
 template <typename Math, int kVectors>
@@ -85,13 +75,9 @@ inline void product_rows(int64_t rows, const float* a, int64_t a_stride, const f
   for (; rows >= kRowsAtOnce; rows -= kRowsAtOnce, a += kRowsAtOnce * a_stride, c += kRowsAtOnce * c_stride) {
     product_tile<Math, kRowsAtOnce, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
   }
-  switch (rows) {
-    case 1: return product_tile<Math, 1, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
-    case 2: return product_tile<Math, 2, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
-    case 3: return product_tile<Math, 3, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
-    case 4: return product_tile<Math, 4, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
-    case 5: return product_tile<Math, 5, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
-  }
+  with_constant<kRowsAtOnce - 1>(rows, [&](auto left) {
+    product_tile<Math, left, kVectors>(a, a_stride, b, steps, c, c_stride, fresh);
+  });
 }
 
 // c [rows, vectors * kLanes] (+)= a [rows, steps] b [groups of columns, steps, kGroup].
@@ -101,13 +87,9 @@ inline void product(int64_t rows, int64_t vectors, const float* a, int64_t a_str
   for (; vectors >= kVectorsAtOnce; vectors -= kVectorsAtOnce, b += steps * kGroup, c += kGroup) {
     product_rows<Math, kVectorsAtOnce>(rows, a, a_stride, b, steps, c, c_stride, fresh);
   }
-  switch (vectors) {
-    case 1: return product_rows<Math, 1>(rows, a, a_stride, b, steps, c, c_stride, fresh);
-#if defined(__AVX512F__)
-    case 2: return product_rows<Math, 2>(rows, a, a_stride, b, steps, c, c_stride, fresh);
-    case 3: return product_rows<Math, 3>(rows, a, a_stride, b, steps, c, c_stride, fresh);
-#endif
-  }
+  with_constant<kVectorsAtOnce - 1>(vectors, [&](auto left) {
+    product_rows<Math, left>(rows, a, a_stride, b, steps, c, c_stride, fresh);
+  });
 }
 
 // Cache lines that will be needed soon, called for a few at a time between other work: calls in bulk beyond the
@@ -171,15 +153,6 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
   }
 }
 
-inline Vec low_half(Vec words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16)); }
-inline Vec high_half(Vec words) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(-65536)));
-}
-template <int kByte>
-inline Vec signed_byte(Vec words) {
-  const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
-}
 #else
 
 template <typename Rows>
@@ -210,15 +183,6 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
   }
 }
 
-inline Vec low_half(Vec words) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16)); }
-inline Vec high_half(Vec words) {
-  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32(-65536)));
-}
-template <int kByte>
-inline Vec signed_byte(Vec words) {
-  const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
-}
 
 #endif
 
@@ -239,8 +203,8 @@ struct Bfloat16Cache {
     if constexpr (Math::kPerWord == 2) {
       out[0] = words;
     } else {
-      out[0] = low_half(words);
-      out[1] = high_half(words);
+      out[0] = lower_half(words);
+      out[1] = upper_half(words);
     }
   }
   static Vec values(const char* p, Mask m) { return load_bf16(reinterpret_cast<const uint16_t*>(p), m); }
@@ -295,19 +259,12 @@ inline void pack_keys(const char* const* rows, Ahead& ahead, int64_t dim, float*
     transpose(rows, at * Cache::kBytes, std::min(kElements, dim - at) * Cache::kBytes, columns);
     const int64_t begin = at / Math::kPerWord;
     float* to = packed + begin * stride;
-    if (begin + kLanes * kOut <= words) {
-      for (int i = 0; i < kLanes; ++i) {
-        Vec out[kOut];
-        Cache::template expand<Math>(columns[i], out);
-        for (int j = 0; j < kOut; ++j) store(to + (i * kOut + j) * stride, out[j]);
-      }
-    } else {
-      for (int i = 0; i < kLanes; ++i) {
-        Vec out[kOut];
-        Cache::template expand<Math>(columns[i], out);
-        for (int j = 0; j < kOut; ++j) {
-          if (begin + i * kOut + j < words) store(to + (i * kOut + j) * stride, out[j]);
-        }
+    const bool whole = begin + kLanes * kOut <= words;
+    for (int i = 0; i < kLanes; ++i) {
+      Vec out[kOut];
+      Cache::template expand<Math>(columns[i], out);
+      for (int j = 0; j < kOut; ++j) {
+        if (whole || begin + i * kOut + j < words) store(to + (i * kOut + j) * stride, out[j]);
       }
     }
   }

@@ -160,6 +160,8 @@ class Planner {
 
 using namespace millrace;
 
+// num_heads and num_kv_heads as in the model (latent attention: one kv head); value_dim is E of the op's output;
+// block_size as in the cache. share: whether rows whose sequences share blocks are computed together.
 extern "C" AttentionPlan* attention_plan_create(int64_t num_heads, int64_t num_kv_heads, int64_t value_dim,
                                                 int64_t block_size, int64_t share) {
   AttentionPlan* plan = new AttentionPlan();
@@ -173,6 +175,8 @@ extern "C" AttentionPlan* attention_plan_create(int64_t num_heads, int64_t num_k
   return plan;
 }
 
+// Whether bfloat16 is multiplied in pairs (level avx512_fp16: values in float16); at first it is where the processor
+// gains by it.
 extern "C" void attention_plan_use_pairs(AttentionPlan* plan, int64_t pairs) { plan->pairs = pairs != 0; }
 
 extern "C" void attention_plan_destroy(AttentionPlan* plan) { delete plan; }

@@ -12,6 +12,7 @@
 #include "attention/attention_few.h"
 #include "attention/attention_int8.h"
 #include "attention/attention_math.h"
+#include "attention/attention_plan.h"
 
 namespace millrace {
 
@@ -123,15 +124,9 @@ class FloatProducts {
       TwoOf chunks = {{now[0].rows.base, now[1].rows.base}, {soon[0].rows.base, soon[1].rows.base}, {}};
       chunks.ahead[0] = stream.ahead(now[0].rows.base);
       if (!single) chunks.ahead[1] = stream.ahead(now[1].rows.base);
-      const auto with = [&](auto few) {
-        few(queries, chunks, to, now[0].rows.stride, sizes_.key_dim, kPartTokens, single);
-      };
-      switch (rows) {
-        case 1: return with(few_scores<Cache, 1>);
-        case 2: return with(few_scores<Cache, 2>);
-        case 3: return with(few_scores<Cache, 3>);
-        case 4: return with(few_scores<Cache, 4>);
-      }
+      with_constant<kFewRows>(rows, [&](auto count) {
+        few_scores<Cache, count>(queries, chunks, to, now[0].rows.stride, sizes_.key_dim, kPartTokens, single);
+      });
     }
   }
 
@@ -144,15 +139,9 @@ class FloatProducts {
         const Strided values = {chunks->rows[skip], chunks->rows.stride};
         const float* weights = scores(chunks->row) + at;
         const char* ahead = stream.ahead(values.base);
-        const auto with = [&](auto few) {
-          few(weights, kPartTokens, values, count, sizes_.wide, ahead, sums, fresh);
-        };
-        switch (rows) {
-          case 1: with(few_products<Cache, 1>); break;
-          case 2: with(few_products<Cache, 2>); break;
-          case 3: with(few_products<Cache, 3>); break;
-          case 4: with(few_products<Cache, 4>); break;
-        }
+        with_constant<kFewRows>(rows, [&](auto few) {
+          few_products<Cache, few>(weights, kPartTokens, values, count, sizes_.wide, ahead, sums, fresh);
+        });
         at += count;
       }
     }
@@ -223,19 +212,11 @@ class IntegerProducts {
       tile(queries_ + row * query_stride_, query_stride_, levels + row, packed_ + v * kLanes, kPanel,
            (sizes_.key_dim + 3) / 4, scores_ + row * kPartTokens + at + v * kLanes, kPartTokens);
     };
-    if (vectors == 4) {
-      for (int64_t row = begin; row < rows_; row += 3) {
-        switch (rows_ - row) {
-          case 1: with(integer_scores<1, 4>, row, 0); break;
-          case 2: with(integer_scores<2, 4>, row, 0); break;
-          default: with(integer_scores<3, 4>, row, 0);
-        }
-      }
-      return;
-    }
-    for (int64_t row = begin; row < rows_; ++row) {
-      for (int64_t v = 0; v < vectors; ++v) with(integer_scores<1, 1>, row, v);
-    }
+    if (vectors == 4)
+      for_rows(begin, [&](int64_t row, auto count) { with(integer_scores<count, 4>, row, 0); });
+    else
+      for (int64_t row = begin; row < rows_; ++row)
+        for (int64_t v = 0; v < vectors; ++v) with(integer_scores<1, 1>, row, v);
   }
 
   void set_weights(int64_t row, int64_t at, Vec weights) { store(scores(row) + at, weights); }
@@ -251,19 +232,11 @@ class IntegerProducts {
     const int64_t words = (count + 3) / 4, dim = sizes_.value_dim;
     const int32_t* weights = levels_ + at / 4;
     pack_value_words(values, later, words, dim, packed_, width_);
-    const auto with = [&](auto tile, int64_t row, int64_t column) {
-      tile(weights + row * kLevelStride, kLevelStride, packed_ + column, width_, words, sums_ + row * width_ + column,
-           width_, fresh);
-    };
-    for (int64_t column = 0; column < width_; column += 64) {
-      for (int64_t row = begin; row < rows_; row += 3) {
-        switch (rows_ - row) {
-          case 1: with(integer_values<1>, row, column); break;
-          case 2: with(integer_values<2>, row, column); break;
-          default: with(integer_values<3>, row, column);
-        }
-      }
-    }
+    for (int64_t column = 0; column < width_; column += 64)
+      for_rows(begin, [&](int64_t row, auto count) {
+        integer_values<count>(weights + row * kLevelStride, kLevelStride, packed_ + column, width_, words,
+                              sums_ + row * width_ + column, width_, fresh);
+      });
   }
 
   bool streams() const { return true; }
@@ -311,6 +284,13 @@ class IntegerProducts {
   }
 
  private:
+  // Calls body(row, count as a constant) for up to three rows at a time.
+  template <typename Body>
+  void for_rows(int64_t begin, const Body& body) const {
+    for (int64_t row = begin; row < rows_; row += 3)
+      with_constant<3>(std::min<int64_t>(3, rows_ - row), [&](auto count) { body(row, count); });
+  }
+
   // Words of one row's weights: the high bytes of all places, then the low ones.
   static constexpr int64_t kLevelStride = 2 * kPartTokens / 4;
 

@@ -7,6 +7,7 @@ import weakref
 from ctypes import c_float, c_int64, c_void_p
 
 from engine.kernels.native import NativeLibrary
+from engine.kernels.native.mirror import fields
 from engine.kernels.paged_cache.native import KvCacheStruct
 
 
@@ -20,18 +21,10 @@ class AttentionArgs(ctypes.Structure):
     """Mirror of attention.h."""
 
     _fields_ = (
-        ("step", c_void_p),
-        ("plan", c_void_p),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        ("sinks", c_void_p),
+        *fields(c_void_p, "step", "plan", "q", "out", "sinks"),
         ("cache", KvCacheStruct),
-        ("num_heads", c_int64),
-        ("q_stride", c_int64),
-        ("out_stride", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("soft_cap", c_float),
+        *fields(c_int64, "num_heads", "q_stride", "out_stride", "window"),
+        *fields(c_float, "scale", "soft_cap"),
     )
 
 

@@ -1,31 +1,28 @@
 #include "embedding/embedding.h"
 
-#include <immintrin.h>
-
-#include <cstring>
+#include "native/simd.h"
 
 using namespace millrace;
 
+namespace {
+
+template <typename Element, typename Widen>
+void look_up(const EmbeddingArgs& args, const Range& rows, const Widen& widen) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const Element* from = static_cast<const Element*>(args.table) + args.step->token_ids[row] * args.width;
+    float* out = args.out + row * args.width;
+    for (int64_t i = 0; i < args.width; ++i) out[i] = widen(from[i]) * args.scale;
+  }
+}
+
+}  // namespace
+
 extern "C" void embedding(const EmbeddingArgs& args, int thread, int num_threads) {
   const Range rows = share(args.step->num_tokens, thread, num_threads);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t token = args.step->token_ids[row];
-    float* out = args.out + row * args.width;
-    if (args.type == 1) {
-      const uint16_t* from = static_cast<const uint16_t*>(args.table) + token * args.width;
-      for (int64_t i = 0; i < args.width; ++i) {
-        const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-        float value;
-        std::memcpy(&value, &bits, sizeof(value));
-        out[i] = value * args.scale;
-      }
-    } else if (args.type == 2) {
-      const uint16_t* from = static_cast<const uint16_t*>(args.table) + token * args.width;
-      for (int64_t i = 0; i < args.width; ++i) out[i] = _cvtsh_ss(from[i]) * args.scale;
-    } else {
-      const float* from = static_cast<const float*>(args.table) + token * args.width;
-      for (int64_t i = 0; i < args.width; ++i) out[i] = from[i] * args.scale;
-    }
+  switch (args.type) {
+    case 1: return look_up<uint16_t>(args, rows, [](uint16_t bits) { return from_bfloat16(bits); });
+    case 2: return look_up<uint16_t>(args, rows, [](uint16_t bits) { return _cvtsh_ss(bits); });
+    default: return look_up<float>(args, rows, [](float value) { return value; });
   }
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
+from engine.kernels.native.mirror import fields
+
 # Name of a table's type to its number in embedding.h.
 TABLE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
@@ -13,10 +15,7 @@ class EmbeddingArgs(ctypes.Structure):
     """Mirror of embedding.h."""
 
     _fields_ = (
-        ("step", c_void_p),
-        ("table", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int64),
-        ("type", c_int64),
+        *fields(c_void_p, "step", "table", "out"),
+        *fields(c_int64, "width", "type"),
         ("scale", c_float),
     )

@@ -74,11 +74,3 @@ struct ExpertSumArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-void route(const millrace::RouteArgs& args, int thread, int num_threads);
-void expert_plan(const millrace::ExpertPlanArgs& args, int thread, int num_threads);
-void expert_rows(const millrace::ExpertGemmArgs& args, int thread, int num_threads);
-void expert_gemm(const millrace::ExpertGemmArgs& args, int thread, int num_threads);
-void expert_sum(const millrace::ExpertSumArgs& args, int thread, int num_threads);
-}

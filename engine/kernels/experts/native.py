@@ -24,6 +24,7 @@ from engine.kernels.linear.packed import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.mirror import fields
 
 SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
 GROUP_SCORES = {"best": 0, "two_best": 1}
@@ -33,18 +34,10 @@ class RouteArgs(ctypes.Structure):
     """Mirror of `RouteArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("logits", c_void_p),
-        ("correction", c_void_p),
-        ("ids", c_void_p),
-        ("shares", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
-        ("scoring", c_int64),
-        ("normalized", c_int64),
-        ("num_groups", c_int64),
-        ("num_active_groups", c_int64),
-        ("group_score", c_int64),
+        *fields(c_void_p, "num_rows", "logits", "correction", "ids", "shares"),
+        *fields(c_int64, "num_experts", "num_active"),
+        *fields(c_int64, "scoring", "normalized"),
+        *fields(c_int64, "num_groups", "num_active_groups", "group_score"),
         ("scaling", c_float),
     )
 
@@ -53,14 +46,8 @@ class ExpertPlanArgs(ctypes.Structure):
     """Mirror of `ExpertPlanArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("ids", c_void_p),
-        ("num_places", c_void_p),
-        ("starts", c_void_p),
-        ("places", c_void_p),
-        ("ranks", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
+        *fields(c_void_p, "num_rows", "ids", "num_places", "starts", "places", "ranks"),
+        *fields(c_int64, "num_experts", "num_active"),
     )
 
 
@@ -68,16 +55,8 @@ class ExpertGemmArgs(ctypes.Structure):
     """Mirror of `ExpertGemmArgs`."""
 
     _fields_ = (
-        ("starts", c_void_p),
-        ("places", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("workspace", c_void_p),
-        ("weights", c_void_p),
-        ("num_experts", c_int64),
-        ("num_active", c_int64),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
+        *fields(c_void_p, "starts", "places", "x", "out", "workspace", "weights"),
+        *fields(c_int64, "num_experts", "num_active", "x_stride", "out_stride"),
     )
 
 
@@ -85,16 +64,8 @@ class ExpertSumArgs(ctypes.Structure):
     """Mirror of `ExpertSumArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("shares", c_void_p),
-        ("ranks", c_void_p),
-        ("rows", c_void_p),
-        ("out", c_void_p),
-        ("num_active", c_int64),
-        ("width", c_int64),
-        ("rows_stride", c_int64),
-        ("out_stride", c_int64),
-        ("accumulate", c_int64),
+        *fields(c_void_p, "num_rows", "shares", "ranks", "rows", "out"),
+        *fields(c_int64, "num_active", "width", "rows_stride", "out_stride", "accumulate"),
     )
 
 
@@ -165,22 +136,6 @@ def sparse_ops(
         address_of(buffers.router_workspace),
         x_stride=row_stride(x),
     )
-    correction = layer.correction
-    route = RouteArgs(
-        num_rows,
-        address_of(logits),
-        None if correction is None else address_of(correction),
-        address_of(buffers.ids),
-        address_of(buffers.shares),
-        routing.num_experts,
-        routing.num_active,
-        SCORINGS[routing.scoring],
-        int(routing.normalized),
-        routing.num_groups,
-        routing.num_active_groups,
-        GROUP_SCORES[routing.group_score],
-        routing.scaling,
-    )
     plan = ExpertPlanArgs(
         num_rows,
         address_of(buffers.ids),
@@ -214,13 +169,32 @@ def sparse_ops(
     )
     return [
         *product_ops(library, router, layer, buffers, x),
-        Op(library, "route", route, buffers, correction),
+        Op(library, "route", _route_args(layer, buffers, num_rows), buffers, layer.correction),
         Op(library, "expert_plan", plan, buffers),
         *_expert_products(library, layer.gate_up, buffers, x, gate_up, buffers.places, routing),
         Op(library, "activation", activation, buffers),
         *_expert_products(library, layer.down, buffers, gate_up, changes, None, routing),
         Op(library, "expert_sum", total, buffers, out),
     ]
+
+
+def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> RouteArgs:
+    routing, correction = layer.routing, layer.correction
+    return RouteArgs(
+        num_rows,
+        address_of(buffers.logits),
+        None if correction is None else address_of(correction),
+        address_of(buffers.ids),
+        address_of(buffers.shares),
+        routing.num_experts,
+        routing.num_active,
+        SCORINGS[routing.scoring],
+        int(routing.normalized),
+        routing.num_groups,
+        routing.num_active_groups,
+        GROUP_SCORES[routing.group_score],
+        routing.scaling,
+    )
 
 
 def _expert_products(

@@ -72,23 +72,17 @@ inline void float12_tile(const uint32_t* rows, int64_t row_stride, const uint16_
   constexpr int kBases = (MR + 2) / 3;
   const int64_t width = kWidth ? kWidth : any_width, row_bytes = row_stride * static_cast<int64_t>(sizeof(*rows));
   __m512h sums[MR][NV];
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_setzero_ph();
+  UNROLLED for (int m = 0; m < MR; ++m)
+    UNROLLED for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_setzero_ph();
   // One pointer for three rows, as an address is a base and once or twice an index.
   const char* bases[kBases];
-#pragma GCC unroll 4
-  for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
+  UNROLLED for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
   for (int64_t input = 0; input < kChunk; input += kSharing) {
     // As text: compilers make one pointer for each row else, which are more than there are registers.
-#pragma GCC unroll 4
-    for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) {
+    UNROLLED for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
+    UNROLLED for (int v = 0; v < NV; ++v) {
       __m512i words[kShared], columns[kSharing];
-#pragma GCC unroll 3
-      for (int i = 0; i < kShared; ++i) {
+      UNROLLED for (int i = 0; i < kShared; ++i) {
         const uint16_t* from = panel + i * width + v * kHalfLanes;
         words[i] = kNarrow && v == NV - 1
                        ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
@@ -96,11 +90,9 @@ inline void float12_tile(const uint32_t* rows, int64_t row_stride, const uint16_
       }
       columns[3] = _mm512_shrdi_epi16(_mm512_slli_epi16(words[2], 12), words[1], 4);
       columns[3] = half_of_upper(_mm512_shrdi_epi16(columns[3], words[0], 4));
-#pragma GCC unroll 3
-      for (int i = 0; i < kShared; ++i) columns[i] = half_of_upper(words[i]);
+      UNROLLED for (int i = 0; i < kShared; ++i) columns[i] = half_of_upper(words[i]);
       if constexpr (kKeep) {
-#pragma GCC unroll 4
-        for (int u = 0; u < kSharing; ++u) {
+        UNROLLED for (int u = 0; u < kSharing; ++u) {
           uint16_t* to = kept + u * width + v * kHalfLanes;
           if (kNarrow && v == NV - 1)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(columns[u]));
@@ -108,13 +100,10 @@ inline void float12_tile(const uint32_t* rows, int64_t row_stride, const uint16_
             _mm512_storeu_si512(to, columns[u]);
         }
       }
-#pragma GCC unroll 3
-      for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
+      UNROLLED for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
       next += ahead;
-#pragma GCC unroll 4
-      for (int u = 0; u < kSharing; ++u)
-#pragma GCC unroll 12
-        for (int m = 0; m < MR; ++m) {
+      UNROLLED for (int u = 0; u < kSharing; ++u)
+        UNROLLED for (int m = 0; m < MR; ++m) {
           int32_t pair;
           std::memcpy(&pair, bases[m / 3] + (m % 3) * row_bytes + u * sizeof(*rows), sizeof(pair));
           sums[m][v] = _mm512_fmadd_ph((__m512h)_mm512_set1_epi32(pair), (__m512h)columns[u], sums[m][v]);
@@ -122,8 +111,7 @@ inline void float12_tile(const uint32_t* rows, int64_t row_stride, const uint16_
     }
     panel += kShared * width;
     if constexpr (kKeep) kept += kSharing * width;
-#pragma GCC unroll 4
-    for (int b = 0; b < kBases; ++b) bases[b] += kSharing * sizeof(*rows);
+    UNROLLED for (int b = 0; b < kBases; ++b) bases[b] += kSharing * sizeof(*rows);
   }
   promote<MR, NV, kNarrow>(sums, totals, first);
 }

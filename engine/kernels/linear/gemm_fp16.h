@@ -77,16 +77,12 @@ template <int MR, int NV, bool kNarrow>
 inline __attribute__((always_inline)) void promote(const __m512h (&sums)[MR][NV], float* totals, bool first) {
   // By way of memory, from which halves are widened with half the work.
   alignas(64) __m512h kept[MR][NV];
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) kept[m][v] = sums[m][v];
+  UNROLLED for (int m = 0; m < MR; ++m)
+    UNROLLED for (int v = 0; v < NV; ++v) kept[m][v] = sums[m][v];
   asm("" : : "r"(kept) : "memory");
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m) {
+  UNROLLED for (int m = 0; m < MR; ++m) {
     const auto* halves = reinterpret_cast<const __m256i*>(kept[m]);
-#pragma GCC unroll 4
-    for (int part = 0; part < 2 * NV - (kNarrow ? 1 : 0); ++part) {
+    UNROLLED for (int part = 0; part < 2 * NV - (kNarrow ? 1 : 0); ++part) {
       float* to = totals + m * kPanel + part * kLanes;
       const Vec sum = _mm512_cvtph_ps(_mm256_load_si256(halves + part));
       store(to, first ? sum : add(load(to), sum));
@@ -102,43 +98,33 @@ inline void fp16_tile(const uint32_t* rows, int64_t row_stride, const uint16_t* 
   constexpr int kBases = (MR + 2) / 3, kUnrolled = 4;
   const int64_t width = kWidth ? kWidth : any_width, row_bytes = row_stride * static_cast<int64_t>(sizeof(*rows));
   __m512h sums[MR][NV];
-#pragma GCC unroll 12
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_setzero_ph();
+  UNROLLED for (int m = 0; m < MR; ++m)
+    UNROLLED for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_setzero_ph();
   // One pointer for three rows, as an address is a base and once or twice an index.
   const char* bases[kBases];
-#pragma GCC unroll 4
-  for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
+  UNROLLED for (int b = 0; b < kBases; ++b) bases[b] = reinterpret_cast<const char*>(rows) + 3 * b * row_bytes;
   for (int64_t input = 0; input < kChunk; input += kUnrolled) {
     // As text: compilers make one pointer for each row else, which are more than there are registers.
-#pragma GCC unroll 4
-    for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
-#pragma GCC unroll 4
-    for (int u = 0; u < kUnrolled; ++u) {
+    UNROLLED for (int b = 0; b < kBases; ++b) asm("" : "+r"(bases[b]));
+    UNROLLED for (int u = 0; u < kUnrolled; ++u) {
       __m512h columns[NV];
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; ++v) {
+      UNROLLED for (int v = 0; v < NV; ++v) {
         const uint16_t* from = panel + u * width + v * kHalfLanes;
         columns[v] = kNarrow && v == NV - 1
                          ? (__m512h)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
                          : (__m512h)_mm512_loadu_si512(from);
       }
-#pragma GCC unroll 4
-      for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
+      UNROLLED for (int line = 0; line < kLines; ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
       next += ahead;
-#pragma GCC unroll 12
-      for (int m = 0; m < MR; ++m) {
+      UNROLLED for (int m = 0; m < MR; ++m) {
         int32_t pair;
         std::memcpy(&pair, bases[m / 3] + (m % 3) * row_bytes + u * sizeof(*rows), sizeof(pair));
         const __m512h value = (__m512h)_mm512_set1_epi32(pair);
-#pragma GCC unroll 2
-        for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_fmadd_ph(value, columns[v], sums[m][v]);
+        UNROLLED for (int v = 0; v < NV; ++v) sums[m][v] = _mm512_fmadd_ph(value, columns[v], sums[m][v]);
       }
     }
     panel += kUnrolled * width;
-#pragma GCC unroll 4
-    for (int b = 0; b < kBases; ++b) bases[b] += kUnrolled * sizeof(*rows);
+    UNROLLED for (int b = 0; b < kBases; ++b) bases[b] += kUnrolled * sizeof(*rows);
   }
   promote<MR, NV, kNarrow>(sums, totals, first);
 }
@@ -156,29 +142,6 @@ inline void fp16_tile_rows(const uint32_t* rows, int64_t row_stride, const uint1
     fp16_tile<MR, 1, false, 0, 1>(rows, row_stride, panel + column, width, totals + column, first, next, ahead);
   if (column < width)
     fp16_tile<MR, 1, true, 0, 1>(rows, row_stride, panel + column, width, totals + column, first, next, ahead);
-}
-
-// Calls body(row, height as a constant) for tiles of about equal height.
-template <class Body>
-inline void for_fp16_tiles(int64_t num_rows, int64_t tiles, Body body) {
-  for (int64_t row = 0; row < num_rows; --tiles) {
-    const int64_t height = (num_rows - row + tiles - 1) / tiles;
-    switch (height) {
-      case 1: body(row, std::integral_constant<int, 1>()); break;
-      case 2: body(row, std::integral_constant<int, 2>()); break;
-      case 3: body(row, std::integral_constant<int, 3>()); break;
-      case 4: body(row, std::integral_constant<int, 4>()); break;
-      case 5: body(row, std::integral_constant<int, 5>()); break;
-      case 6: body(row, std::integral_constant<int, 6>()); break;
-      case 7: body(row, std::integral_constant<int, 7>()); break;
-      case 8: body(row, std::integral_constant<int, 8>()); break;
-      case 9: body(row, std::integral_constant<int, 9>()); break;
-      case 10: body(row, std::integral_constant<int, 10>()); break;
-      case 11: body(row, std::integral_constant<int, 11>()); break;
-      default: body(row, std::integral_constant<int, 12>()); break;
-    }
-    row += height;
-  }
 }
 
 }  // namespace millrace

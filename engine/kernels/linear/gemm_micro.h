@@ -48,16 +48,20 @@ inline uint32_t largest_of(const float* from, int64_t count) {
 
 // --- element types ---
 
-// float32 rows and weights.
-struct FloatKind {
-  using Weight = float;
-  using Row = float;
+// Sums of all kinds but exact ones.
+struct FloatSums {
   using Total = float;
   using Sum = Vec;
-  static constexpr int kGroup = 1;
   static Sum none() { return zero(); }
   static Sum resume(const Total* from) { return load(from); }
   static void save(Total* to, Sum value) { store(to, value); }
+};
+
+// float32 rows and weights.
+struct FloatKind : FloatSums {
+  using Weight = float;
+  using Row = float;
+  static constexpr int kGroup = 1;
   using Spread = Vec;
   static Spread spread_row(const Row* row) { return set1(*row); }
   using Column = Vec;
@@ -76,15 +80,10 @@ constexpr bool kScaledHalves = true;
 #elif defined(__AVX512BF16__)
 constexpr bool kScaledHalves = false;
 // bfloat16 rows and weights, by pairs.
-struct HalfKind {
+struct HalfKind : FloatSums {
   using Weight = uint16_t;
   using Row = uint16_t;
-  using Total = float;
-  using Sum = Vec;
   static constexpr int kGroup = 2;
-  static Sum none() { return zero(); }
-  static Sum resume(const Total* from) { return load(from); }
-  static void save(Total* to, Sum value) { store(to, value); }
   using Spread = __m512i;
   static Spread spread_row(const Row* row) {
     int32_t pair;
@@ -102,15 +101,10 @@ struct HalfKind {
 #else
 constexpr bool kScaledHalves = false;
 // bfloat16 weights by pairs; rows stay float32, as there is no instruction to gain from rounding them.
-struct HalfKind {
+struct HalfKind : FloatSums {
   using Weight = uint16_t;
   using Row = float;
-  using Total = float;
-  using Sum = Vec;
   static constexpr int kGroup = 2;
-  static Sum none() { return zero(); }
-  static Sum resume(const Total* from) { return load(from); }
-  static void save(Total* to, Sum value) { store(to, value); }
   struct Spread {
     Vec even, odd;
   };
@@ -118,7 +112,10 @@ struct HalfKind {
   struct Column {
     Vec even, odd;
   };
-  static Column column(const Weight* from) { return {lower_half(from), upper_half(from)}; }
+  static Column column(const Weight* from) {
+    const Vec pairs = load(reinterpret_cast<const float*>(from));
+    return {lower_half(pairs), upper_half(pairs)};
+  }
   static Sum step(Sum sum, const Spread& row, const Column& column) {
     return fma(row.odd, column.odd, fma(row.even, column.even, sum));
   }
@@ -200,39 +197,31 @@ inline void tile(const typename Kind::Row* rows, int64_t row_stride, const typen
                  int64_t ahead, [[maybe_unused]] float* kept = nullptr) {
   // Unrolled before all else: only then do the sums become registers.
   typename Kind::Sum sums[MR][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kLanes);
+  UNROLLED for (int m = 0; m < MR; ++m)
+    UNROLLED for (int v = 0; v < NV; ++v)
+      sums[m][v] = first ? Kind::none() : Kind::resume(totals + m * kPanel + v * kLanes);
   constexpr int64_t kStep = Kind::kGroup * kLanes;
   const int64_t line = stride * Kind::kGroup;
   for (int64_t g = 0; g < groups; ++g) {
     typename Kind::Column columns[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kLines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
+    UNROLLED for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kLines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
     next += ahead;
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
+    UNROLLED for (int v = 0; v < NV; ++v) columns[v] = Kind::column(panel + v * kStep);
     if constexpr (std::is_same_v<Kind, KeepingKind>) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) {
+      UNROLLED for (int v = 0; v < NV; ++v) {
         store(kept + v * kLanes, columns[v].even);
         store(kept + stride + v * kLanes, columns[v].odd);
       }
       kept += 2 * stride;
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) {
+    UNROLLED for (int m = 0; m < MR; ++m) {
       const typename Kind::Spread row = Kind::spread_row(rows + m * row_stride + g * Kind::kGroup);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) sums[m][v] = Kind::step(sums[m][v], row, columns[v]);
+      UNROLLED for (int v = 0; v < NV; ++v) sums[m][v] = Kind::step(sums[m][v], row, columns[v]);
     }
     panel += line;
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kLanes, sums[m][v]);
+  UNROLLED for (int m = 0; m < MR; ++m)
+    UNROLLED for (int v = 0; v < NV; ++v) Kind::save(totals + m * kPanel + v * kLanes, sums[m][v]);
 }
 
 // Vectors of columns that MR rows take together: as many sums as fit the registers beside a row and its columns.
@@ -261,18 +250,11 @@ inline int64_t num_tiles(int64_t num_rows) { return (num_rows + kFewRows - 1) / 
 
 // Calls body(row, std::integral_constant height) for tiles of about equal height that cover num_rows rows: low ones
 // have too few sums to keep the units busy.
-template <class Body>
-inline void for_tiles(int64_t num_rows, Body body) {
-  for (int64_t row = 0, tiles = num_tiles(num_rows); row < num_rows; --tiles) {
+template <int kMost = kFewRows, class Body>
+inline void for_tiles(int64_t num_rows, const Body& body) {
+  for (int64_t row = 0, tiles = (num_rows + kMost - 1) / kMost; row < num_rows; --tiles) {
     const int64_t height = (num_rows - row + tiles - 1) / tiles;
-    switch (height) {
-      case 1: body(row, std::integral_constant<int, 1>()); break;
-      case 2: body(row, std::integral_constant<int, 2>()); break;
-      case 3: body(row, std::integral_constant<int, 3>()); break;
-      case 4: body(row, std::integral_constant<int, 4>()); break;
-      case 5: body(row, std::integral_constant<int, 5>()); break;
-      default: body(row, std::integral_constant<int, 6>()); break;
-    }
+    with_constant<kMost>(height, [&](auto constant) { body(row, constant); });
     row += height;
   }
 }

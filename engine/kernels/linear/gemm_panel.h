@@ -194,7 +194,7 @@ inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, c
     const int64_t step = next ? line / tiles : 0;
     const uint16_t* weights = panel + begin * width * kBits / 16;
     [[maybe_unused]] const char* nothing = reinterpret_cast<const char*>(weights);
-    for_fp16_tiles(num_rows, tiles, [&](int64_t row, auto height) {
+    for_tiles<kFp16TileRows>(num_rows, [&](int64_t row, auto height) {
       constexpr int MR = decltype(height)::value;
       if (begin + kChunk == inputs) fetch_results(fetch, row, MR);
       const uint32_t* some = rows + begin + row * stride;
@@ -230,18 +230,9 @@ inline void fp16_panel(const uint32_t* rows, int64_t stride, int64_t num_rows, c
 inline void expand_levels(const uint8_t* panel, int64_t width, int64_t inputs, uint8_t* to) {
   const int64_t line = width * 4;
   for (int64_t input = 0; input < inputs; input += 8, panel += line, to += 2 * line)
-    for (int64_t at = 0; at < line; at += kLanes * 4) {
-#if defined(__AVX512F__)
-      const __m512i mask = _mm512_set1_epi8(15), levels = _mm512_loadu_si512(panel + at);
-      _mm512_storeu_si512(to + at, _mm512_and_si512(levels, mask));
-      _mm512_storeu_si512(to + line + at, _mm512_and_si512(_mm512_srli_epi16(levels, 4), mask));
-#else
-      const __m256i mask = _mm256_set1_epi8(15);
-      const __m256i levels = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + at));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), _mm256_and_si256(levels, mask));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + line + at),
-                          _mm256_and_si256(_mm256_srli_epi16(levels, 4), mask));
-#endif
+    for (int64_t at = 0; at < line; ++at) {
+      to[at] = panel[at] & 15;
+      to[line + at] = panel[at] >> 4;
     }
 }
 

@@ -41,13 +41,17 @@ inline bool converts(const PackedWeight& weight, int64_t num_rows) {
 #endif
 }
 
+// Bytes of an element of a copied row.
+inline int64_t element_bytes(const PackedWeight& weight) {
+  if (is_wide(weight)) return sizeof(WideRow);
+  if (weight.format == kInt8Dynamic) return 1;
+  return weight.format == kFloat32 ? sizeof(float) : sizeof(HalfKind::Row);
+}
+
 // Bytes from one copied row to the next: an odd number of cache lines, so that rows lie in different sets.
 inline int64_t workspace_stride(const PackedWeight& weight) {
-  int64_t element = sizeof(HalfKind::Row);
-  if (weight.format == kFloat32) element = sizeof(float);
-  if (weight.format == kInt8Dynamic) element = 1;
-  if (is_wide(weight)) element = 2;
-  return ((weight.padded_inputs * element + 63) / 64 | 1) * 64;
+  const int64_t bytes = weight.padded_inputs * (is_wide(weight) ? 2 : element_bytes(weight));
+  return ((bytes + 63) / 64 | 1) * 64;
 }
 
 // Scales of a row, and sums.
@@ -196,11 +200,7 @@ inline Copy copy_at(const PackedWeight& weight, void* at, int64_t num_rows) {
 }
 
 inline Rows rows_of(const PackedWeight& weight, const Copy& copy) {
-  int64_t element = sizeof(HalfKind::Row);
-  if (weight.format == kFloat32) element = sizeof(float);
-  if (weight.format == kInt8Dynamic) element = 1;
-  if (is_wide(weight)) element = sizeof(WideRow);
-  return {copy.rows, workspace_stride(weight) / element, copy.scales, copy.sums};
+  return {copy.rows, workspace_stride(weight) / element_bytes(weight), copy.scales, copy.sums};
 }
 
 }  // namespace millrace

@@ -93,7 +93,6 @@ inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t
 
 #if defined(__AVX512VNNI__)
 // A row is all upper halves, then all lower ones.
-constexpr int64_t kWideElements = 2;
 inline void store_wide(WideRow* row, int64_t padded, const int32_t* levels, int64_t count) {
   for (int64_t i = 0; i < count; ++i) row[i] = static_cast<int8_t>((levels[i] + 128) >> 8);
   // What is left is the lowest byte, with its sign.
@@ -108,11 +107,9 @@ inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, 
                       const BlockScales& by, float* totals, bool first, const char* next, int64_t ahead) {
   constexpr int kFours = kLevels ? 2 : 1;
   __m512i high[MR][NV], low[MR][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m) {
+  UNROLLED for (int m = 0; m < MR; ++m) {
     const uint32_t less = static_cast<uint32_t>(rows.sums[m * rows.per_row]) * static_cast<uint32_t>(by.middle);
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
+    UNROLLED for (int v = 0; v < NV; ++v) {
       high[m][v] = ByteKind::none();
       low[m][v] = _mm512_set1_epi32(static_cast<int32_t>(0u - less));
     }
@@ -120,11 +117,9 @@ inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, 
   const WideRow* row = rows.data;
   for (int64_t g = 0; g < groups; g += kFours) {
     __m512i columns[kFours][NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kHint);
+    UNROLLED for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kHint);
     next += ahead;
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
+    UNROLLED for (int v = 0; v < NV; ++v) {
       columns[0][v] = ByteKind::column(panel + 64 * v);
       if constexpr (kLevels) {
         const __m512i mask = _mm512_set1_epi8(15);
@@ -132,26 +127,20 @@ inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, 
         columns[0][v] = _mm512_and_si512(columns[0][v], mask);
       }
     }
-#pragma GCC unroll 8
-    for (int four = 0; four < kFours; ++four, row += 4) {
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) {
+    UNROLLED for (int four = 0; four < kFours; ++four, row += 4) {
+      UNROLLED for (int m = 0; m < MR; ++m) {
         const __m512i high_row = ByteKind::spread_row(row + m * rows.stride);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) high[m][v] = ByteKind::step(high[m][v], high_row, columns[four][v]);
+        UNROLLED for (int v = 0; v < NV; ++v) high[m][v] = ByteKind::step(high[m][v], high_row, columns[four][v]);
         const __m512i low_row = ByteKind::spread_row(row + rows.low + m * rows.stride);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) low[m][v] = ByteKind::step(low[m][v], low_row, columns[four][v]);
+        UNROLLED for (int v = 0; v < NV; ++v) low[m][v] = ByteKind::step(low[m][v], low_row, columns[four][v]);
       }
     }
     panel += line;
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m) {
+  UNROLLED for (int m = 0; m < MR; ++m) {
     const float scale = rows.scales[m * rows.per_row];
     const Vec row_scale = set1(scale);
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
+    UNROLLED for (int v = 0; v < NV; ++v) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][v], 8), low[m][v]);
       const Vec factor = by.scales ? mul(row_scale, load(by.scales + v * kLanes)) : row_scale;
       float* total = totals + m * kPanel + v * kLanes;
@@ -207,7 +196,6 @@ inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* pa
 }
 #else
 // Four inputs lie as 0, 2, 1, 3, as the bytes of a weight fall into even and odd ones.
-constexpr int64_t kWideElements = 1;
 inline void store_wide(WideRow* row, int64_t, const int32_t* levels, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t place = i & 3;

@@ -31,6 +31,7 @@ from engine.kernels.linear.packed import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.mirror import fields
 
 # Groups of inputs must be a multiple of this, by packed format.
 GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
@@ -42,15 +43,13 @@ class _PackArgs(ctypes.Structure):
     _fields_ = (
         ("source", c_void_p),
         ("source_bytes", c_int64),
-        ("bias", c_void_p),
-        ("source_scales", c_void_p),
-        ("source_minimums", c_void_p),
+        *fields(c_void_p, "bias", "source_scales", "source_minimums"),
         ("weight", PackedWeightStruct),
     )
 
 
 class _WidthArgs(ctypes.Structure):
-    _fields_ = (("source", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("count", c_int64))
+    _fields_ = (("source", c_void_p), *fields(c_int64, "outputs", "inputs", "count"))
 
 
 class NativePacker:

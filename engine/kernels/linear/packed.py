@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.host import empty
 from engine.kernels.native import NativeLibrary, Op
+from engine.kernels.native.mirror import fields
 
 FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
@@ -28,17 +29,8 @@ class PackedWeightStruct(ctypes.Structure):
     """Mirror of `PackedWeight`."""
 
     _fields_ = (
-        ("format", c_int64),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("padded_inputs", c_int64),
-        ("group_size", c_int64),
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("minimums", c_void_p),
-        ("bias", c_void_p),
-        ("smoothing", c_void_p),
-        ("order", c_void_p),
+        *fields(c_int64, "format", "outputs", "inputs", "padded_inputs", "group_size"),
+        *fields(c_void_p, "data", "scales", "minimums", "bias", "smoothing", "order"),
     )
 
 
@@ -46,12 +38,8 @@ class GemmArgs(ctypes.Structure):
     """Mirror of `GemmArgs`."""
 
     _fields_ = (
-        ("num_rows", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
-        ("accumulate", c_int64),
+        *fields(c_void_p, "num_rows", "x", "out"),
+        *fields(c_int64, "x_stride", "out_stride", "accumulate"),
         ("workspace", c_void_p),
         ("weight", PackedWeightStruct),
     )

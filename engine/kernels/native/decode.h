@@ -38,8 +38,3 @@ struct DecodeArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-void decode_inputs(const millrace::DecodeArgs& args, int thread, int num_threads);
-void decode_tokens(const millrace::DecodeArgs& args, int thread, int num_threads);
-}

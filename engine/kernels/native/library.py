@@ -22,6 +22,7 @@ from typing import Any
 
 from engine.kernels.native.build import BuildError, library_path, machine_levels, processor
 from engine.kernels.native.config import LEVEL_VARIABLE, child_environment, forced_level
+from engine.kernels.native.mirror import fields
 
 _log = logging.getLogger(__name__)
 
@@ -39,17 +40,9 @@ class StepStruct(ctypes.Structure):
     """Mirror of step.h; shapes are there."""
 
     _fields_ = (
-        ("num_tokens", c_int64),
-        ("num_sequences", c_int64),
-        ("num_logit_rows", c_int64),
-        ("max_blocks", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("logit_rows", c_void_p),
+        *fields(c_int64, "num_tokens", "num_sequences", "num_logit_rows", "max_blocks"),
+        *fields(c_void_p, "token_ids", "positions", "slots"),
+        *fields(c_void_p, "query_starts", "context_lens", "block_tables", "logit_rows"),
     )
 
 

@@ -70,12 +70,6 @@ class Pool {
     }
   }
 
-  ~Pool() {
-    ending_.store(true);
-    publish(ticket_of(run_of(ticket_.load()) + 1, 0, kOver));
-    for (auto& thread : threads_) thread.join();
-  }
-
   void run(const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
     std::lock_guard<std::mutex> turn(turn_);
     const unsigned control = _mm_getcsr();
@@ -119,7 +113,6 @@ class Pool {
     running = this;
     for (;;) {
       const uint64_t ticket = take_parts();
-      if (ending_.load()) return;
       wait_beyond(ticket, part_of(ticket) == kOver ? kIdleSpinCycles : kSpinCycles);
     }
   }
@@ -185,7 +178,6 @@ class Pool {
   int64_t* nanoseconds_ = nullptr;
   int64_t started_ = 0;
   std::mutex turn_;
-  std::atomic<bool> ending_{false};
   alignas(64) std::atomic<uint64_t> ticket_{ticket_of(0, 0, kOver)};
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int64_t> counter_{0};
@@ -204,14 +196,20 @@ int64_t op_take() { return running->take(); }
 using millrace::Op;
 using millrace::Pool;
 
+extern "C" {
+
+// A pool of num_threads threads (the caller included), for as long as the process lives. pin: bind thread i > 0 to the
+// i-th CPU that the process may use.
 void* millrace_pool_create(int64_t num_threads, int64_t pin) {
   return new Pool(static_cast<int>(num_threads), pin != 0);
 }
 
-void millrace_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
-
+// Runs ops one after another; returns when the last is done. Calls from several threads take turns. Where
+// `nanoseconds` [num_ops] is given, each op's time is added to it.
 void millrace_pool_run(void* pool, const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
   static_cast<Pool*>(pool)->run(ops, num_ops, nanoseconds);
 }
 
+// Wakes sleeping threads ahead of a run that follows shortly.
 void millrace_pool_wake(void* pool) { static_cast<Pool*>(pool)->wake(); }
+}

@@ -22,15 +22,3 @@ struct Op {
 int64_t op_take();
 
 }  // namespace millrace
-
-extern "C" {
-// A pool of num_threads threads (the caller included). pin: bind thread i > 0 to the i-th CPU that the process
-// may use.
-void* millrace_pool_create(int64_t num_threads, int64_t pin);
-void millrace_pool_destroy(void* pool);
-// Runs ops one after another; returns when the last is done. Calls from several threads take turns. Where
-// `nanoseconds` [num_ops] is given, each op's time is added to it.
-void millrace_pool_run(void* pool, const millrace::Op* ops, int64_t num_ops, int64_t* nanoseconds);
-// Wakes sleeping threads ahead of a run that follows shortly.
-void millrace_pool_wake(void* pool);
-}

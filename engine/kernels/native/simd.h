@@ -12,8 +12,21 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+// Of a loop over what must become registers, whose number of turns is a constant.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 namespace millrace {
+
+// Calls body(n as a constant) for an n from 1 to kMost.
+template <int kMost, typename Body>
+inline void with_constant(int64_t n, const Body& body) {
+  if (n == kMost)
+    body(std::integral_constant<int, kMost>());
+  else if constexpr (kMost > 1)
+    with_constant<kMost - 1>(n, body);
+}
 
 #if defined(__AVX512F__)
 
@@ -77,11 +90,15 @@ inline void store_int8(int8_t* p, Mask m, Vec v) {
   _mm_mask_storeu_epi8(p, m, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 // Pairs of bfloat16 in 32 bits each: the lower and the upper ones as floats.
-inline Vec lower_half(const void* pairs) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+inline Vec lower_half(Vec pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
+inline Vec upper_half(Vec pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32(-65536)));
 }
-inline Vec upper_half(const void* pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(0xFFFF0000)));
+// One of the four int8 of each 32 bits.
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * kByte);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
 }
 
 #else
@@ -174,12 +191,14 @@ inline void store_int8(int8_t* p, Mask m, Vec v) {
   _mm256_store_si256((__m256i*)wide, _mm256_cvtps_epi32(v));
   for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<int8_t>(wide[i]);
 }
-inline Vec lower_half(const void* pairs) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(pairs)), 16));
+inline Vec lower_half(Vec pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
+inline Vec upper_half(Vec pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), _mm256_set1_epi32(-65536)));
 }
-inline Vec upper_half(const void* pairs) {
-  const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(pairs));
-  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF0000)));
+template <int kByte>
+inline Vec signed_byte(Vec words) {
+  const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(words), 24 - 8 * kByte);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
 }
 
 #endif

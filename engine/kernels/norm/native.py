@@ -5,19 +5,14 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
+from engine.kernels.native.mirror import fields
+
 
 class RmsNormArgs(ctypes.Structure):
     """Mirror of norm.h: norms, and the residual stream between them."""
 
     _fields_ = (
-        ("step", c_void_p),
-        ("x", c_void_p),
-        ("change", c_void_p),
-        ("change_weight", c_void_p),
-        ("residual", c_void_p),
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int64),
-        ("logit_rows", c_int64),
+        *fields(c_void_p, "step", "x", "change", "change_weight", "residual", "weight", "out"),
+        *fields(c_int64, "width", "logit_rows"),
         ("eps", c_float),
     )

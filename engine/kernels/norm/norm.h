@@ -28,5 +28,3 @@ struct RmsNormArgs {
 };
 
 }  // namespace millrace
-
-extern "C" void rms_norm(const millrace::RmsNormArgs& args, int thread, int num_threads);

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.kernels.host import Values, address_of
+from engine.kernels.native.mirror import fields
 
 # Names of types to values of KvType.
 KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -41,15 +42,8 @@ class KvCacheStruct(ctypes.Structure):
     """Mirror of KvCache."""
 
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("scales", c_void_p),
-        ("type", c_int64),
-        ("num_heads", c_int64),
-        ("block_size", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("shared_value_dim", c_int64),
+        *fields(c_void_p, "keys", "values", "scales"),
+        *fields(c_int64, "type", "num_heads", "block_size", "key_dim", "value_dim", "shared_value_dim"),
     )
 
 

@@ -59,9 +59,3 @@ struct HeadProductArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-void rope_cache(const millrace::RopeCacheArgs& args, int thread, int num_threads);
-void latent_cache(const millrace::LatentCacheArgs& args, int thread, int num_threads);
-void head_product(const millrace::HeadProductArgs& args, int thread, int num_threads);
-}

@@ -15,28 +15,16 @@ from numpy.typing import NDArray
 from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
+from engine.kernels.native.mirror import fields
 from engine.kernels.sampling.noise import row_keys, sequence_streams
 from engine.kernels.sampling.rows import NO_ROW, SamplingRows, Tables
 
 # Mirror of SampleRow.
 SAMPLE_ROW = np.dtype(
     [
-        ("key", np.int64),
-        ("top_k", np.int64),
-        ("counts", np.int64),
-        ("seen", np.int64),
-        ("bias", np.int64),
-        ("mask", np.int64),
-        ("first_stop", np.int64),
-        ("num_stops", np.int64),
-        ("first_draft", np.int64),
-        ("num_drafts", np.int64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
+        *fields(np.int64, "key", "top_k", "counts", "seen", "bias", "mask"),
+        *fields(np.int64, "first_stop", "num_stops", "first_draft", "num_drafts"),
+        *fields(np.float32, "temperature", "top_p", "min_p", "repetition", "presence", "frequency"),
     ]
 )
 _COPIED = ("top_k", "temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -46,16 +34,9 @@ class SampleArgs(ctypes.Structure):
     """Mirror of sampling.h."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("processed", c_void_p),
-        ("rows", c_void_p),
-        ("stop_ids", c_void_p),
-        ("draft_tokens", c_void_p),
-        ("tokens", c_void_p),
-        ("finite", c_void_p),
-        ("allowed", c_void_p),
-        ("num_rows", c_int64),
-        ("vocab_size", c_int64),
+        *fields(c_void_p, "logits", "processed", "rows", "stop_ids", "draft_tokens"),
+        *fields(c_void_p, "tokens", "finite", "allowed"),
+        *fields(c_int64, "num_rows", "vocab_size"),
     )
 
 
@@ -63,15 +44,8 @@ class LogprobArgs(ctypes.Structure):
     """Mirror of sampling.h."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("tokens", c_void_p),
-        ("excluded", c_void_p),
-        ("chosen", c_void_p),
-        ("best_ids", c_void_p),
-        ("best", c_void_p),
-        ("num_best", c_int64),
-        ("num_rows", c_int64),
-        ("vocab_size", c_int64),
+        *fields(c_void_p, "logits", "tokens", "excluded", "chosen", "best_ids", "best"),
+        *fields(c_int64, "num_best", "num_rows", "vocab_size"),
     )
 
 

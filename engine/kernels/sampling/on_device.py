@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.sampling.noise import row_keys
-from engine.kernels.sampling.rows import NO_ROW, OPTIONS, Drawn, SamplingRows, Tables
+from engine.kernels.sampling.rows import (
+    NO_ROW,
+    OPTIONS,
+    Drawn,
+    SamplingRows,
+    Tables,
+    early_stops,
+    forbidden_tokens,
+)
 from engine.kernels.transfer import on_device
 
 _FLOATS = tuple(name for name in OPTIONS.names or () if OPTIONS[name] == np.float32)
@@ -48,7 +56,7 @@ def sample_on_device(logits: Tensor, table: Tables, rows: SamplingRows) -> Devic
 
     device = logits.device
     asked = RowOptions(**row_options(table, rows, device))
-    stops = _early_stops(table, rows)
+    stops = early_stops(table, rows)
     processed, finite = process(logits.contiguous(), asked, copy=bool(stops))
     if stops:
         _forbid(processed, stops, rows, device)
@@ -71,7 +79,7 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     counts, seen = table.output_counts.tensor, table.seen.tensor
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
-        counts, seen, count_row = _with_drafts(table, rows, options, device)
+        counts, seen, count_row = with_drafts(table, rows, options, device)
     # Keys, then the floats, then the whole numbers, all in units of eight bytes. Each begins at a multiple of
     # 16 bytes whatever the number of rows: kernels are compiled anew for pointers that do not.
     width = -(-count // 4) * 4
@@ -99,7 +107,7 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     return asked
 
 
-def _with_drafts(
+def with_drafts(
     table: Tables, rows: SamplingRows, options: NDArray[np.void], device: torch.device
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Counts and occurrences of the penalized rows with their drafts, and each row's place there."""
@@ -118,15 +126,6 @@ def _with_drafts(
     return counts, seen, place
 
 
-def _early_stops(table: Tables, rows: SamplingRows) -> list[tuple[int, int]]:
-    """(row, token) of the stop tokens that min_tokens forbids."""
-    if not table.stop_ids:
-        return []
-    options = table.options[rows.slots]
-    early = np.flatnonzero(rows.positions < options["min_tokens"])
-    return [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
-
-
 def _forbid(
     processed: Tensor, stops: list[tuple[int, int]], rows: SamplingRows, device: torch.device
 ) -> None:
@@ -140,8 +139,7 @@ def _forbid(
     guided = [place for place, row in enumerate(rows.grammar_rows.tolist()) if row in early]
     if not guided:
         return
-    bits = np.unpackbits(rows.grammar_masks[guided].view(np.uint8), axis=1, bitorder="little")
-    forbidden = on_device(np.ascontiguousarray(bits[:, : processed.shape[1]] == 0), device)
+    forbidden = on_device(forbidden_tokens(rows.grammar_masks[guided], processed.shape[1]), device)
     places = on_device(np.ascontiguousarray(rows.grammar_rows[guided]), device)
     under = processed.index_select(0, places)
     stuck = under.amax(-1, keepdim=True) == float("-inf")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.on_device import DeviceDrawn
-from engine.kernels.sampling.rows import NO_ROW, Drawn, SamplingRows, Tables
+from engine.kernels.sampling.on_device import DeviceDrawn, with_drafts
+from engine.kernels.sampling.rows import NO_ROW, Drawn, SamplingRows, Tables, early_stops, forbidden_tokens
 
 
 def sample_by_torch(logits: Tensor, table: Tables, rows: SamplingRows) -> Drawn:
@@ -27,7 +27,7 @@ def sample_by_torch(logits: Tensor, table: Tables, rows: SamplingRows) -> Drawn:
     )
     masked = _penalize(masked, table, rows, options)
     masked = _add_biases(masked, table, options)
-    masked = _mask_stop_tokens(masked, table, rows, options)
+    masked = _mask_stop_tokens(masked, table, rows)
     masked = _mask_grammar(masked, rows, options)
     allowed = torch.isfinite(masked.amax(-1))
     tokens = masked.argmax(-1)
@@ -61,20 +61,7 @@ def _penalize(logits: Tensor, table: Tables, rows: SamplingRows, options: NDArra
         return logits
     device = logits.device
     index = torch.from_numpy(chosen).to(device)
-    wide = torch.from_numpy(options["count_row"][chosen]).to(device)
-    counts, seen = table.output_counts.tensor[wide], table.seen.tensor[wide]
-    if rows.draft_rows.size:
-        place = np.full(len(options), -1)
-        place[chosen] = np.arange(chosen.size)
-        kept = place[rows.draft_rows] >= 0
-        pairs = (
-            torch.from_numpy(place[rows.draft_rows][kept]).to(device),
-            torch.from_numpy(rows.draft_tokens[kept]).to(device),
-        )
-        counts.index_put_(
-            pairs, torch.ones(len(pairs[0]), dtype=counts.dtype, device=device), accumulate=True
-        )
-        seen[pairs] = True
+    counts, seen, _ = with_drafts(table, rows, options, device)
     some = options[chosen]
     values = logits[index]
     repetition = _column(some, "repetition", device)[:, None]
@@ -93,9 +80,8 @@ def _add_biases(logits: Tensor, table: Tables, options: NDArray[np.void]) -> Ten
     return logits.index_copy(0, index, logits[index] + biases)
 
 
-def _mask_stop_tokens(logits: Tensor, table: Tables, rows: SamplingRows, options: NDArray[np.void]) -> Tensor:
-    early = np.flatnonzero(rows.positions < options["min_tokens"])
-    pairs = [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
+def _mask_stop_tokens(logits: Tensor, table: Tables, rows: SamplingRows) -> Tensor:
+    pairs = early_stops(table, rows)
     if not pairs:
         return logits
     index = torch.tensor(pairs, device=logits.device)
@@ -105,8 +91,7 @@ def _mask_stop_tokens(logits: Tensor, table: Tables, rows: SamplingRows, options
 def _mask_grammar(logits: Tensor, rows: SamplingRows, options: NDArray[np.void]) -> Tensor:
     if rows.grammar_masks is None or not rows.grammar_rows.size:
         return logits
-    bits = np.unpackbits(rows.grammar_masks.view(np.uint8), axis=1, bitorder="little")
-    forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
+    forbidden = torch.from_numpy(forbidden_tokens(rows.grammar_masks, logits.shape[1])).to(logits.device)
     index = torch.from_numpy(rows.grammar_rows).to(logits.device)
     under = logits[index]
     masked = under.masked_fill(forbidden, float("-inf"))

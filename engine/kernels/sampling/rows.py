@@ -81,6 +81,20 @@ class SamplingRows:
     grammar_masks: NDArray[np.int32] | None
 
 
+def early_stops(table: Tables, rows: SamplingRows) -> list[tuple[int, int]]:
+    """(row, token) of the stop tokens that min_tokens forbids."""
+    if not table.stop_ids:
+        return []
+    early = np.flatnonzero(rows.positions < table.options["min_tokens"][rows.slots])
+    return [(row, token) for row in early.tolist() for token in table.stop_ids.get(int(rows.slots[row]), ())]
+
+
+def forbidden_tokens(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    """Masks [R, V / 32] -> whether a grammar forbids the token [R, V]."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return np.ascontiguousarray(bits[:, :vocab_size] == 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     """Outcome per row."""

@@ -52,8 +52,3 @@ struct LogprobArgs {
 };
 
 }  // namespace millrace
-
-extern "C" {
-void sample(const millrace::SampleArgs& args, int thread, int num_threads);
-void logprobs(const millrace::LogprobArgs& args, int thread, int num_threads);
-}
