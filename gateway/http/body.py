@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from contract.chat import Role
-from contract.errors import MillraceError, Reason, invalid
+from contract.errors import MillraceError, Reason, invalid, unsupported
 
 Body = TypeVar("Body")
 
@@ -46,11 +46,7 @@ def _invalid(message: str) -> MillraceError:
     unknown = _UNKNOWN.match(problem)
     if unknown:
         field = f"{path}.{unknown['name']}" if path else unknown["name"]
-        return MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            f"{field}: unknown field; it would have no effect, so leave it out",
-            field=field,
-        )
+        return unsupported(field, "it would have no effect, so leave it out", "unknown field")
     missing = _MISSING.match(problem)
     if missing:
         field = f"{path}.{missing['name']}" if path else missing["name"]
