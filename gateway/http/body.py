@@ -43,14 +43,12 @@ def _invalid(message: str) -> MillraceError:
     at = _AT.search(message)
     path = at["path"].lstrip(".") if at else ""
     problem = message[: at.start()] if at else message
-    unknown = _UNKNOWN.match(problem)
-    if unknown:
-        field = f"{path}.{unknown['name']}" if path else unknown["name"]
+    named = _UNKNOWN.match(problem) or _MISSING.match(problem)
+    if named:
+        field = f"{path}.{named['name']}" if path else named["name"]
+        if named.re is _MISSING:
+            return invalid(field, "it is required")
         return unsupported(field, "it would have no effect, so leave it out", "unknown field")
-    missing = _MISSING.match(problem)
-    if missing:
-        field = f"{path}.{missing['name']}" if path else missing["name"]
-        return invalid(field, "it is required")
     role = _ROLE.match(problem)
     if role:
         # Roles are the one enum of the bodies.
