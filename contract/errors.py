@@ -162,11 +162,11 @@ class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def invalid(field: str, problem: str) -> MillraceError:
-    """INVALID_ARGUMENT that names the field."""
-    return MillraceError(Reason.INVALID_ARGUMENT, f"{field}: {problem}", field=field)
+def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_ARGUMENT) -> MillraceError:
+    """INVALID_ARGUMENT, or another reason, that names the field."""
+    return MillraceError(reason, f"{field}: {problem}", field=field)
 
 
-def unsupported(field: str, remedy: str) -> MillraceError:
+def unsupported(field: str, remedy: str, problem: str = "not supported") -> MillraceError:
     """UNSUPPORTED_FIELD that names the field."""
-    return MillraceError(Reason.UNSUPPORTED_FIELD, f"{field}: not supported; {remedy}", field=field)
+    return invalid(field, f"{problem}; {remedy}", Reason.UNSUPPORTED_FIELD)

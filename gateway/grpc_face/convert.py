@@ -10,7 +10,7 @@ from millrace.inference.v1 import inference_pb2
 from msgspec.structs import asdict
 
 from contract.chat import Conversation, Prompt, TextPrompt, TokenPrompt
-from contract.errors import MillraceError, Reason
+from contract.errors import invalid, unsupported
 from contract.outputs import TokenLogprobs
 from contract.proto import chat
 from contract.proto.grammar import verdict_message
@@ -18,7 +18,7 @@ from contract.proto.sampling import options
 from contract.sampling import OPTIONS
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.pipeline.validate import check_conversation, check_metadata, refuse
+from gateway.pipeline.validate import check_conversation, check_metadata
 from gateway.text.vocabulary import Vocabulary
 from gateway.types.request import GenerationRequest
 
@@ -42,9 +42,7 @@ def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
     _check(message)
     if message.sampling.HasField("prompt_logprobs"):
         field = "sampling.prompt_logprobs"
-        raise MillraceError(
-            Reason.UNSUPPORTED_FIELD, f"{field}: Chat does not report them; use Generate", field=field
-        )
+        raise unsupported(field, "use Generate", "Chat does not report them")
     return _request(message, chat.conversation(message.conversation, "conversation."), _CHAT_NAMES)
 
 
@@ -101,7 +99,7 @@ def prompt_request(
             names = {"prompt": "text"}
             return GenerationRequest(model=message.model, prompt=TextPrompt(message.text), field_names=names)
         case _:
-            raise _refuse(message.model, "input", "give a conversation or a text")
+            raise invalid("input", "give a conversation or a text")
 
 
 def special_tokens(message: inference_pb2.TokenizeRequest) -> bool | None:
@@ -109,27 +107,8 @@ def special_tokens(message: inference_pb2.TokenizeRequest) -> bool | None:
     if not message.HasField("add_special_tokens"):
         return None
     if message.HasField("conversation"):
-        raise _refuse(
-            message.model, "add_special_tokens", "it has no effect with a conversation; leave it out"
-        )
+        raise invalid("add_special_tokens", "it has no effect with a conversation; leave it out")
     return message.add_special_tokens
-
-
-def ids_to_decode(message: inference_pb2.DetokenizeRequest, vocabulary: Vocabulary) -> list[int]:
-    """The token ids; raises INVALID_ARGUMENT for one that the model does not have."""
-    refuse_unknown(message)
-    for index, token_id in enumerate(message.token_ids):
-        if token_id >= vocabulary.size:
-            raise _refuse(
-                message.model,
-                f"token_ids[{index}]",
-                f"token id {token_id} is outside the vocabulary of {vocabulary.size} tokens",
-            )
-    return list(message.token_ids)
-
-
-def _refuse(model: str, field: str, problem: str) -> MillraceError:
-    return refuse(GenerationRequest(model=model, prompt=TextPrompt("")), field, problem)
 
 
 def chat_choice(delta: ChoiceDelta, vocabulary: Vocabulary) -> inference_pb2.ChatChoice:

@@ -9,15 +9,13 @@ from typing import Any
 import grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from contract.chat import TokenPrompt
-from contract.errors import MillraceError
 from contract.proto.grammar import report_message
 from gateway.grpc_face import convert
+from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import by_choice
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
-from gateway.types.request import GenerationRequest
 from services.context import CONTEXT_HEADER
 
 FULL_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -75,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CountTokensResponse:
         """Counts without generating."""
         self._pipeline().check_model(self._caller(context), request.model)
-        ids = await self._encode(convert.prompt_request(request))
+        ids = await self._pipeline().encode(convert.prompt_request(request))
         return inference_pb2.CountTokensResponse(num_tokens=len(ids))
 
     async def Tokenize(
@@ -84,7 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Encodes without generating."""
         pipeline = self._pipeline()
         pipeline.check_model(self._caller(context), request.model)
-        ids = await self._encode(convert.prompt_request(request), convert.special_tokens(request))
+        ids = await pipeline.encode(convert.prompt_request(request), convert.special_tokens(request))
         shown = ids if request.include_token_texts else ()
         return inference_pb2.TokenizeResponse(
             token_ids=ids,
@@ -98,8 +96,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Decodes token ids."""
         pipeline = self._pipeline()
         pipeline.check_model(self._caller(context), request.model)
-        ids = convert.ids_to_decode(request, pipeline.vocabulary)
-        return inference_pb2.DetokenizeResponse(text=decode(pipeline.texts, ids))
+        refuse_unknown(request)
+        return inference_pb2.DetokenizeResponse(text=pipeline.decode(request.token_ids, "token_ids"))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -117,19 +115,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for name in pipeline.served_names(self._caller(context))
             ]
         )
-
-    async def _encode(
-        self, request: GenerationRequest, special_tokens: bool | None = None
-    ) -> tuple[int, ...]:
-        pipeline, prompt = self._pipeline(), request.prompt
-        assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
-        try:
-            # All names stand for one vocabulary.
-            return await pipeline.tokenizer.tokenize(
-                pipeline.model.served_name, prompt, add_special_tokens=special_tokens
-            )
-        except MillraceError as error:
-            raise request.tell(error) from error
 
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         metadata = {

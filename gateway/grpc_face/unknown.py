@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf import unknown_fields
 from google.protobuf.message import Message
 
-from contract.errors import MillraceError, Reason
+from contract.errors import unsupported
 
 
 def refuse_unknown(message: Message) -> None:
@@ -16,12 +16,8 @@ def refuse_unknown(message: Message) -> None:
     if known.ByteSize() == message.ByteSize():
         return
     field = _first(message, "")
-    raise MillraceError(
-        Reason.UNSUPPORTED_FIELD,
-        f"{field}: unknown field; it would have no effect: leave it out, or generate the client from the "
-        "proto/ of this version",
-        field=field,
-    )
+    remedy = "it would have no effect: leave it out, or generate the client from the proto/ of this version"
+    raise unsupported(field, remedy, "unknown field")
 
 
 def _first(message: Message, path: str) -> str:

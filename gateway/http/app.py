@@ -17,7 +17,6 @@ from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.pipeline import Pipeline
-from gateway.types.caller import Caller
 from observability.metrics import Metrics
 from services.deferred import Deferred
 
@@ -36,37 +35,22 @@ _NOT_SERVED: Mapping[str, str] = {
 }
 
 
-class Endpoint:
-    """A handler behind the check of who calls and how often."""
+def known(callers: HttpCallers, counter: RequestCounter, handler: Handler) -> Handler:
+    """The handler behind the check of who calls and how often."""
 
-    def __init__(self, callers: HttpCallers, counter: RequestCounter, handler: Handler) -> None:
-        self._callers = callers
-        self._counter = counter
-        self._handler = handler
+    async def checked(exchange: Exchange) -> None:
+        exchange.identify(callers)
+        caller = exchange.verified_caller
+        if callers.is_counted(caller):
+            identity = caller.identity
+            try:
+                exchange.add_headers(await counter.count(identity.tenant, identity.key_id, caller.trace))
+            except MillraceError as error:
+                exchange.add_headers(exceeded_headers(error))
+                raise
+        await handler(exchange)
 
-    async def __call__(self, exchange: Exchange) -> None:
-        """See Handler."""
-        exchange.identify(self._callers)
-        caller = exchange.caller
-        if caller is None:
-            assert exchange.caller_error is not None, "identify sets one of the two"
-            raise exchange.caller_error
-        if self._callers.is_counted(caller):
-            await self._count(exchange, caller)
-        await self._handler(exchange)
-
-    async def _count(self, exchange: Exchange, caller: Caller) -> None:
-        identity = caller.identity
-        try:
-            headers = await self._counter.count(identity.tenant, identity.key_id, caller.trace)
-        except MillraceError as error:
-            _add(exchange, exceeded_headers(error))
-            raise
-        _add(exchange, headers)
-
-
-def _add(exchange: Exchange, headers: Mapping[str, str]) -> None:
-    exchange.extra_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
+    return checked
 
 
 async def authorize(authorizer: Authorizer, exchange: Exchange) -> None:
@@ -115,7 +99,7 @@ class Application:
         if not allowed:
             await exchange.respond_error(not_found(path, _NOT_SERVED))
             return
-        exchange.extra_headers.append((b"allow", allowed.encode()))
+        exchange.add_headers({"allow": allowed})
         await exchange.respond_error(
             MillraceError(Reason.METHOD_NOT_ALLOWED, f"{path} does not take {exchange.method}; use {allowed}")
         )
@@ -155,23 +139,21 @@ def build_app(
     async def describe(exchange: Exchange) -> None:
         await exchange.respond(200, schema)
 
-    def known(handler: Handler) -> Endpoint:
-        return Endpoint(callers, counter, handler)
-
+    ours = partial(known, callers, counter)
     return Application(
         {
-            ("POST", "/v1/chat/completions"): known(generate.chat),
-            ("POST", "/v1/completions"): known(generate.complete),
-            ("GET", "/v1/models"): known(inspect.models),
-            ("POST", "/tokenize"): known(inspect.tokenize),
-            ("POST", "/detokenize"): known(inspect.detokenize),
+            ("POST", "/v1/chat/completions"): ours(generate.chat),
+            ("POST", "/v1/completions"): ours(generate.complete),
+            ("GET", "/v1/models"): ours(inspect.models),
+            ("POST", "/tokenize"): ours(inspect.tokenize),
+            ("POST", "/detokenize"): ours(inspect.detokenize),
             ("GET", "/health"): health,
             ("GET", "/metrics"): expose,
             ("GET", "/openapi.json"): describe,
         },
         {
             AUTHORIZE_PREFIX: ("", partial(authorize, authorizer)),
-            MODELS_PREFIX: ("GET", known(inspect.model)),
+            MODELS_PREFIX: ("GET", ours(inspect.model)),
         },
-        known,
+        ours,
     )

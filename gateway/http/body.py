@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from contract.chat import Role
-from contract.errors import MillraceError, Reason, invalid
+from contract.errors import MillraceError, Reason, invalid, unsupported
 
 Body = TypeVar("Body")
 
@@ -43,18 +43,12 @@ def _invalid(message: str) -> MillraceError:
     at = _AT.search(message)
     path = at["path"].lstrip(".") if at else ""
     problem = message[: at.start()] if at else message
-    unknown = _UNKNOWN.match(problem)
-    if unknown:
-        field = f"{path}.{unknown['name']}" if path else unknown["name"]
-        return MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            f"{field}: unknown field; it would have no effect, so leave it out",
-            field=field,
-        )
-    missing = _MISSING.match(problem)
-    if missing:
-        field = f"{path}.{missing['name']}" if path else missing["name"]
-        return invalid(field, "it is required")
+    named = _UNKNOWN.match(problem) or _MISSING.match(problem)
+    if named:
+        field = f"{path}.{named['name']}" if path else named["name"]
+        if named.re is _MISSING:
+            return invalid(field, "it is required")
+        return unsupported(field, "it would have no effect, so leave it out", "unknown field")
     role = _ROLE.match(problem)
     if role:
         # Roles are the one enum of the bodies.

@@ -8,15 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from contract.errors import MillraceError, Reason, invalid
+from contract.errors import invalid, unsupported
 from gateway.http.fields import with_unserved
-from gateway.http.requests import (
-    CommonBody,
-    check_common,
-    labels,
-    response_format,
-    sampling,
-)
+from gateway.http.requests import CommonBody, check_common, generation_request, json_text, sampling
 from gateway.types.request import GenerationRequest
 
 # Values of reasoning_effort, and whether the model thinks under them.
@@ -126,23 +120,12 @@ def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
     """The domain request. `reasons` says whether the model can think, for reasoning_effort."""
     check_common(body)
     max_tokens, max_field = _max_tokens(body)
-    format_, format_field = response_format(body)
-    return GenerationRequest(
-        model=body.model,
-        prompt=conversation(body, reasons=reasons),
-        sampling=sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
-        response_format=format_,
-        service_tier=body.service_tier or "",
-        prompt_cache_key=body.prompt_cache_key or "",
-        metadata=labels(body, body.safety_identifier),
-        streaming=bool(body.stream),
-        face="http",
-        field_names={
-            **CONVERSATION_NAMES,
-            "max_tokens": max_field,
-            "logprobs": "top_logprobs",
-            "response_format": format_field,
-        },
+    return generation_request(
+        body,
+        conversation(body, reasons=reasons),
+        sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
+        names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
+        safety_identifier=body.safety_identifier,
     )
 
 
@@ -204,11 +187,8 @@ def _content(content: str | list[ContentPart] | None, field: str) -> str:
     texts = []
     for index, part in enumerate(content):
         if part.type not in ("text", "refusal", "input_text"):
-            raise MillraceError(
-                Reason.UNSUPPORTED_FIELD,
-                f"{field}[{index}].type: {part.type!r} is not supported; the model reads text only",
-                field=f"{field}[{index}].type",
-            )
+            problem = f"{part.type!r} is not supported"
+            raise unsupported(f"{field}[{index}].type", "the model reads text only", problem)
         for name in ("image_url", "input_audio", "video_url", "file"):
             if bytes(getattr(part, name)) not in (b"", b"null"):
                 raise invalid(f"{field}[{index}].{name}", f"a part of type {part.type!r} has none")
@@ -230,19 +210,15 @@ def _tool_call(call: ToolCallBody, field: str) -> ToolCall:
 
 def _tool(tool: ToolBody, field: str) -> Tool:
     if tool.type != "function":
-        raise MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            f"{field}.type: {tool.type!r} is not supported; use function, with its name and parameters",
-            field=f"{field}.type",
-        )
+        problem = f"{tool.type!r} is not supported"
+        raise unsupported(f"{field}.type", "use function, with its name and parameters", problem)
     if tool.function is None:
         raise invalid(f"{field}.function", "it is required: an object with name and parameters")
     function = tool.function
-    parameters = "" if function.parameters is None else msgspec.json.encode(function.parameters).decode()
     return Tool(
         name=function.name,
         description=function.description or "",
-        parameters_json=parameters,
+        parameters_json=json_text(function.parameters),
         strict=bool(function.strict),
     )
 
@@ -267,11 +243,8 @@ def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
     if effort not in _EFFORTS:
         raise invalid("reasoning_effort", f"{effort!r} is not one of {', '.join(_EFFORTS)}")
     if not reasons and _EFFORTS[effort]:
-        raise MillraceError(
-            Reason.UNSUPPORTED_FIELD,
-            f"reasoning_effort: model {body.model!r} does not reason; leave it out or send none",
-            field="reasoning_effort",
-        )
+        problem = f"model {body.model!r} does not reason"
+        raise unsupported("reasoning_effort", "leave it out or send none", problem)
     # Templates know the switch under one of these names. A switch that says the opposite is no accident.
     for name, value in (
         ("enable_thinking", _EFFORTS[effort]),

@@ -9,7 +9,7 @@ import msgspec
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
 from gateway.http.fields import with_unserved
-from gateway.http.requests import CommonBody, check_common, labels, response_format, sampling
+from gateway.http.requests import CommonBody, check_common, generation_request, sampling
 from gateway.types.request import GenerationRequest
 
 # OpenAI's default for this endpoint.
@@ -41,23 +41,7 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
     if echo and logprobs is not None:
         # Echoed tokens have their log-probabilities too.
         options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
-    format_, format_field = response_format(body)
-    return [
-        GenerationRequest(
-            model=body.model,
-            prompt=prompt,
-            sampling=options,
-            response_format=format_,
-            service_tier=body.service_tier or "",
-            prompt_cache_key=body.prompt_cache_key or "",
-            metadata=labels(body),
-            echo=echo,
-            streaming=bool(body.stream),
-            face="http",
-            field_names={"response_format": format_field},
-        )
-        for prompt in prompts
-    ]
+    return [generation_request(body, prompt, options, echo=echo) for prompt in prompts]
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from contract.errors import MillraceError, Reason
-from gateway.openai_error import error_body, error_headers
-
-Headers = list[tuple[bytes, bytes]]
+from gateway.openai_error import error_body
 
 
 def error_event(error: MillraceError) -> bytes:
     """An error inside a stream that has begun."""
     return b"data: " + error_body(error) + b"\n\n"
-
-
-def retry_headers(error: MillraceError) -> Headers:
-    """When to come back, for errors that a retry may cure."""
-    return [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
 
 
 def unexpected() -> MillraceError:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, unsupported
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
-from gateway.http.errors import Headers, retry_headers
-from gateway.openai_error import error_body
+from gateway.openai_error import error_body, error_headers
 from gateway.types.caller import Caller
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 _JSON = (b"content-type", b"application/json")
@@ -44,7 +44,6 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.body_limit = body_limit
         self.num_body_bytes = 0
-        # Added to whatever response comes.
         self.extra_headers: Headers = []
         self.caller: Caller | None = None
         # Why there is no caller, where one was looked for.
@@ -68,6 +67,18 @@ class Exchange:
                 self.caller = callers.identify(self.headers, self.received_s)
             except MillraceError as error:
                 self.caller_error = error
+
+    @property
+    def verified_caller(self) -> Caller:
+        """Who calls, once that was looked for; raises why nobody is known."""
+        if self.caller is None:
+            assert self.caller_error is not None, "identify sets one of the two"
+            raise self.caller_error
+        return self.caller
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Adds headers to whatever response comes."""
+        self.extra_headers += encoded(headers)
 
     def header(self, name: bytes) -> str:
         """A request header as text, "" when it is not there."""
@@ -119,11 +130,8 @@ class Exchange:
             )
         encoding = self.headers.get(b"content-encoding")
         if encoding and encoding.lower() != b"identity":
-            raise MillraceError(
-                Reason.UNSUPPORTED_FIELD,
-                f"content-encoding: {encoding.decode('latin-1')!r} is not supported; send the body as it is",
-                field="content-encoding",
-            )
+            problem = f"{encoding.decode('latin-1')!r} is not supported"
+            raise unsupported("content-encoding", "send the body as it is", problem)
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def watch_client(self, on_gone: Callable[[], None]) -> None:
@@ -166,7 +174,7 @@ class Exchange:
     async def respond_error(self, error: MillraceError) -> None:
         """The error's response; the client may be gone already."""
         status = error.mapping.http_status
-        headers = [_JSON, *retry_headers(error)]
+        headers = [_JSON, *encoded(error_headers(error))]
         if status == HTTPStatus.UNAUTHORIZED:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.respond(status, error_body(error), headers)
@@ -207,6 +215,11 @@ class Exchange:
         if self._closes:
             headers.append((b"connection", b"close"))
         return headers
+
+
+def encoded(headers: Mapping[str, str]) -> Headers:
+    """Headers as ASGI has them."""
+    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 # Answers an exchange.

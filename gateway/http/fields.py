@@ -15,7 +15,7 @@ import msgspec
 from contract.errors import unsupported
 
 # Response header that lists fields without effect.
-WARNING_HEADER = b"x-millrace-warning"
+WARNING_HEADER = "x-millrace-warning"
 
 _NULL = (b"", b"null")
 

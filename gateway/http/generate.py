@@ -83,7 +83,7 @@ class GenerateEndpoints:
 
 def _warn(exchange: Exchange, body: CommonBody) -> None:
     for warning in [*check_unserved(body), *yielding(body)]:
-        exchange.extra_headers.append((WARNING_HEADER, warning.encode("latin-1", "replace")))
+        exchange.add_headers({WARNING_HEADER: warning})
 
 
 def _usage(generations: Sequence[Generation], body: CommonBody) -> dict[str, Any]:
@@ -129,8 +129,7 @@ class _Accepted:
 
     async def __aenter__(self) -> list[Generation]:
         exchange, pipeline = self._exchange, self._pipeline
-        caller = exchange.caller
-        assert caller is not None, "the application verifies callers before it calls a handler"
+        caller = exchange.verified_caller
         exchange.watch_client(self._client_left)
         try:
             for request in self._requests:
@@ -139,8 +138,7 @@ class _Accepted:
             await self._leave(error)
             raise
         self._accepting = None
-        for name, value in pipeline.limiter.headers(caller.identity).items():
-            exchange.extra_headers.append((name.encode(), value.encode()))
+        exchange.add_headers(pipeline.limiter.headers(caller.identity))
         return self._generations
 
     async def __aexit__(

@@ -7,15 +7,13 @@ from typing import Any
 
 import msgspec
 
-from contract.chat import Conversation, TextPrompt
-from contract.errors import MillraceError, invalid
+from contract.chat import TextPrompt
+from contract.errors import invalid
 from gateway.http import chat
 from gateway.http.body import decode
 from gateway.http.exchange import Exchange
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_conversation
-from gateway.text.detokenizer import decode as decode_ids
-from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
@@ -56,14 +54,14 @@ class InspectEndpoints:
 
     async def models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
-        names = self._pipeline().served_names(_caller(exchange))
+        names = self._pipeline().served_names(exchange.verified_caller)
         models = [self._model(name) for name in names]
         await exchange.respond(200, _encode({"object": "list", "data": models}))
 
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
         name = exchange.path.removeprefix(MODELS_PREFIX)
-        self._pipeline().check_model(_caller(exchange), name)
+        self._pipeline().check_model(exchange.verified_caller, name)
         await exchange.respond(200, _encode(self._model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -81,33 +79,7 @@ class InspectEndpoints:
         self._check_model(exchange, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        prompt: Conversation | TextPrompt
-        other = _OF_MESSAGES if body.messages is None else ("add_special_tokens",)
-        for name in other:
-            if getattr(body, name) is not None:
-                raise invalid(name, f"it has no effect with {_kind(body)}; leave it out")
-        if body.messages is not None:
-            prompt = chat.conversation(
-                chat.ChatBody(
-                    model="",
-                    messages=body.messages,
-                    tools=body.tools,
-                    chat_template_kwargs=body.chat_template_kwargs,
-                    continue_final_message=body.continue_final_message,
-                ),
-                reasons=True,
-            )
-            request = GenerationRequest(model="", prompt=prompt, field_names=chat.CONVERSATION_NAMES)
-            check_conversation(request, prompt)
-        else:
-            prompt = TextPrompt(body.prompt or "")
-            request = GenerationRequest(model="", prompt=prompt)
-        try:
-            ids = await self._pipeline().tokenizer.tokenize(
-                self._pipeline().model.served_name, prompt, add_special_tokens=body.add_special_tokens
-            )
-        except MillraceError as error:
-            raise request.tell(error) from error
+        ids = await self._pipeline().encode(_prompt_request(body), body.add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._pipeline().fleet.max_model_len or None,
@@ -121,25 +93,25 @@ class InspectEndpoints:
         """POST /detokenize."""
         body = decode(_DETOKENIZE, exchange.body())
         self._check_model(exchange, body.model)
-        size = self._pipeline().vocabulary.size
-        for index, token_id in enumerate(body.tokens):
-            if not 0 <= token_id < size:
-                raise invalid(
-                    f"tokens[{index}]", f"token id {token_id} is outside the vocabulary of {size} tokens"
-                )
-        await exchange.respond(200, _encode({"prompt": decode_ids(self._pipeline().texts, body.tokens)}))
+        await exchange.respond(200, _encode({"prompt": self._pipeline().decode(body.tokens, "tokens")}))
 
     def _check_model(self, exchange: Exchange, name: str | None) -> None:
-        pipeline, caller = self._pipeline(), _caller(exchange)
+        pipeline, caller = self._pipeline(), exchange.verified_caller
         # All names stand for one vocabulary: without a name, any that the caller may use will do.
         usable = next(iter(pipeline.served_names(caller)), pipeline.model.served_name)
         pipeline.check_model(caller, usable if name is None else name)
 
 
-def _kind(body: TokenizeBody) -> str:
-    return "a prompt" if body.messages is None else "messages, whose template decides"
-
-
-def _caller(exchange: Exchange) -> Caller:
-    assert exchange.caller is not None, "the application verifies callers before it calls a handler"
-    return exchange.caller
+def _prompt_request(body: TokenizeBody) -> GenerationRequest:
+    kind = "a prompt" if body.messages is None else "messages, whose template decides"
+    for name in _OF_MESSAGES if body.messages is None else ("add_special_tokens",):
+        if getattr(body, name) is not None:
+            raise invalid(name, f"it has no effect with {kind}; leave it out")
+    if body.messages is None:
+        return GenerationRequest(model="", prompt=TextPrompt(body.prompt or ""))
+    more = {name: getattr(body, name) for name in _OF_MESSAGES}
+    asked = chat.ChatBody(model="", messages=body.messages, **more)
+    conversation = chat.conversation(asked, reasons=True)
+    request = GenerationRequest(model="", prompt=conversation, field_names=chat.CONVERSATION_NAMES)
+    check_conversation(request, conversation)
+    return request

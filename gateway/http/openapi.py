@@ -98,27 +98,9 @@ def _document() -> dict[str, Any]:
                     "parameters": [{"name": "model", "in": "path", "required": True, "schema": _STRING}],
                 }
             },
-            "/tokenize": {"post": _post("tokenize", "TokenizeBody", "Tokens")},
-            "/detokenize": {"post": _post("detokenize", "DetokenizeBody", "Text")},
-            "/health": {
-                "get": {
-                    "operationId": "health",
-                    "security": [],
-                    "responses": {
-                        **_refusals(_EDGE),
-                        "200": {
-                            "description": "Requests are served.",
-                            "headers": _headers("200"),
-                            "content": _json("Health"),
-                        },
-                        "503": {
-                            "description": "Something is missing, or no gateway answers.",
-                            "headers": _headers("503"),
-                            "content": _json("Health", "Error"),
-                        },
-                    },
-                }
-            },
+            "/tokenize": {"post": _operation("tokenize", _json("Tokens"), _WITH_BODY, "TokenizeBody")},
+            "/detokenize": {"post": _operation("detokenize", _json("Text"), _WITH_BODY, "DetokenizeBody")},
+            "/health": {"get": _health()},
         },
         "components": {
             "schemas": schemas,
@@ -137,16 +119,24 @@ def _describe_options(schema: dict[str, Any]) -> None:
 
 def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:
     content = {**_json(answer), "text/event-stream": {"schema": _STRING}}
-    return {**_operation(operation, content, _GENERATES), "requestBody": _body(body)}
+    return _operation(operation, content, _GENERATES, body)
 
 
-def _post(operation: str, body: str, answer: str) -> dict[str, Any]:
-    return {**_operation(operation, _json(answer), _WITH_BODY), "requestBody": _body(body)}
+def _health() -> dict[str, Any]:
+    health = _operation("health", _json("Health"), _EDGE)
+    health["responses"]["200"]["description"] = "Requests are served."
+    missing = _response("503", "Something is missing, or no gateway answers.", _json("Health", "Error"))
+    return {**health, "security": [], "responses": {**health["responses"], "503": missing}}
 
 
-def _operation(operation: str, content: dict[str, Any], reasons: tuple[Reason, ...]) -> dict[str, Any]:
-    answer = {"description": "The answer.", "headers": _headers("200"), "content": content}
-    return {"operationId": operation, "responses": {"200": answer, **_refusals(reasons)}}
+def _operation(
+    operation: str, content: dict[str, Any], reasons: Iterable[Reason], body: str = ""
+) -> dict[str, Any]:
+    responses = {"200": _response("200", "The answer.", content), **_refusals(reasons)}
+    described: dict[str, Any] = {"operationId": operation, "responses": responses}
+    if body:
+        described["requestBody"] = {"required": True, "content": _json(body)}
+    return described
 
 
 def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
@@ -154,22 +144,18 @@ def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
     for reason in reasons:
         statuses.setdefault(str(TABLE[reason].http_status), []).append(reason.value)
     return {
-        status: {
-            "description": ", ".join(names) + " and others of this status",
-            "headers": _headers(status),
-            "content": _json("Error"),
-        }
+        status: _response(status, ", ".join(names) + " and others of this status", _json("Error"))
         for status, names in sorted(statuses.items())
     }
 
 
-def _headers(status: str) -> dict[str, Any]:
-    """Headers that a response with this status may have."""
-    return {
-        name: {"description": description, "schema": schema}
-        for name, (statuses, description, schema) in _HEADERS.items()
+def _response(status: str, description: str, content: dict[str, Any]) -> dict[str, Any]:
+    headers = {
+        name: {"description": meaning, "schema": schema}
+        for name, (statuses, meaning, schema) in _HEADERS.items()
         if not statuses or status in statuses
     }
+    return {"description": description, "headers": headers, "content": content}
 
 
 def _json(*names: str) -> dict[str, Any]:
@@ -177,11 +163,7 @@ def _json(*names: str) -> dict[str, Any]:
     return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
 
 
-def _body(name: str) -> dict[str, Any]:
-    return {"required": True, "content": _json(name)}
-
-
-def _object(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+def _object(properties: Mapping[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": dict(properties), "required": required}
 
@@ -190,6 +172,15 @@ def _list(items: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
+def _strings(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, _STRING)
+
+
+def _integers(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, _INTEGER)
+
+
+_LENGTH = {"max_model_len": {"type": ["integer", "null"]}}
 _CHOICE = {
     "index": _INTEGER,
     "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
@@ -197,22 +188,8 @@ _CHOICE = {
     "logprobs": {"type": ["object", "null"]},
     # Only of complete answers whose schema was not enforced wholly.
     "verdict": _object(
-        {
-            "valid": {"type": "boolean"},
-            "keyword": _STRING,
-            "schema_path": _STRING,
-            "instance_path": _STRING,
-            "message": _STRING,
-        }
+        {"valid": {"type": "boolean"}, **_strings("keyword", "schema_path", "instance_path", "message")}
     ),
-}
-_HEAD = {
-    "id": _STRING,
-    "object": _STRING,
-    "created": _INTEGER,
-    "model": _STRING,
-    "service_tier": _STRING,
-    "usage": {"$ref": _REF.format(name="Usage")},
 }
 _MESSAGE = _object(
     {
@@ -222,59 +199,39 @@ _MESSAGE = _object(
         "reasoning_content": _STRING,
         "tool_calls": _list({"type": "object"}),
     },
-    "reasoning_content",
-    "tool_calls",
+    optional=("reasoning_content", "tool_calls"),
 )
-_MODEL = _object(
-    {
-        "id": _STRING,
-        "object": {"const": "model"},
-        "created": _INTEGER,
-        "owned_by": _STRING,
-        "max_model_len": {"type": ["integer", "null"]},
-    }
-)
+_MODEL = _object({**_strings("id", "owned_by"), "object": {"const": "model"}, "created": _INTEGER, **_LENGTH})
+
+
+def _completion(**said: Any) -> dict[str, Any]:
+    usage = {"$ref": _REF.format(name="Usage")}
+    choices = _list(_object({**_CHOICE, **said}, optional=("verdict",)))
+    told = _strings("id", "object", "model", "service_tier")
+    return _object({**told, "created": _INTEGER, "usage": usage, "choices": choices})
+
+
+_ERROR = {
+    **_strings("message", "type"),
+    "param": _NULLABLE_STRING,
+    "code": {"enum": [reason.value for reason in Reason]},
+    "metadata": {"type": "object", "additionalProperties": _STRING},
+}
+_USAGE = {
+    **_integers("prompt_tokens", "completion_tokens", "total_tokens"),
+    "prompt_tokens_details": _object(_integers("cached_tokens")),
+    "completion_tokens_details": _object(_integers("reasoning_tokens")),
+    "time_to_first_token": {"type": "object", "additionalProperties": {"type": "number"}},
+}
+_TOKENS = {"count": _INTEGER, **_LENGTH, "tokens": _list(_INTEGER), "token_strs": _list(_STRING)}
 _ANSWERS: Mapping[str, Any] = {
-    "Error": _object(
-        {
-            "error": _object(
-                {
-                    "message": _STRING,
-                    "type": _STRING,
-                    "param": _NULLABLE_STRING,
-                    "code": {"enum": [reason.value for reason in Reason]},
-                    "metadata": {"type": "object", "additionalProperties": _STRING},
-                },
-                "metadata",
-            )
-        }
-    ),
-    "Usage": _object(
-        {
-            "prompt_tokens": _INTEGER,
-            "completion_tokens": _INTEGER,
-            "total_tokens": _INTEGER,
-            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
-            "completion_tokens_details": _object({"reasoning_tokens": _INTEGER}),
-            "time_to_first_token": {"type": "object", "additionalProperties": {"type": "number"}},
-        },
-        "time_to_first_token",
-    ),
-    "ChatCompletion": _object(
-        {**_HEAD, "choices": _list(_object({**_CHOICE, "message": _MESSAGE}, "verdict"))}
-    ),
-    "Completion": _object({**_HEAD, "choices": _list(_object({**_CHOICE, "text": _STRING}, "verdict"))}),
+    "Error": _object({"error": _object(_ERROR, optional=("metadata",))}),
+    "Usage": _object(_USAGE, optional=("time_to_first_token",)),
+    "ChatCompletion": _completion(message=_MESSAGE),
+    "Completion": _completion(text=_STRING),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
-    "Tokens": _object(
-        {
-            "count": _INTEGER,
-            "max_model_len": {"type": ["integer", "null"]},
-            "tokens": _list(_INTEGER),
-            "token_strs": _list(_STRING),
-        },
-        "token_strs",
-    ),
-    "Text": _object({"prompt": _STRING}),
-    "Health": _object({"status": {"enum": ["ok", "unavailable"]}, "missing": _STRING}, "missing"),
+    "Tokens": _object(_TOKENS, optional=("token_strs",)),
+    "Text": _object(_strings("prompt")),
+    "Health": _object({"status": {"enum": ["ok", "unavailable"]}, "missing": _STRING}, optional=("missing",)),
 }

@@ -15,12 +15,14 @@ from contract.chat import (
     JsonObjectFormat,
     JsonSchemaFormat,
     LarkFormat,
+    Prompt,
     RegexFormat,
     ResponseFormat,
 )
 from contract.errors import invalid, unsupported
 from contract.sampling import CommonOptions, SamplingOptions
 from gateway.pipeline.validate import MAX_METADATA_VALUE, check_metadata
+from gateway.types.request import GenerationRequest
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,10 +121,8 @@ def yielding(body: CommonBody) -> list[str]:
     return []
 
 
-def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, str]:
-    """Labels kept with the ledger entry: metadata, and the client's own ids of its users, which are bounded
-    like it.
-    """
+def _labels(body: CommonBody, safety_identifier: str | None) -> dict[str, str]:
+    # Kept with the ledger entry: metadata, and the client's own ids of its users, which are bounded like it.
     found = dict(body.metadata or {})
     for name, value in (("user", body.user), ("safety_identifier", safety_identifier)):
         if value:
@@ -134,11 +134,35 @@ def labels(body: CommonBody, safety_identifier: str | None = None) -> dict[str, 
     return found
 
 
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """`stop` is one string or several."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def json_text(value: Mapping[str, Any] | None) -> str:
+    """A JSON object as text; "" for none."""
+    return "" if value is None else msgspec.json.encode(value).decode()
+
+
+def generation_request(
+    body: CommonBody,
+    prompt: Prompt,
+    options: SamplingOptions,
+    *,
+    names: Mapping[str, str] = {},
+    echo: bool = False,
+    safety_identifier: str | None = None,
+) -> GenerationRequest:
+    """The domain request; `names` are our fields' in this body."""
+    format_, format_field = response_format(body)
+    return GenerationRequest(
+        model=body.model,
+        prompt=prompt,
+        sampling=options,
+        response_format=format_,
+        service_tier=body.service_tier or "",
+        prompt_cache_key=body.prompt_cache_key or "",
+        metadata=_labels(body, safety_identifier),
+        echo=echo,
+        streaming=bool(body.stream),
+        face="http",
+        field_names={**names, "response_format": format_field},
+    )
 
 
 def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
@@ -151,7 +175,7 @@ def sampling(body: CommonBody, *, max_tokens: int | None, logprobs: int | None) 
         logit_bias=body.logit_bias or {},
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         max_tokens=max_tokens,
-        stop=stop_strings(body.stop),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         **common,

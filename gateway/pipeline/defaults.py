@@ -52,24 +52,18 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
     """Tokens that may be generated per choice; raises CONTEXT_LENGTH_EXCEEDED with the numbers."""
     asked = request.sampling.max_tokens
     room = limit - num_prompt_tokens
+    if room >= 1 and (asked is None or asked <= room):
+        return room if asked is None else asked
     metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
     if room < 1:
-        raise MillraceError(
-            Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"the prompt has {num_prompt_tokens} tokens and the limit for prompt and completion together "
-            f"is {limit}; shorten the prompt",
-            field=request.field("prompt"),
-            metadata=metadata,
-        )
-    if asked is not None and asked > room:
-        raise MillraceError(
-            Reason.CONTEXT_LENGTH_EXCEEDED,
-            f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for; the limit for both "
-            f"together is {limit}: ask for at most {room}, or shorten the prompt",
-            field=request.field("max_tokens"),
-            metadata={**metadata, "max_tokens": str(asked)},
-        )
-    return room if asked is None else asked
+        field = request.field("prompt")
+        problem = f"the limit for prompt and completion together is {limit}; shorten the prompt"
+    else:
+        field, metadata["max_tokens"] = request.field("max_tokens"), str(asked)
+        problem = f"{asked} more were asked for; the limit for both together is {limit}: "
+        problem += f"ask for at most {room}, or shorten the prompt"
+    message = f"the prompt has {num_prompt_tokens} tokens and {problem}"
+    raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field=field, metadata=metadata)
 
 
 def complete(

@@ -56,7 +56,7 @@ class Generation:
         self.judge = judge
         # Keeps what is answered, where traces are to have it.
         self.transcript = transcript
-        self._stream = stream
+        self.stream = stream
         self._choices = choices
         self._open = dict(choices)
         self._reservation = reservation
@@ -95,24 +95,14 @@ class Generation:
         await self._settle(outcome)
 
     @property
-    def num_engines_lost(self) -> int:
-        """Engines that were lost under this request."""
-        return self._stream.num_losses
-
-    @property
-    def interruptions(self) -> list[tuple[float, float]]:
-        """From the loss of each engine to the submission elsewhere, in monotonic seconds."""
-        return self._stream.interruptions
-
-    @property
     def engine(self) -> str:
         """Engine that serves the request now."""
-        return self._stream.engine
+        return self.stream.engine
 
     @property
     def pool(self) -> str:
         """Pool of that engine, "" where it names none."""
-        return self._stream.pool
+        return self.stream.pool
 
     def expire_at(self, deadline_s: float) -> None:
         """Ends the request with DEADLINE_EXCEEDED at a monotonic moment."""
@@ -151,7 +141,7 @@ class Generation:
         """
         deltas: list[ChoiceDelta] = []
         while self._open and not deltas:
-            outputs = await self._stream.take()
+            outputs = await self.stream.take()
             budget = self._reservation.remaining_completion_budget()
             if budget is not None:
                 budget = await self._pay(outputs, budget)
@@ -191,7 +181,7 @@ class Generation:
             delta.prompt_logprobs = output.prompt_logprobs
         if delta is not None and delta.finish_reason is not None:
             if reason is None:
-                self._stream.end_choice(choice.index, CancelReason.STOP_STRING)
+                self.stream.end_choice(choice.index, CancelReason.STOP_STRING)
             self._end(choice, delta.finish_reason)
         return delta
 
@@ -216,7 +206,7 @@ class Generation:
     async def _meet_budget(self, deltas: list[ChoiceDelta]) -> None:
         if not self._is_spent and await self._reservation.extend():
             return
-        self._stream.cancel(CancelReason.BUDGET)
+        self.stream.cancel(CancelReason.BUDGET)
         for choice in list(self._open.values()):
             deltas.append(choice.end(FinishReason.BUDGET))
             self._end(choice, FinishReason.BUDGET)
@@ -226,8 +216,8 @@ class Generation:
 
     def _interrupt(self, why: CancelReason, error: MillraceError) -> None:
         if self._open:
-            self._stream.cancel(why)
-            self._stream.interrupt(error)
+            self.stream.cancel(why)
+            self.stream.interrupt(error)
 
     async def _settle(self, outcome: Outcome) -> None:
         if self._settled:
@@ -235,7 +225,7 @@ class Generation:
         self._settled = True
         if self._deadline is not None:
             self._deadline.cancel()
-        self._stream.cancel(CancelReason.CLIENT)
+        self.stream.cancel(CancelReason.CLIENT)
         if self.meter.has_worked:
             await self._settle_now(outcome)
             return
@@ -247,7 +237,7 @@ class Generation:
         """Who is charged does not depend on who ended the request, or by which face: a prompt that was
         computed is paid for, or prefills would be free for those who leave before the first token.
         """
-        self._is_refunded = not await self._stream.has_worked()
+        self._is_refunded = not await self.stream.has_worked()
         await self._settle_now(outcome)
 
     async def _settle_now(self, outcome: Outcome) -> None:

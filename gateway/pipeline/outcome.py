@@ -236,7 +236,7 @@ def _entry(end: Ended) -> FinishedRequest:
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
-        num_engines_lost=generation.num_engines_lost,
+        num_engines_lost=generation.stream.num_losses,
         statistics=generation.meter.statistics,
         queue_s=generation.meter.first_token.queue_s,
         ttft_s=None if usage.ttft is None else usage.ttft.total_s,

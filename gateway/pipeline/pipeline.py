@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from contract.chat import JsonSchemaFormat
+from contract.chat import JsonSchemaFormat, TokenPrompt
 from contract.engines import CancelReason
-from contract.errors import MillraceError, Reason
-from contract.sampling import SamplingParams
+from contract.errors import MillraceError, Reason, invalid
+from contract.sampling import SamplingParams, outside
 from gateway.auth.verifier import CallerVerifier
 from gateway.engines.continuation import ContinuousStream
 from gateway.engines.fleet import Fleet, Route
@@ -31,6 +32,7 @@ from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
 from gateway.pipeline.validate import check_vocabulary, validate
+from gateway.text.detokenizer import decode
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
@@ -129,6 +131,26 @@ class Pipeline:
 
     def _adapter(self, name: str) -> str:
         return "" if name in self._own_names else name
+
+    async def encode(self, request: GenerationRequest, special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Token ids of a request's prompt, which nothing is generated for."""
+        prompt = request.prompt
+        assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
+        try:
+            # All names stand for one vocabulary.
+            return await self.tokenizer.tokenize(
+                self.model.served_name, prompt, add_special_tokens=special_tokens
+            )
+        except MillraceError as error:
+            raise request.tell(error) from error
+
+    def decode(self, token_ids: Sequence[int], field: str) -> str:
+        """Text of token ids; raises INVALID_ARGUMENT below `field` for one that the model does not have."""
+        size = self.vocabulary.size
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < size:
+                raise invalid(f"{field}[{index}]", outside(token_id, size))
+        return decode(self.texts, token_ids)
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""
@@ -335,7 +357,7 @@ class Pipeline:
         meter = generation.meter
         if meter.ticket is not None:
             meter.ticket.ended()
-        if generation.num_engines_lost:
+        if generation.stream.num_losses:
             # Seldom, and whoever looks for it looks at once.
             self._note_continuations(call, generation, outcome)
         end = Ended(
@@ -359,8 +381,8 @@ class Pipeline:
     def _note_continuations(self, call: Call, generation: Generation, outcome: Outcome) -> None:
         lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
         result = "failed" if lost else "continued"
-        self._metrics.add(names.RESUBMISSIONS, generation.num_engines_lost, outcome=result)
-        for start_s, end_s in generation.interruptions:
+        self._metrics.add(names.RESUBMISSIONS, generation.stream.num_losses, outcome=result)
+        for start_s, end_s in generation.stream.interruptions:
             self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.span)
 
     def _model_limit(self) -> int:

@@ -20,6 +20,7 @@ from contract.chat import (
 )
 from contract.errors import MillraceError, invalid
 from contract.sampling import (
+    Refuse,
     check,
     check_beams_alone,
     check_ids,
@@ -46,15 +47,12 @@ def refuse(request: GenerationRequest, name: str, problem: str) -> MillraceError
 
 def validate(request: GenerationRequest) -> None:
     """Raises INVALID_ARGUMENT for the first field that is out of its limits."""
-    _check_sampling(request)
-    _check_prompt(request)
-    _check_format(request)
-    if len(request.prompt_cache_key) > MAX_PROMPT_CACHE_KEY:
-        raise refuse(
-            request,
-            "prompt_cache_key",
-            f"{len(request.prompt_cache_key)} characters; the limit is {MAX_PROMPT_CACHE_KEY}",
-        )
+    refused = partial(refuse, request)
+    _check_sampling(request, refused)
+    _check_prompt(request, refused)
+    _check_format(request, refused)
+    if (length := len(request.prompt_cache_key)) > MAX_PROMPT_CACHE_KEY:
+        raise refused("prompt_cache_key", f"{length} characters; the limit is {MAX_PROMPT_CACHE_KEY}")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -69,8 +67,8 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             )
 
 
-def _check_sampling(request: GenerationRequest) -> None:
-    sampling, refused = request.sampling, partial(refuse, request)
+def _check_sampling(request: GenerationRequest, refused: Refuse) -> None:
+    sampling = request.sampling
     if sampling.max_tokens == 0:
         if not request.echo:
             raise refused("max_tokens", "0 generates nothing; ask for at least 1, or set echo")
@@ -106,92 +104,80 @@ def check_vocabulary(request: GenerationRequest, vocabulary_size: int) -> None:
             raise refused(name, outside(min(ids), vocabulary_size))
 
 
-def _check_prompt(request: GenerationRequest) -> None:
-    prompt = request.prompt
-    match prompt:
-        case Conversation():
-            check_conversation(request, prompt)
+def _check_prompt(request: GenerationRequest, refused: Refuse) -> None:
+    match request.prompt:
+        case Conversation() as conversation:
+            check_conversation(request, conversation)
         case TextPrompt(text=text) if not text:
-            raise refuse(request, "prompt", "it is empty; give at least one character")
+            raise refused("prompt", "it is empty; give at least one character")
         case TokenPrompt(token_ids=ids) if not ids:
-            raise refuse(request, "prompt", "it is empty; give at least one token id")
+            raise refused("prompt", "it is empty; give at least one token id")
         case _:
             pass
 
 
 def check_conversation(request: GenerationRequest, conversation: Conversation) -> None:
     """Raises INVALID_ARGUMENT for the first part of a conversation that is out of its limits."""
-    messages = conversation.messages
+    messages, tools, refused = conversation.messages, conversation.tools, partial(refuse, request)
     if not messages:
-        raise refuse(request, "messages", "it is empty; give at least one message")
+        raise refused("messages", "it is empty; give at least one message")
     if len(messages) > MAX_MESSAGES:
-        raise refuse(request, "messages", f"{len(messages)} messages; the limit is {MAX_MESSAGES}")
+        raise refused("messages", f"{len(messages)} messages; the limit is {MAX_MESSAGES}")
     for index, message in enumerate(messages):
-        _check_message(request, message, f"messages[{index}]")
-    if len(conversation.tools) > MAX_TOOLS:
-        raise refuse(request, "tools", f"{len(conversation.tools)} tools; the limit is {MAX_TOOLS}")
-    _check_tool_choice(request, conversation)
+        _check_message(message, f"messages[{index}]", refused)
+    if len(tools) > MAX_TOOLS:
+        raise refused("tools", f"{len(tools)} tools; the limit is {MAX_TOOLS}")
+    _check_tool_choice(request, conversation, refused)
 
 
-def _check_message(request: GenerationRequest, message: Message, field: str) -> None:
+def _check_message(message: Message, field: str, refused: Refuse) -> None:
     if message.role is Role.TOOL and not message.tool_call_id:
-        raise refuse(request, f"{field}.tool_call_id", "a tool message names the call it answers")
+        raise refused(f"{field}.tool_call_id", "a tool message names the call it answers")
     if message.role is not Role.TOOL and message.tool_call_id:
-        raise refuse(request, f"{field}.tool_call_id", "only tool messages answer a call; leave it out")
+        raise refused(f"{field}.tool_call_id", "only tool messages answer a call; leave it out")
     if message.role is not Role.ASSISTANT and message.tool_calls:
-        raise refuse(request, f"{field}.tool_calls", "only assistant messages call tools; leave them out")
+        raise refused(f"{field}.tool_calls", "only assistant messages call tools; leave them out")
     if message.role is not Role.ASSISTANT and message.reasoning:
-        raise refuse(request, f"{field}.reasoning", "only assistant messages reason; leave it out")
+        raise refused(f"{field}.reasoning", "only assistant messages reason; leave it out")
     for index, call in enumerate(message.tool_calls):
         if not call.name:
-            raise refuse(
-                request, f"{field}.tool_calls[{index}].function.name", "it is empty; name the tool called"
-            )
+            raise refused(f"{field}.tool_calls[{index}].function.name", "it is empty; name the tool called")
 
 
-def _check_tool_choice(request: GenerationRequest, conversation: Conversation) -> None:
+def _check_tool_choice(request: GenerationRequest, conversation: Conversation, refused: Refuse) -> None:
     choice = conversation.tool_choice
     names = [tool.name for tool in conversation.tools]
     for index, name in enumerate(names):
         if not _NAME.fullmatch(name):
-            raise refuse(
-                request,
-                f"tools[{index}].function.name",
-                f"{name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
-            )
+            raise refused(f"tools[{index}].function.name", _no_name(name))
         if name in names[:index]:
-            raise refuse(request, f"tools[{index}].function.name", f"{name!r} is there twice")
+            raise refused(f"tools[{index}].function.name", f"{name!r} is there twice")
     if not choice.forces:
         return
     if not names:
-        raise refuse(request, "tool_choice", f"{choice.mode} needs tools, and none are given")
+        raise refused("tool_choice", f"{choice.mode} needs tools, and none are given")
     if choice.mode is ToolChoiceMode.NAMED and choice.name not in names:
-        raise refuse(request, "tool_choice", f"{choice.name!r} is not one of the tools: {', '.join(names)}")
+        raise refused("tool_choice", f"{choice.name!r} is not one of the tools: {', '.join(names)}")
     if request.response_format is not None:
-        raise refuse(
-            request,
-            "tool_choice",
-            f"{choice.mode} and a response format exclude each other; give one of them",
-        )
+        problem = f"{choice.mode} and a response format exclude each other; give one of them"
+        raise refused("tool_choice", problem)
 
 
-def _check_format(request: GenerationRequest) -> None:
+def _check_format(request: GenerationRequest, refused: Refuse) -> None:
     format_ = request.response_format
     if request.sampling.ignore_eos and _constrained(request):
-        raise refuse(
-            request,
-            "ignore_eos",
-            "it has no effect beside a constraint, which says where the answer ends; leave one of them out",
-        )
+        problem = "it has no effect beside a constraint, which says where the answer ends"
+        raise refused("ignore_eos", f"{problem}; leave one of them out")
     if isinstance(format_, JsonSchemaFormat) and format_.name and not _NAME.fullmatch(format_.name):
-        raise invalid(
-            f"{request.field('response_format')}.name",
-            f"{format_.name[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'",
-        )
+        raise invalid(f"{request.field('response_format')}.name", _no_name(format_.name))
     if isinstance(format_, ChoiceFormat) and not all(format_.options):
-        raise refuse(request, "response_format", "an option is empty")
+        raise refused("response_format", "an option is empty")
     if isinstance(format_, ChoiceFormat) and not format_.options:
-        raise refuse(request, "response_format", "no options are given")
+        raise refused("response_format", "no options are given")
+
+
+def _no_name(text: str) -> str:
+    return f"{text[:80]!r} is not a name; use 1 to 64 of letters, digits, '_' and '-'"
 
 
 def _constrained(request: GenerationRequest) -> bool:

@@ -23,8 +23,8 @@ from gateway.auth.convert import identity_from_context
 from gateway.auth.directory import KeyDirectory, hash_key
 from gateway.auth.verifier import CallerVerifier
 from gateway.envoy.bootstrap import build
-from gateway.http.app import Endpoint, authorize
-from gateway.http.exchange import Exchange
+from gateway.http.app import authorize, known
+from gateway.http.exchange import Exchange, Handler
 from gateway.http.server import HttpServer
 from gateway.limits.counter import RequestCounter
 from gateway.limits.memory import MemoryLimitStore, unix_ms
@@ -120,7 +120,7 @@ class Edge:
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
         self._authorizer: Authorizer | None = None
-        self._face: Endpoint | None = None
+        self._face: Handler | None = None
         # Nothing here may refuse a large body before Envoy does.
         self.http = HttpServer(self._answer, "127.0.0.1:0", max_body_bytes=1 << 30)
         # A second gateway's, where a test asks for one.
@@ -157,7 +157,7 @@ class Edge:
             (caller.identity.traceparent, caller.identity.tracestate),
         )
         callers = HttpCallers(self._authorizer, verifier)
-        self._face = Endpoint(callers, counter, self.faces.http)
+        self._face = known(callers, counter, self.faces.http)
         ratelimit = RateLimitServicer(counter)
         self.grpc.add(
             rls_pb2_grpc.add_RateLimitServiceServicer_to_server,
