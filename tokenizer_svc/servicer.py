@@ -16,8 +16,8 @@ from contract.chat import Conversation, JsonSchemaFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message, verdict_message
-from observability import names
-from observability.tracing import (
+from observability.emit import names
+from observability.emit.tracing import (
     RequestIdentity,
     Telemetry,
     context_from_traceparent,

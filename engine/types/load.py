@@ -20,7 +20,7 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     offloaded_blocks: int = 0
     restored_blocks: int = 0
     failed_steps: int = 0
-    # Cause (see observability.names.Cause) to preemptions.
+    # Cause (see observability.emit.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
 
 

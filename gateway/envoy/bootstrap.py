@@ -11,7 +11,7 @@ from gateway.envoy import clusters, tls
 from gateway.envoy.clusters import address, typed
 from gateway.envoy.listeners import metrics_listener, public_listener, traced
 from gateway.settings import Settings, load_settings
-from observability.config import ObservabilityConfig
+from observability.emit.config import ObservabilityConfig
 from services.config import load_section
 
 Profile = Literal["local", "compose", "kubernetes"]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import EnvoyConfig
 from gateway.settings import split_address
-from observability.config import Export
+from observability.emit.config import Export
 from services.addresses import join
 
 GATEWAY_GRPC = "gateway_grpc"

@@ -18,9 +18,9 @@ from gateway.envoy.filters import (
     http_filters,
 )
 from gateway.envoy.replies import local_reply_config
-from observability import names
-from observability.config import Export
-from observability.provider import edge_resource
+from observability.emit import names
+from observability.emit.config import Export
+from observability.emit.provider import edge_resource
 
 _HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _MAX_CONTENT_LENGTH = 2**63 - 1

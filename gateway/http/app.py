@@ -20,7 +20,7 @@ from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.pipeline import Pipeline
 from gateway.types.caller import Caller
-from observability.metrics import Metrics
+from observability.emit.metrics import Metrics
 from services.deferred import Deferred
 
 _log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from gateway.pipeline.span_attributes import ttft_parts
 from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
-from observability import genai, names
-from observability.metrics import NO_EXEMPLAR, Metrics
-from observability.names import length_bucket
-from observability.tracing import Telemetry
+from observability.emit import genai, names
+from observability.emit.metrics import NO_EXEMPLAR, Metrics
+from observability.emit.names import length_bucket
+from observability.emit.tracing import Telemetry
 
 # Finish reasons of answers that ended by themselves.
 _COMPLETE = frozenset({"stop", "tool_calls"})

@@ -37,10 +37,10 @@ from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
-from observability import names
-from observability.metrics import Metrics
-from observability.names import SpanName
-from observability.tracing import Telemetry, traceparent_of
+from observability.emit import names
+from observability.emit.metrics import Metrics
+from observability.emit.names import SpanName
+from observability.emit.tracing import Telemetry, traceparent_of
 from services.config import ModelConfig
 from services.deferred import Deferred
 

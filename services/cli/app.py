@@ -235,19 +235,19 @@ def doctor() -> None:
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def trace(context: typer.Context) -> None:
     """Draw the trace of a request: its id, or `last`."""
-    _run_on_traces("observability.waterfall", context.args)
+    _run_on_traces("observability.analysis.waterfall", context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def why(context: typer.Context) -> None:
     """Say in words what made a request slow: its id, or `last`."""
-    _run_on_traces("observability.why", context.args)
+    _run_on_traces("observability.analysis.why", context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def diagnose(context: typer.Context) -> None:
     """Find the slice of the last hour's requests that explains the slow ones."""
-    _run_on_traces("observability.diagnose", context.args)
+    _run_on_traces("observability.analysis.diagnose", context.args)
 
 
 def _run_on_traces(module: str, arguments: list[str]) -> None:
@@ -259,7 +259,7 @@ def _run_on_traces(module: str, arguments: list[str]) -> None:
 def top(context: typer.Context) -> None:
     """Show engines, tiers, queues and rates, live."""
     targets = [] if "--target" in context.args else owners.metrics_targets()
-    raise typer.Exit(owners.run_module("observability.top", [*targets, *context.args]))
+    raise typer.Exit(owners.run_module("observability.analysis.top", [*targets, *context.args]))
 
 
 @app.command()

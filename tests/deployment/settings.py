@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from gateway.settings import load_settings
-from observability.config import ObservabilityConfig
+from observability.emit.config import ObservabilityConfig
 from services.config import ENV_PREFIX, load_section, read_tables
 from services.supervisor.config import SupervisorConfig
 from tokenizer_svc.config import load as load_tokenizer

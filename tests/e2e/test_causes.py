@@ -16,10 +16,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from observability import names
-from observability.names import Cause
-from observability.store import SpanReader, StoredSpan
-from observability.why import explain_stored
+from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.why import explain_stored
+from observability.emit import names
+from observability.emit.names import Cause
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMITED_KEY, Stack, eventually, running_stack
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from observability import names, why
-from observability.causes import explain
-from observability.names import Cause, TtftPart
-from observability.store import SpanStore, StoredSpan, StoreError
+from observability.analysis import why
+from observability.analysis.causes import explain
+from observability.analysis.store import SpanStore, StoredSpan, StoreError
+from observability.emit import names
+from observability.emit.names import Cause, TtftPart
 from tests.unit.observability.planted import MS, PARTS, START_NS, request_trace, write
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from observability import names
-from observability.names import Metric
+from observability.emit import names
+from observability.emit.names import Metric
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "observability/grafana"

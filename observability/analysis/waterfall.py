@@ -1,4 +1,4 @@
-"""`python -m observability.waterfall <request id, trace id or last>`: one trace in the terminal."""
+"""`python -m observability.analysis.waterfall <request id, trace id or last>`: one trace in the terminal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from observability import genai, names
-from observability.config import ObservabilityConfig
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.tree import build_tree, delays_of, request_span, ttft_of, walk
+from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.tree import build_tree, delays_of, request_span, ttft_of, walk
+from observability.emit import genai, names
+from observability.emit.config import ObservabilityConfig
 
 _SERVICE_STYLE: Mapping[str, str] = {
     names.ENVOY: "magenta",
@@ -172,7 +172,7 @@ def show(store: Path, what: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to show."""
-    parser = argparse.ArgumentParser(prog="python -m observability.waterfall", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.waterfall", description=__doc__)
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
     parser.add_argument("what", nargs="?", default="last", help="request id, trace id or 'last'")
     parsed = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`python -m observability.diagnose`: which slice of the last hour's requests explains the slow ones.
+"""`python -m observability.analysis.diagnose`: which slice of the last hour explains its slow requests.
 
 The tail is the slowest share of all requests. A slice (one value of one dimension) explains the tail when it
 is a much larger part of the tail than of all requests, by more than chance; slices are ranked by that excess.
@@ -18,11 +18,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from observability import genai, names
-from observability.config import ObservabilityConfig
-from observability.names import Attribute, length_bucket
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.waterfall import console_width
+from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.waterfall import console_width
+from observability.emit import genai, names
+from observability.emit.config import ObservabilityConfig
+from observability.emit.names import Attribute, length_bucket
 
 METRICS: Mapping[str, Attribute] = {"ttft": names.TTFT_MS, "tpot": names.TPOT_MS, "e2e": names.E2E_MS}
 
@@ -225,7 +225,7 @@ def show(store: Path, metric: str, minutes: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is too little to go by."""
-    parser = argparse.ArgumentParser(prog="python -m observability.diagnose", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.diagnose", description=__doc__)
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
     parser.add_argument("--metric", choices=tuple(METRICS), default="ttft")
     parser.add_argument("--minutes", type=float, default=60.0)

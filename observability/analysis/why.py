@@ -1,4 +1,4 @@
-"""`python -m observability.why <request id, trace id or last>`: the largest cause in words, with numbers."""
+"""`python -m observability.analysis.why <request id, trace id or last>`: the largest cause in words."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from observability import names
-from observability.causes import Explanation, explain, find_neighbours
-from observability.config import ObservabilityConfig
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.tree import request_span
-from observability.waterfall import console_width
+from observability.analysis.causes import Explanation, explain, find_neighbours
+from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.tree import request_span
+from observability.analysis.waterfall import console_width
+from observability.emit import names
+from observability.emit.config import ObservabilityConfig
 
 _MAX_NEIGHBOURS = 3
 
@@ -82,7 +82,7 @@ def show(store: Path, what: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to explain."""
-    parser = argparse.ArgumentParser(prog="python -m observability.why", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.why", description=__doc__)
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
     parser.add_argument(
         "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
