@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from observability.analysis.scrape import Interval, Reading, scrape
-from observability.analysis.waterfall import console_width
+from observability.analysis.terminal import console_width
 from observability.emit import names
 
 Intervals = Mapping[str, Interval]

@@ -182,7 +182,7 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
     # Envoy's span ends the trace; without it the whole time is not known.
     last.append(names.ENVOY_INGRESS)
     stack.trace(request_id, last)
-    explanation, _ = explain_stored(Path(stack.state.trace_store), request_id)
+    explanation, _ = explain_stored(SpanReader(Path(stack.state.trace_store)), request_id)
     assert explanation.cause is cause, explanation
     if cause is Cause.RATE_LIMIT:
         assert re.search(r"a retry after \d+\.\d s may succeed", explanation.verdict)
