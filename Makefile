@@ -75,10 +75,6 @@ sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker,
 		$(BIN)/python -m services.bill_of_materials $$name $$arguments >build/sbom/$$name.json; done
 	@ls build/sbom/*.json
 
-.PHONY: dashboards
-dashboards: $(VENV)/.installed ## Write the Grafana dashboards from the declared metrics
-	$(BIN)/python -m observability.dashboards
-
 # --- checking ---------------------------------------------------------------------------------------------
 
 .PHONY: test

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.tables import PREFILL, PREFIX, Recorded, read
-from observability.config import ObservabilityConfig
-from observability.store import SpanReader
-from observability.waterfall import render
+from observability.analysis.store import SpanReader
+from observability.analysis.waterfall import render
+from observability.emit.config import ObservabilityConfig
 
 _RESULTS = Path("benchmarks/results")
 _IMAGES = Path("docs/images")

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Span
 
 from benchmarks.stack import write_result
-from observability import names
-from observability.config import ObservabilityConfig
-from observability.provider import OwnRandomIds
-from observability.tracing import RequestIdentity, Telemetry, remote_span
+from observability.emit import names
+from observability.emit.config import ObservabilityConfig
+from observability.emit.provider import OwnRandomIds
+from observability.emit.tracing import RequestIdentity, Telemetry, remote_span
 
 _ROUNDS = 15
 _REQUESTS = 400

@@ -36,8 +36,8 @@ import uvloop
 from benchmarks.gateways.load import Counts, Load, Peer, request_of, steady
 from benchmarks.gateways.peers import own
 from benchmarks.stack import running_stack
-from observability import names
-from observability.store import SpanReader
+from observability.analysis.store import SpanReader
+from observability.emit import names
 from services.bench.report import machine
 from services.supervisor.state import RunState
 

@@ -15,9 +15,9 @@ from millrace.engine.v1 import engine_pb2_grpc
 from engine.config import EngineConfig, load
 from engine.service.engine_process import CoreDied, EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
-from observability import logging as json_logging
-from observability.config import ObservabilityConfig
-from observability.tracing import Telemetry, setup
+from observability.emit import logging as json_logging
+from observability.emit.config import ObservabilityConfig
+from observability.emit.tracing import Telemetry, setup
 from services import memory, tls
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.errors import ConfigError

@@ -11,10 +11,10 @@ import uvloop
 
 from gateway.app import Gateway
 from gateway.settings import Settings, load_settings
-from observability import logging as json_logging
-from observability import names, tracing
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
+from observability.emit import logging as json_logging
+from observability.emit import names, tracing
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
 from services import memory, tls
 from services.config import load_section, read_tables
 from services.errors import ConfigError

@@ -25,9 +25,9 @@ from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.tokenizer.client import TokenizerClient
-from observability import names
-from observability.metrics import Metrics, set_build_info
-from observability.tracing import Telemetry
+from observability.emit import names
+from observability.emit.metrics import Metrics, set_build_info
+from observability.emit.tracing import Telemetry
 from services.server import GrpcServer
 
 _log = logging.getLogger(__name__)

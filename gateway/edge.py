@@ -26,9 +26,9 @@ from gateway.limits.store import LimitStore
 from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.settings import Settings
 from gateway.tiers import Tiers
-from observability import names
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit import names
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from services.deferred import Deferred
 from services.server import GrpcServer
 

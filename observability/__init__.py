@@ -1,1 +1,1 @@
-"""Names, tracing, metrics and logging for every service. See DESIGN.md."""
+"""What services emit (`emit`), and what reads it again (`analysis`). See DESIGN.md."""

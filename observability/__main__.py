@@ -7,11 +7,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from observability import logging as json_logging
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
-from observability.receiver import SERVICE_NAME, TraceReceiver, add_to_server
-from observability.store import SpanStore, StoreError
+from observability.analysis.receiver import SERVICE_NAME, TraceReceiver, add_to_server
+from observability.analysis.store import SpanStore, StoreError
+from observability.emit import logging as json_logging
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
 from services.config import load_section, read_tables
 from services.errors import ConfigError
 from services.server import GrpcServer, wait_for_signal

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import uvloop
 
-from observability import logging as json_logging
-from observability import names, tracing
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics, MetricsServer
+from observability.emit import logging as json_logging
+from observability.emit import names, tracing
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics, MetricsServer
 from services import memory, tls
 from services.config import load_section, read_tables
 from services.deferred import Deferred

@@ -29,8 +29,8 @@ from engine.core.frames import CoreSocket
 from engine.service.core_client import CoreClient
 from engine.service.engine_process import EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
-from observability.config import ObservabilityConfig
-from observability.tracing import Telemetry
+from observability.emit.config import ObservabilityConfig
+from observability.emit.tracing import Telemetry
 from services.channels import connect
 from services.config import ModelConfig
 from services.context import sign

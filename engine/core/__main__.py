@@ -22,7 +22,7 @@ from engine.core.memory import MemoryWatch
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts
-from observability import logging as json_logging
+from observability.emit import logging as json_logging
 from services.config import ModelConfig
 from services.errors import ConfigError
 from services.memory import give_back, use_huge_pages

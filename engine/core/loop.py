@@ -11,7 +11,7 @@ from engine.core import messages
 from engine.runner.base import PendingStep, Runner, RunnerBroken
 from engine.scheduler import Scheduler
 from engine.types import MemoryUse, Request, RequestFailure, SchedulerOutput, StepResult
-from observability.names import Cause
+from observability.emit.names import Cause
 
 _log = logging.getLogger(__name__)
 

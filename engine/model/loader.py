@@ -277,7 +277,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    from observability import logging as json_logging
+    from observability.emit import logging as json_logging
 
     json_logging.configure("engine-loader", arguments.log_level)
     with Connection(arguments.fd) as connection:

@@ -12,11 +12,11 @@ from contract.proto.engine import kv_event_message, load_fields
 from engine.core import messages
 from engine.service import convert
 from engine.service.held_blocks import HeldBlocks
+from engine.service.neighbours import RecentWork
 from engine.service.spans import RequestTrace
 from engine.service.streams import GatewayStream
 from engine.types import FinishReason, Request, RequestFailure, SchedulerLoad, TokenEvent
-from observability.neighbours import RecentWork
-from observability.tracing import Telemetry
+from observability.emit.tracing import Telemetry
 from services.deferred import Deferred
 
 # A gateway without news hears of load and cache changes this often, in seconds.

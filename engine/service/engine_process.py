@@ -16,8 +16,8 @@ from engine.service import convert
 from engine.service.core_client import CoreClient
 from engine.service.dispatcher import Dispatcher
 from engine.service.metrics import EngineMetrics
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
 from services.errors import ConfigError

@@ -19,9 +19,9 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from observability import names
-from observability.metrics import NO_EXEMPLAR, Metrics, set_build_info
-from observability.names import Metric
+from observability.emit import names
+from observability.emit.metrics import NO_EXEMPLAR, Metrics, set_build_info
+from observability.emit.names import Metric
 
 # Reasons for which a client, and not the model, ended a request.
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}

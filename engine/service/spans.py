@@ -5,11 +5,11 @@ from __future__ import annotations
 from opentelemetry.trace import Link
 
 from contract.outputs import NUMBERS
+from engine.service.neighbours import RecentWork, Work
 from engine.types import ChoiceHistory, FinishReason, FirstTokenTimings, Request, TokenEvent
-from observability import names
-from observability.names import SpanName
-from observability.neighbours import RecentWork, Work
-from observability.tracing import RequestIdentity, Telemetry, remote_span
+from observability.emit import names
+from observability.emit.names import SpanName
+from observability.emit.tracing import RequestIdentity, Telemetry, remote_span
 
 _COUNT_KEYS = {name: getattr(names, name.upper()) for name in NUMBERS if hasattr(names, name.upper())}
 _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}

@@ -18,7 +18,7 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     recomputed_tokens: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
-    # Cause (see observability.names.Cause) to preemptions.
+    # Cause (see observability.emit.names.Cause) to preemptions.
     preemptions: dict[str, int] = {}
 
     @property

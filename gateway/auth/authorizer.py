@@ -23,9 +23,9 @@ from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
 from gateway.types.identity import MAX_CLIENT_REQUEST_ID
-from observability import names
-from observability.metrics import NO_EXEMPLAR, Metrics
-from observability.tracing import Telemetry, remote_span
+from observability.emit import names
+from observability.emit.metrics import NO_EXEMPLAR, Metrics
+from observability.emit.tracing import Telemetry, remote_span
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.deferred import Deferred
 

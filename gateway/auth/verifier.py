@@ -11,7 +11,7 @@ from gateway.auth.convert import context_of, identity_from_context, write_tier
 from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
 from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
-from observability.tracing import RequestIdentity, remote_span
+from observability.emit.tracing import RequestIdentity, remote_span
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 

@@ -15,9 +15,9 @@ from gateway.envoy.clusters import clusters
 from gateway.envoy.replies import local_reply_config
 from gateway.limits import servicer
 from gateway.settings import Settings, load_settings, split_address
-from observability import names
-from observability.config import ObservabilityConfig
-from observability.provider import edge_resource
+from observability.emit import names
+from observability.emit.config import ObservabilityConfig
+from observability.emit.provider import edge_resource
 from services.config import load_section
 from services.context import CONTEXT_HEADER
 from services.errors import ConfigError

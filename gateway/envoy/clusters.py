@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.settings import Settings
-from observability.config import Export
+from observability.emit.config import Export
 from services.addresses import join
 from services.config import SecurityConfig
 

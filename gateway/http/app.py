@@ -17,7 +17,7 @@ from gateway.http.generate import GenerateEndpoints
 from gateway.http.inspect import MODELS_PREFIX, InspectEndpoints
 from gateway.limits.counter import RequestCounter, exceeded_headers
 from gateway.pipeline.pipeline import Pipeline
-from observability.metrics import Metrics
+from observability.emit.metrics import Metrics
 from services.deferred import Deferred
 
 # Paths of OpenAI's API that are known and not served.

@@ -17,8 +17,8 @@ from gateway.config import LedgerConfig
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.pipeline.ports import FinishedRequest
-from observability import names
-from observability.metrics import Metrics
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0

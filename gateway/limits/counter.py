@@ -10,9 +10,9 @@ from opentelemetry.util.types import AttributeValue
 
 from contract.errors import MillraceError, Reason
 from gateway.limits.requests import RequestLimiter
-from observability import names
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit import names
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 
 
 class RequestCounter:

@@ -12,8 +12,8 @@ from opentelemetry.trace import Span
 from gateway.tiers import Tier
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
-from observability.names import SpanName
-from observability.tracing import Telemetry, traceparent_of
+from observability.emit.names import SpanName
+from observability.emit.tracing import Telemetry, traceparent_of
 
 
 class Call:

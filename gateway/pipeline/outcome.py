@@ -14,10 +14,10 @@ from gateway.pipeline.ports import FinishedRequest, Ledger
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
-from observability import genai, names
-from observability.metrics import NO_EXEMPLAR, Metrics
-from observability.names import length_bucket
-from observability.tracing import Telemetry
+from observability.emit import genai, names
+from observability.emit.metrics import NO_EXEMPLAR, Metrics
+from observability.emit.names import length_bucket
+from observability.emit.tracing import Telemetry
 
 # Finish reasons of answers that ended by themselves.
 _COMPLETE = frozenset({"stop", "tool_calls"})

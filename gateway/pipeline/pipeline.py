@@ -39,9 +39,9 @@ from gateway.tokenizer.client import TokenizerClient
 from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
-from observability import names
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit import names
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
 

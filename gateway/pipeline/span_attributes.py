@@ -1,6 +1,6 @@
 """What the request's span says: who asked for what, and what became of it.
 
-Names follow the GenAI conventions of the configured generation beside our own; see observability.genai.
+Names follow the GenAI conventions of the configured generation beside our own; see observability.emit.genai.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gateway.pipeline.generation import Generation, Outcome
 from gateway.tiers import Tier
 from gateway.types.identity import Identity
 from gateway.types.request import GenerationRequest
-from observability import genai, names
-from observability.names import DELAYED_BY_MS, TTFT_PARTS, TtftPart
-from observability.tracing import Telemetry
+from observability.emit import genai, names
+from observability.emit.names import DELAYED_BY_MS, TTFT_PARTS, TtftPart
+from observability.emit.tracing import Telemetry
 
 Attributes = dict[str, AttributeValue]
 

@@ -266,18 +266,18 @@ def _pass_on(group: typer.Typer, name: str, run: Callable[[str, list[str]], int]
 
 
 _OWNED = {
-    "observability.waterfall": "Draw the trace of a request: its id, or `last`.",
-    "observability.why": "Say in words what made a request slow: its id, or `last`.",
-    "observability.diagnose": "Find the slice of the last hour's requests that explains the slow ones.",
-    "observability.top": "Show engines, tiers, queues and rates, live.",
+    "observability.analysis.waterfall": "Draw the trace of a request: its id, or `last`.",
+    "observability.analysis.why": "Say in words what made a request slow: its id, or `last`.",
+    "observability.analysis.diagnose": "Find the slice of the last hour's requests that explains slow ones.",
+    "observability.analysis.top": "Show engines, tiers, queues and rates, live.",
     "gateway.auth.keys": "Create, list and revoke API keys.",
     "gateway.ledger": "Report tokens and cost by tenant, key and model.",
     "tokenizer_svc.check": "Report what of a JSON schema would be enforced.",
 }
-_pass_on(app, "trace", _on_traces, "observability.waterfall")
-_pass_on(app, "why", _on_traces, "observability.why")
-_pass_on(app, "diagnose", _on_traces, "observability.diagnose")
-_pass_on(app, "top", _on_metrics, "observability.top")
+_pass_on(app, "trace", _on_traces, "observability.analysis.waterfall")
+_pass_on(app, "why", _on_traces, "observability.analysis.why")
+_pass_on(app, "diagnose", _on_traces, "observability.analysis.diagnose")
+_pass_on(app, "top", _on_metrics, "observability.analysis.top")
 _pass_on(app, "keys", owners.run_configured, "gateway.auth.keys")
 _pass_on(app, "usage", owners.run_configured, "gateway.ledger")
 _pass_on(schema_app, "check", owners.run_module, "tokenizer_svc.check")

@@ -13,7 +13,7 @@ from services.supervisor.layout import Layout
 # Module that runs as a process to the function that decodes and checks its tables. As with the processes
 # themselves the supervisor knows names alone; these modules import nothing heavy.
 _CHECKS: Mapping[str, tuple[str, str]] = {
-    "observability": ("observability.config", "load"),
+    "observability": ("observability.emit.config", "load"),
     "tokenizer_svc": ("tokenizer_svc.config", "load"),
     "engine": ("engine.config", "load"),
     "gateway": ("gateway.settings", "load_settings"),

@@ -11,7 +11,7 @@ import msgspec
 from engine.config import EngineConfig
 from gateway.config import EnvoyConfig, GatewayConfig, KeysConfig, TenantConfig, TierConfig
 from gateway.settings import load_settings
-from observability.config import ObservabilityConfig
+from observability.emit.config import ObservabilityConfig
 from services.config import ENV_PREFIX, ModelConfig, SecurityConfig, load_section, read_tables
 from services.supervisor.config import SupervisorConfig
 from tokenizer_svc.config import TokenizerConfig

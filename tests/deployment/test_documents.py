@@ -10,8 +10,8 @@ import pytest
 
 from engine.config import EngineConfig
 from gateway.config import EnvoyConfig, GatewayConfig, KeysConfig, TenantConfig, TierConfig
-from observability import names
-from observability.config import ObservabilityConfig
+from observability.emit import names
+from observability.emit.config import ObservabilityConfig
 from services.cli.app import app
 from services.config import ModelConfig, SecurityConfig
 from tests.deployment.containerfile import REPOSITORY

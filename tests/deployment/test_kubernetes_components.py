@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from observability import names
+from observability.emit import names
 from tests.deployment import custom_resources, kustomize, settings
 from tests.deployment.containerfile import REPOSITORY, parse
 from tests.deployment.kustomize import find

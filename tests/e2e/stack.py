@@ -19,9 +19,9 @@ import openai
 import psutil
 from millrace.engine.v1 import engine_pb2, engine_pb2_grpc
 
-from observability.names import ENVOY
-from observability.scrape import Reading, parse
-from observability.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.scrape import Reading, parse
+from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.emit.names import ENVOY
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.process import die_with_parent
 from services.supervisor.state import RunState, read_state

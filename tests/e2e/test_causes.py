@@ -16,10 +16,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from observability import names
-from observability.names import Cause
-from observability.store import SpanReader, StoredSpan
-from observability.why import explain_stored
+from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.why import explain_stored
+from observability.emit import names
+from observability.emit.names import Cause
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import LIMITED_KEY, Stack, eventually, running_stack
 
@@ -182,7 +182,7 @@ def _check(stack: Stack, request_id: str, cause: Cause) -> None:
     # Envoy's span ends the trace; without it the whole time is not known.
     last.append(names.ENVOY_INGRESS)
     stack.trace(request_id, last)
-    explanation, _ = explain_stored(Path(stack.state.trace_store), request_id)
+    explanation, _ = explain_stored(SpanReader(Path(stack.state.trace_store)), request_id)
     assert explanation.cause is cause, explanation
     if cause is Cause.RATE_LIMIT:
         assert re.search(r"a retry after \d+\.\d s may succeed", explanation.verdict)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from observability import names
-from observability.names import METRICS, Metric
+from observability.emit import names
+from observability.emit.names import METRICS, Metric
 from tests.e2e.conftest import needs_weights
 from tests.e2e.stack import CONFIG, LIMITED_KEY, Stack, eventually, running_stack
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from observability import genai, names
-from observability.store import StoredSpan
+from observability.analysis.store import StoredSpan
+from observability.emit import genai, names
 from tests.e2e.stack import Stack, raw
 
 NUM_REQUESTS = 200

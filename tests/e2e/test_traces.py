@@ -9,9 +9,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from observability import names
-from observability.decode import decode
-from observability.store import SpanReader, StoredSpan
+from observability.analysis.decode import decode
+from observability.analysis.store import SpanReader, StoredSpan
+from observability.emit import names
 from tests.e2e.stack import Stack, eventually, running_stack
 from tests.unit.observability.receivers import RECEIVERS, Received
 

@@ -15,10 +15,10 @@ from opentelemetry.trace import Span
 from contract.chat import ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.grammar import Verdict
-from observability import names
-from observability.metrics import Metrics
-from observability.names import SpanName
-from observability.tracing import Telemetry
+from observability.emit import names
+from observability.emit.metrics import Metrics
+from observability.emit.names import SpanName
+from observability.emit.tracing import Telemetry
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,

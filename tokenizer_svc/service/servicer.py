@@ -15,8 +15,8 @@ from opentelemetry import context as otel_context
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
 from contract.proto.grammar import report_message, verdict_message
-from observability import names
-from observability.tracing import (
+from observability.emit import names
+from observability.emit.tracing import (
     RequestIdentity,
     Telemetry,
     context_from_traceparent,

@@ -33,9 +33,9 @@ from gateway.limits.servicer import RateLimitServicer
 from gateway.settings import load_settings
 from gateway.tiers import Tiers
 from gateway.types.caller import Caller
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from services.context import CONTEXT_HEADER, from_header, to_header, verify
 from services.deferred import Deferred
 from services.server import GrpcServer

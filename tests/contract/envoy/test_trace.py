@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from observability import names
+from observability.emit import names
 from services.server import GrpcServer
 
 from .edge import SLOW_KEY, Edge

@@ -9,9 +9,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from observability import names
-from observability.names import Cause, TtftPart
-from observability.store import SpanStore, StoredSpan
+from observability.analysis.store import SpanStore, StoredSpan
+from observability.emit import names
+from observability.emit.names import Cause, TtftPart
 
 MS = 1_000_000
 START_NS = 1_800_000_000 * 1_000_000_000

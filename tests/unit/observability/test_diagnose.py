@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import diagnose, genai, names
-from observability.diagnose import DIMENSIONS, percentile
-from observability.store import SpanStore, StoredSpan, StoreError
+from observability.analysis import diagnose
+from observability.analysis.diagnose import DIMENSIONS, percentile
+from observability.analysis.store import SpanStore, StoredSpan, StoreError
+from observability.emit import genai, names
 from tests.unit.observability.planted import request_trace, write
 
 # One value that is slow, and one that is not, for every dimension that requests carry.

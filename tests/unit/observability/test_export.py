@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from observability import tracing
-from observability.config import Export, ObservabilityConfig
-from observability.tracing import Telemetry
+from observability.emit import tracing
+from observability.emit.config import Export, ObservabilityConfig
+from observability.emit.tracing import Telemetry
 from services.errors import ConfigError
 from tests.unit.observability.receivers import RECEIVERS, Received, over_grpc
 
 _CHILD = """
 import json, random, sys
-from observability import names, tracing
-from observability.config import ObservabilityConfig
+from observability.emit import names, tracing
+from observability.emit.config import ObservabilityConfig
 random.seed(0)
 telemetry = tracing.setup("gateway", ObservabilityConfig(**json.loads(sys.argv[1])))
 for _ in range(int(sys.argv[2])):

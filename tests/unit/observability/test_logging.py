@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import context as otel_context
 
-from observability import logging as json_logging
-from observability import tracing
+from observability.emit import logging as json_logging
+from observability.emit import tracing
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from observability import names
-from observability.metrics import OTHER, Metrics, set_build_info
+from observability.emit import names
+from observability.emit.metrics import OTHER, Metrics, set_build_info
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

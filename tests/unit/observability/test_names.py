@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from observability import genai, names
-from observability.names import Metric
+from observability.emit import genai, names
+from observability.emit.names import Metric
 
 
 def test_metric_names_follow_prometheus_conventions() -> None:
@@ -98,7 +98,6 @@ def test_every_declared_name_is_emitted_or_said_to_be_anothers() -> None:
     root = Path(__file__).resolve().parents[3]
     readers = {
         "names.py",
-        "dashboards.py",
         "top.py",
         "causes.py",
         "why.py",

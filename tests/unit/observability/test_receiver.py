@@ -16,12 +16,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from observability import names, receiver, tracing
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
-from observability.provider import make_provider
-from observability.store import SpanReader, SpanStore
-from observability.tracing import RequestIdentity, Telemetry
+from observability.analysis import receiver
+from observability.analysis.store import SpanReader, SpanStore
+from observability.emit import names, tracing
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
+from observability.emit.provider import make_provider
+from observability.emit.tracing import RequestIdentity, Telemetry
 
 
 @asynccontextmanager

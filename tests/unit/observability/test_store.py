@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import names
-from observability.decode import decode
-from observability.store import SpanReader, SpanStore, StoreError
+from observability.analysis.decode import decode
+from observability.analysis.store import SpanReader, SpanStore, StoreError
+from observability.emit import names
 from tests.unit.observability.planted import message, request_trace, write
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from observability import names, top
-from observability.metrics import Metrics
-from observability.scrape import Interval, Reading, parse, scrape
+from observability.analysis import top
+from observability.analysis.scrape import Interval, Reading, parse, scrape
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 
 def _reading(metrics: Metrics, at_s: float) -> Reading:

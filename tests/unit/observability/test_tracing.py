@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from observability import names, tracing
-from observability.clock import unix_ns
-from observability.config import ObservabilityConfig
-from observability.provider import OwnRandomIds
-from observability.tracing import RequestIdentity, Telemetry
+from observability.emit import names, tracing
+from observability.emit.clock import unix_ns
+from observability.emit.config import ObservabilityConfig
+from observability.emit.provider import OwnRandomIds
+from observability.emit.tracing import RequestIdentity, Telemetry
 
 
 @pytest.fixture

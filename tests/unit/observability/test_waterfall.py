@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from observability import names, waterfall
-from observability.names import Cause, TtftPart
-from observability.store import SpanStore, StoredSpan
-from observability.tree import build_tree, delays_of, ttft_of, walk
+from observability.analysis import waterfall
+from observability.analysis.store import SpanStore, StoredSpan
+from observability.analysis.tree import build_tree, delays_of, ttft_of, walk
+from observability.emit import names
+from observability.emit.names import Cause, TtftPart
 from tests.unit.observability.planted import PARTS, request_trace, write
 
 
@@ -93,7 +94,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "observability.waterfall", *arguments],
+        [sys.executable, "-m", "observability.analysis.waterfall", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -16,7 +16,7 @@ from millrace.tokenizer.v1 import tokenizer_pb2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_detail, from_rpc_error
 from gateway.tokenizer.stream import PrepareStreams
-from observability import names
+from observability.emit import names
 from tests.unit.tokenizer_svc.families import make
 from tests.unit.tokenizer_svc.running import Service, limited_service, signed, user
 

@@ -9,9 +9,9 @@ import pytest_asyncio
 from millrace.common.v1 import chat_pb2, context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2
 
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
-from observability.tracing import Telemetry
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
+from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.context import sign
 from services.deferred import Deferred

@@ -18,8 +18,8 @@ from engine.types import (
     SchedulerLoad,
     TokenEvent,
 )
-from observability import names
-from observability.metrics import Metrics
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 LOAD = SchedulerLoad(
     num_running=3,

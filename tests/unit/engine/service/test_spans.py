@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from engine.service.neighbours import RecentWork
 from engine.service.spans import RequestTrace
 from engine.types import (
     ChoiceHistory,
@@ -18,9 +19,8 @@ from engine.types import (
     SamplingParams,
     TokenEvent,
 )
-from observability.config import ObservabilityConfig
-from observability.neighbours import RecentWork
-from observability.tracing import Telemetry, span_context_of
+from observability.emit.config import ObservabilityConfig
+from observability.emit.tracing import Telemetry, span_context_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

@@ -20,7 +20,7 @@ from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
 from gateway.types.identity import Identity
-from observability.metrics import Metrics
+from observability.emit.metrics import Metrics
 from services.errors import ConfigError
 
 PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)})

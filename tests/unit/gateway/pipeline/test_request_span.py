@@ -17,9 +17,9 @@ from gateway.pipeline import transcript
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.transcript import Transcript
 from gateway.text.delta import ToolCallDelta
-from observability import genai, names
-from observability.config import ObservabilityConfig
-from observability.tracing import Telemetry
+from observability.emit import genai, names
+from observability.emit.config import ObservabilityConfig
+from observability.emit.tracing import Telemetry
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

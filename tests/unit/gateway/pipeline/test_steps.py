@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability import names
+from observability.emit import names
 from tests.unit.gateway.rig.deployment import deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode

@@ -19,9 +19,9 @@ from millrace.tokenizer.v1 import tokenizer_pb2_grpc
 from gateway.app import Gateway
 from gateway.engines.types import EngineState
 from gateway.settings import load_settings
-from observability import tracing
-from observability.config import ObservabilityConfig
-from observability.metrics import Metrics
+from observability.emit import tracing
+from observability.emit.config import ObservabilityConfig
+from observability.emit.metrics import Metrics
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.server import GrpcServer
 from tests.unit.gateway.rig.engine import ScriptedEngine

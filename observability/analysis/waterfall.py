@@ -1,22 +1,20 @@
-"""`python -m observability.waterfall <request id, trace id or last>`: one trace in the terminal."""
+"""`python -m observability.analysis.waterfall <request id, trace id or last>`: one trace in the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from observability import genai, names
-from observability.config import ObservabilityConfig
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.tree import build_tree, delays_of, request_span, ttft_of, walk
+from observability.analysis.store import StoredSpan
+from observability.analysis.terminal import console_width, run
+from observability.analysis.tree import build_tree, delays_of, request_span, ttft_of, walk
+from observability.emit import genai, names
 
 _SERVICE_STYLE: Mapping[str, str] = {
     names.ENVOY: "magenta",
@@ -49,7 +47,6 @@ _ONCE: Mapping[str, str] = {names.TENANT: names.GATEWAY_REQUEST, names.TIER: nam
 
 # Below this width there is no room for a bar that says anything.
 _MIN_BAR = 8
-_WIDTH_WHEN_PIPED = 140
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -152,39 +149,11 @@ def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
     return lines
 
 
-def console_width() -> int:
-    """Columns to draw for: the terminal's, COLUMNS, or a page's width when the output is piped."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
-        return Console().width
-    return _WIDTH_WHEN_PIPED
-
-
-def show(store: Path, what: str) -> None:
-    """Prints the trace that `what` names; raises StoreError when there is none."""
-    reader = SpanReader(store)
-    try:
-        spans = reader.find(what)
-    finally:
-        reader.close()
-    width = console_width()
-    Console(width=width, highlight=False).print(render(spans, width))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to show."""
-    parser = argparse.ArgumentParser(prog="python -m observability.waterfall", description=__doc__)
-    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.waterfall", description=__doc__)
     parser.add_argument("what", nargs="?", default="last", help="request id, trace id or 'last'")
-    parsed = parser.parse_args(arguments)
-    try:
-        show(parsed.store, parsed.what)
-    except StoreError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return run(parser, lambda reader, parsed: render(reader.find(parsed.what), console_width()), arguments)
 
 
 if __name__ == "__main__":

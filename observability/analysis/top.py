@@ -1,4 +1,4 @@
-"""`python -m observability.top --target NAME=HOST:PORT ...`: engines, tiers, queues, KV and rates, live.
+"""`python -m observability.analysis.top --target NAME=HOST:PORT ...`: engines, tiers and rates, live.
 
 NAME begins with the service: gateway-0, engine-1, tokenizer.
 """
@@ -15,9 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from observability import names
-from observability.scrape import Interval, Reading, scrape
-from observability.waterfall import console_width
+from observability.analysis.scrape import Interval, Reading, scrape
+from observability.analysis.terminal import console_width
+from observability.emit import names
 
 Intervals = Mapping[str, Interval]
 
@@ -143,7 +143,7 @@ def show(targets: Mapping[str, str], *, interval_s: float = 2.0, once: bool = Fa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for no targets, or one that cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m observability.top", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.top", description=__doc__)
     parser.add_argument("--target", action="append", default=[], metavar="NAME=HOST:PORT")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one interval and end")

@@ -35,11 +35,11 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from observability import names
-from observability.clock import unix_ns
-from observability.config import ObservabilityConfig
-from observability.names import SpanName
-from observability.provider import make_provider
+from observability.emit import names
+from observability.emit.clock import unix_ns
+from observability.emit.config import ObservabilityConfig
+from observability.emit.names import SpanName
+from observability.emit.provider import make_provider
 
 _IDENTITY_KEY = otel_context.create_key("millrace-identity")
 # A receiver that is away must not hold up a service that ends.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 from opentelemetry.util.types import AttributeValue
 
-from observability.config import Semconv
-from observability.names import attribute
+from observability.emit.config import Semconv
+from observability.emit.names import attribute
 
 PROVIDER = "millrace"
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from opentelemetry import trace
 
-from observability.tracing import current_identity
+from observability.emit.tracing import current_identity
 
 _REDACTED = "[redacted]"
 # Names of fields whose values are secrets, wherever they appear.

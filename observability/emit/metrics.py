@@ -20,8 +20,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from observability import names
-from observability.names import Metric
+from observability.emit import names
+from observability.emit.names import Metric
 
 # For observations that no trace is to be linked to.
 NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT

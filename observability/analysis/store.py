@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from observability import names
-from observability.decode import StoredSpan, decode
+from observability.analysis.decode import StoredSpan, decode
+from observability.emit import names
 
 __all__ = ["SpanReader", "SpanStore", "StoreError", "StoredSpan"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from observability import genai, names
-from observability.names import Cause, TtftPart
-from observability.store import SpanReader, StoredSpan
-from observability.tree import delays_of, request_span, ttft_of
+from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.tree import delays_of, request_span, ttft_of
+from observability.emit import genai, names
+from observability.emit.names import Cause, TtftPart
 
 # A delay is blamed when it is at least this much, and at least this share of the whole time.
 MIN_DELAY_MS = names.DELAY_MS

@@ -12,9 +12,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from observability import names
-from observability.metrics import Metrics
-from observability.store import SpanStore
+from observability.analysis.store import SpanStore
+from observability.emit import names
+from observability.emit.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m observability.diagnose`: which slice of the last hour's requests explains the slow ones.
+"""`python -m observability.analysis.diagnose`: which slice of the last hour explains its slow requests.
 
 The tail is the slowest share of all requests. A slice (one value of one dimension) explains the tail when it
 is a much larger part of the tail than of all requests, by more than chance; slices are ranked by that excess.
@@ -12,17 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from observability import genai, names
-from observability.config import ObservabilityConfig
-from observability.names import Attribute, length_bucket
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.waterfall import console_width
+from observability.analysis.store import SpanReader, StoredSpan, StoreError
+from observability.analysis.terminal import run
+from observability.emit import genai, names
+from observability.emit.names import Attribute, length_bucket
 
 METRICS: Mapping[str, Attribute] = {"ttft": names.TTFT_MS, "tpot": names.TPOT_MS, "e2e": names.E2E_MS}
 
@@ -212,30 +210,17 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     return Group(*lines)
 
 
-def show(store: Path, metric: str, minutes: float) -> None:
-    """Prints the diagnosis of the last `minutes`; raises StoreError when there is too little to go by."""
-    reader = SpanReader(store)
-    try:
-        since_ns = time.time_ns() - round(minutes * 60e9)
-        spans = reader.spans_named(names.GATEWAY_REQUEST, since_ns=since_ns)
-    finally:
-        reader.close()
-    Console(width=console_width(), highlight=False).print(render(diagnose(spans, metric)))
+def _answer(reader: SpanReader, parsed: argparse.Namespace) -> RenderableType:
+    since_ns = time.time_ns() - round(parsed.minutes * 60e9)
+    return render(diagnose(reader.spans_named(names.GATEWAY_REQUEST, since_ns=since_ns), parsed.metric))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is too little to go by."""
-    parser = argparse.ArgumentParser(prog="python -m observability.diagnose", description=__doc__)
-    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.diagnose", description=__doc__)
     parser.add_argument("--metric", choices=tuple(METRICS), default="ttft")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parsed = parser.parse_args(arguments)
-    try:
-        show(parsed.store, parsed.metric, parsed.minutes)
-    except StoreError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    parser.add_argument("--minutes", type=float, default=60.0, help="how far back")
+    return run(parser, _answer, arguments)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
-from observability import names
-from observability.config import Export, ObservabilityConfig
+from observability.emit import names
+from observability.emit.config import Export, ObservabilityConfig
 from services.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from observability import names
-from observability.names import Cause, TtftPart
-from observability.store import StoredSpan
+from observability.analysis.store import StoredSpan
+from observability.emit import names
+from observability.emit.names import Cause, TtftPart
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.names import Metric
+from observability.emit.names import Metric
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opentelemetry.trace import Link, SpanContext
 
-from observability import names
-from observability.names import Cause
+from observability.emit import names
+from observability.emit.names import Cause
 
 # Less is not worth a link, in seconds.
 _MIN_DELAY_S = 0.005

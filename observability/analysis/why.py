@@ -1,34 +1,28 @@
-"""`python -m observability.why <request id, trace id or last>`: the largest cause in words, with numbers."""
+"""`python -m observability.analysis.why <request id, trace id or last>`: the largest cause in words."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from observability import names
-from observability.causes import Explanation, explain, find_neighbours
-from observability.config import ObservabilityConfig
-from observability.store import SpanReader, StoredSpan, StoreError
-from observability.tree import request_span
-from observability.waterfall import console_width
+from observability.analysis.causes import Explanation, explain, find_neighbours
+from observability.analysis.store import SpanReader, StoredSpan
+from observability.analysis.terminal import run
+from observability.analysis.tree import request_span
+from observability.emit import names
 
 _MAX_NEIGHBOURS = 3
 
 
-def explain_stored(store: Path, what: str) -> tuple[Explanation, list[StoredSpan]]:
+def explain_stored(reader: SpanReader, what: str) -> tuple[Explanation, list[StoredSpan]]:
     """Explains a request of the store; raises StoreError when it is not there."""
-    reader = SpanReader(store)
-    try:
-        spans = reader.find(what)
-        return explain(spans, find_neighbours(reader, spans)[:_MAX_NEIGHBOURS]), spans
-    finally:
-        reader.close()
+    spans = reader.find(what)
+    return explain(spans, find_neighbours(reader, spans)[:_MAX_NEIGHBOURS]), spans
 
 
 def render(explanation: Explanation, spans: Sequence[StoredSpan]) -> RenderableType:
@@ -74,26 +68,13 @@ def _promise(explanation: Explanation, spans: Sequence[StoredSpan]) -> str:
 _CONTEXT = {names.TENANT: "tenant", names.TIER: "tier", names.ENGINE_ID: "engine", names.OUTCOME: "outcome"}
 
 
-def show(store: Path, what: str) -> None:
-    """Prints the explanation; raises StoreError when there is nothing to explain."""
-    explanation, spans = explain_stored(store, what)
-    Console(width=console_width(), highlight=False).print(render(explanation, spans))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to explain."""
-    parser = argparse.ArgumentParser(prog="python -m observability.why", description=__doc__)
-    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parser = argparse.ArgumentParser(prog="python -m observability.analysis.why", description=__doc__)
     parser.add_argument(
         "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
     )
-    parsed = parser.parse_args(arguments)
-    try:
-        show(parsed.store, parsed.what)
-    except StoreError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return run(parser, lambda reader, parsed: render(*explain_stored(reader, parsed.what)), arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What reads traces and metrics: the local span store with its receiver, and the answers in the terminal."""

@@ -1,0 +1,45 @@
+"""What the commands on the local store share: its option, where they draw, and one line on failure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from observability.analysis.store import SpanReader, StoreError
+from observability.emit.config import ObservabilityConfig
+
+_WIDTH_WHEN_PIPED = 140
+
+Answer = Callable[[SpanReader, argparse.Namespace], RenderableType]
+
+
+def console_width() -> int:
+    """Columns to draw for: the terminal's, COLUMNS, or a page's width when the output is piped."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return Console().width
+    return _WIDTH_WHEN_PIPED
+
+
+def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str] | None) -> int:
+    """Prints what `answer` says of the store: 0, or 1 with one clear line when there is nothing to say."""
+    parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
+    parsed = parser.parse_args(arguments)
+    try:
+        reader = SpanReader(parsed.store)
+        try:
+            found = answer(reader, parsed)
+        finally:
+            reader.close()
+        Console(width=console_width(), highlight=False).print(found)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,1 @@
+"""What every service emits: the names of spans, attributes and metrics, and who makes and sends them."""
