@@ -9,10 +9,11 @@ from typing import Any
 import grpc
 from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
 from gateway.grpc_face import convert
 from gateway.grpc_face.unknown import refuse_unknown
-from gateway.pipeline.delta import by_choice
+from gateway.pipeline.delta import AnswerInfo, by_choice
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
@@ -35,12 +36,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         vocabulary = self._pipeline().vocabulary
         async with await self._pipeline().begin(caller, convert.chat_request(request)) as generation:
             info = generation.info
-            response = self._response(inference_pb2.ChatResponse, info)
+            response = _response(inference_pb2.ChatResponse, info, info.enforcement)
             while deltas := await generation.take():
                 response.choices.extend(convert.chat_choice(delta, vocabulary) for delta in by_choice(deltas))
                 yield response
                 generation.first_chunk_written()
-                response = self._next(inference_pb2.ChatResponse, info)
+                response = _response(inference_pb2.ChatResponse, info)
             response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
             yield response
 
@@ -56,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if request.echo and request.WhichOneof("prompt") == "text":
                 echo = request.text
             to_echo = dict.fromkeys(range(info.num_choices), echo)
-            response = self._response(inference_pb2.GenerateResponse, info)
+            response = _response(inference_pb2.GenerateResponse, info, info.enforcement)
             while deltas := await generation.take():
                 response.choices.extend(
                     convert.generate_choice(delta, vocabulary, to_echo.pop(delta.index, ""))
@@ -64,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 yield response
                 generation.first_chunk_written()
-                response = self._next(inference_pb2.GenerateResponse, info)
+                response = _response(inference_pb2.GenerateResponse, info)
             response.usage.CopyFrom(convert.usage_message(generation.usage(), timing=request.include_timing))
             yield response
 
@@ -129,16 +130,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             timeout_s=context.time_remaining(),
         )
 
-    def _response(self, kind: Any, info: Any) -> Any:
-        response = self._next(kind, info)
-        if info.enforcement is not None:
-            response.enforcement.CopyFrom(report_message(info.enforcement))
-        return response
 
-    def _next(self, kind: Any, info: Any) -> Any:
-        return kind(
-            request_id=info.request_id,
-            model=info.model,
-            created_unix_s=info.created_unix_s,
-            service_tier=info.service_tier,
-        )
+def _response(kind: Any, info: AnswerInfo, enforcement: EnforcementReport | None = None) -> Any:
+    return kind(
+        request_id=info.request_id,
+        model=info.model,
+        created_unix_s=info.created_unix_s,
+        service_tier=info.service_tier,
+        enforcement=None if enforcement is None else report_message(enforcement),
+    )

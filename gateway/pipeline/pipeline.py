@@ -109,21 +109,15 @@ class Pipeline:
         """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
         if name in self._own_names and not caller.identity.allowed_models:
             return
-        served = self._all_names()
-        if name not in served:
-            raise MillraceError(
-                Reason.MODEL_NOT_FOUND,
-                f"model {name!r} is not served here; available: "
-                f"{', '.join(self.served_names(caller)) or 'none'}",
-                field="model",
-            )
-        if name not in self.served_names(caller):
-            raise MillraceError(
-                Reason.MODEL_NOT_ALLOWED,
-                f"key {caller.identity.key_id} may not use model {name!r}; available: "
-                f"{', '.join(self.served_names(caller)) or 'none'}",
-                field="model",
-            )
+        usable = self.served_names(caller)
+        if name in usable:
+            return
+        if name not in self._all_names():
+            reason, problem = Reason.MODEL_NOT_FOUND, f"model {name!r} is not served here"
+        else:
+            reason = Reason.MODEL_NOT_ALLOWED
+            problem = f"key {caller.identity.key_id} may not use model {name!r}"
+        raise MillraceError(reason, f"{problem}; available: {', '.join(usable) or 'none'}", field="model")
 
     def _all_names(self) -> tuple[str, ...]:
         # Adapters are asked for by their own names, as models.

@@ -166,7 +166,8 @@ async def _answer(stack: Deployment, max_tokens: int | None) -> tuple[dict[str, 
 
 
 async def test_stop_string_over_chunks_cancels_the_engine_and_hides_its_logprobs() -> None:
-    engine = ScriptedEngine(reply=lambda submit, choice: encode("one two STOP three") * 20)
+    # Slow enough that it has not ended by itself when the stop string is found.
+    engine = ScriptedEngine(reply=lambda submit, choice: encode("one two STOP three") * 20, step_s=0.01)
     async with deployed(engine) as stack:
         body = (await stack.chat(stop=[" STOP"], logprobs=True, max_tokens=300)).json()
         choice = body["choices"][0]
