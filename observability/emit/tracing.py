@@ -347,8 +347,3 @@ def setup(service: str, config: ObservabilityConfig) -> Telemetry:
     if provider is not None:
         trace.set_tracer_provider(provider)
     return Telemetry(service, config, provider)
-
-
-def span_context_of(traceparent: str) -> SpanContext:
-    """The remote span that a W3C header names, for links; invalid when the header is."""
-    return remote_span(traceparent).get_span_context()

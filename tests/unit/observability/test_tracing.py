@@ -206,7 +206,7 @@ def test_a_bad_traceparent_starts_a_new_trace(
         names.ENGINE_REQUEST, start_s=0, end_s=1, parent=tracing.context_from_traceparent(header)
     )
     assert _parent_id(_by_name(exporter)[names.ENGINE_REQUEST]) == 0
-    assert not tracing.span_context_of(header).is_valid
+    assert not tracing.remote_span(header).get_span_context().is_valid
 
 
 def test_an_exception_marks_the_span_but_its_message_stays_out(

@@ -20,7 +20,7 @@ from engine.types import (
     TokenEvent,
 )
 from observability.emit.config import ObservabilityConfig
-from observability.emit.tracing import Telemetry, span_context_of
+from observability.emit.tracing import Telemetry, remote_span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -97,7 +97,9 @@ def test_lost_time_links_to_those_whose_work_took_it() -> None:
     """A prefill during the decode is linked for the one cause, a place during the wait for the other."""
     recent = RecentWork()
     traces = {name: f"{number:032x}" for number, name in enumerate(("holder", "long", "past"), start=1)}
-    contexts = {name: span_context_of(f"00-{trace}-{PARENT}-01") for name, trace in traces.items()}
+    contexts = {
+        name: remote_span(f"00-{trace}-{PARENT}-01").get_span_context() for name, trace in traces.items()
+    }
     recent.prefilled(contexts["past"], 90.0, 91.0).end_s = 95.0
     recent.prefilled(contexts["holder"], 99.0, 99.9).end_s = 100.5
     recent.prefilled(contexts["long"], 101.5, 102.75)
