@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,16 +14,14 @@ from rich.console import Console, RenderableType
 from observability.analysis.store import SpanReader, StoreError
 from observability.emit.config import ObservabilityConfig
 
-_WIDTH_WHEN_PIPED = 140
+_SIZE_WHEN_PIPED = (140, 40)
 
 Answer = Callable[[SpanReader, argparse.Namespace], RenderableType]
 
 
 def console_width() -> int:
     """Columns to draw for: the terminal's, COLUMNS, or a page's width when the output is piped."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
-        return Console().width
-    return _WIDTH_WHEN_PIPED
+    return shutil.get_terminal_size(_SIZE_WHEN_PIPED).columns
 
 
 def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str] | None) -> int:
