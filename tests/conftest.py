@@ -20,6 +20,9 @@ else:
     settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("millrace")
 
+# As services/cli/__init__.py sets it, and before gRPC is imported: tests fork beside its threads, too.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
 TESTS = Path(__file__).resolve().parent
 # Folders whose tests drive a running stack.
 _E2E = (TESTS / "e2e", TESTS / "chaos")

@@ -28,8 +28,6 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
 
     A second signal ends everything at once. 2 for a configuration that cannot work, 1 for a failed start.
     """
-    # Children replace themselves at once; gRPC's preparations for a forked client only make noise.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:
         state = state_directory(environ)
         require_none_running(state)

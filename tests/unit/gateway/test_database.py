@@ -27,20 +27,22 @@ def _open(urls: list[str], together: Barrier, failures: Queue[str]) -> None:
 
 
 def test_processes_that_start_at_once_make_one_database(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    # Not forked: a lock that another thread of this process holds would stay locked there.
+    context = multiprocessing.get_context("spawn")
     together, failures = context.Barrier(NUM_PROCESSES), context.Queue()
     urls = [f"sqlite:///{tmp_path}/{number}.sqlite" for number in range(NUM_ROUNDS)]
-    processes = [context.Process(target=_open, args=(urls, together, failures)) for _ in range(NUM_PROCESSES)]
+    arguments = (urls, together, failures)
+    processes = [context.Process(target=_open, args=arguments, daemon=True) for _ in range(NUM_PROCESSES)]
     for process in processes:
         process.start()
     found = []
     num_done = 0
     while num_done < NUM_PROCESSES:
-        failure = failures.get(timeout=60)
+        failure = failures.get()
         num_done += not failure
         found += [failure] if failure else []
     for process in processes:
-        process.join(60)
+        process.join()
     assert found == []
 
 
