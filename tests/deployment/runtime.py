@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.kernels.native.build import library_path, machine_levels
 from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, lay_out_packages
 
 _USER = 10001
@@ -160,6 +161,7 @@ class Image:
         packages = root / "opt/venv/packages"
         lay_out_packages(dockerfile.requirements(), packages)
         self._install_metadata(packages)
+        self._lay_out_kernels()
         # What `python` means in the image: this interpreter, with the image's packages and no others.
         python = root / "opt/venv/bin/python"
         python.parent.mkdir(parents=True)
@@ -178,6 +180,18 @@ class Image:
         steps = [step for step in re.split(r" && ", command) if not step.startswith("python -m compileall")]
         script = " && ".join(re.sub(r"metadata=.*", f"metadata={packages}", step) for step in steps)
         subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
+
+    def _lay_out_kernels(self) -> None:
+        """Native kernels where the Dockerfile builds them: those that this machine has built already."""
+        command = "NATIVE_KERNELS_CACHE=/app/native /opt/venv/bin/python -m engine.kernels.native.build"
+        if not any(command in run for run in self.dockerfile.stages[0].every("RUN")):
+            return
+        folder = self.root / "app/native"
+        folder.mkdir()
+        for level in machine_levels()[-2:]:
+            library = library_path(level)
+            for path in (library, library.with_suffix(".sha256")):
+                shutil.copy2(path, folder)
 
     def environment(self) -> dict[str, str]:
         """ENV of the image with paths of this machine."""

@@ -58,7 +58,7 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
         assert runner.model.kernels.names["norm"] == kernels.norm
         jobs = [
             Job(prompt_of(length, VOCAB, seed=length), 4, sampling, chunk=chunk)
-            for (length, chunk), sampling in zip(((19, 8), (3, 64), (33, 64)), SAMPLED, strict=True)
+            for (length, chunk), sampling in zip(((19, 8), (3, 64), (24, 64)), SAMPLED, strict=True)
         ]
         return [job.output for job in Driver(runner).run(jobs)]
     finally:
@@ -71,7 +71,8 @@ def tokens(folder: Path, kernels: KernelsConfig, **options: Any) -> list[list[in
 )
 def test_tokens_are_those_of_torch(tmp_path: Path, name: str) -> None:
     model_type, changes = CASES[name]
-    make_checkpoint(tmp_path, model_type, **changes)
+    # Of each kind of layer one.
+    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 2})
     expected = tokens(tmp_path, TORCH, attention_backend="torch")
     assert tokens(tmp_path, TRITON, attention_backend="triton") == expected
     assert len({tuple(output) for output in expected}) == len(expected)
