@@ -167,7 +167,6 @@ def _envoy_binary() -> str:
 
 
 def wait_http(url: str) -> None:
-    deadline = time.monotonic() + 60
     while True:
         try:
             with urllib.request.urlopen(url, timeout=5) as response:
@@ -175,7 +174,6 @@ def wait_http(url: str) -> None:
                     return
         except OSError:
             pass
-        assert time.monotonic() < deadline, f"{url} did not answer"
         time.sleep(0.1)
 
 

@@ -22,7 +22,8 @@ from tests.deployment.runtime import (
     give_to_user,
 )
 
-pytestmark = pytest.mark.e2e
+# A small machine needs long to start every service, and nothing waits longer than the test may take.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

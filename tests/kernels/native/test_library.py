@@ -52,9 +52,8 @@ def test_no_wake_up_is_lost(native: NativeLibrary) -> None:
             pass
         native.wake(pool)
     lain_down = _times_lain_down(worker)
-    deadline = time.monotonic() + 60
+    # A thread that sleeps for good lets the test run into its time limit.
     while _times_lain_down(worker) == lain_down:
-        assert time.monotonic() < deadline, "the thread sleeps, and nothing wakes it"
         time.sleep(0.001)
         native.wake(pool)
 

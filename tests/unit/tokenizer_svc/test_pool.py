@@ -325,13 +325,13 @@ async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it
     await pool.start()
     try:
         slow_ones = [asyncio.ensure_future(pool.run(slow(30 + each), tenant="a")) for each in range(2)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while len(pool._long.get("a", ())) < 2:
                 await asyncio.sleep(0.001)
         first, second = (job.worker for job in pool._long["a"])
         assert first is not None
         assert second is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while state(second) != "T":
                 await asyncio.sleep(0.001)
         assert state(first) != "T"
@@ -341,7 +341,7 @@ async def test_of_a_tenants_long_work_one_part_computes_and_quick_work_passes_it
         await asyncio.wait(slow_ones, return_when=asyncio.FIRST_COMPLETED)
         assert [task.done() for task in slow_ones] == [True, False]
         used_s = second.processor_s()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while second.processor_s() <= used_s:
                 await asyncio.sleep(0.001)
         assert all(reply.refused is not None for reply in await asyncio.gather(*slow_ones))
@@ -358,8 +358,7 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
 
     def stop_once_it_has_answered(worker: Worker) -> None:
         # Meanwhile nobody reads the answer.
-        until_s = time.monotonic() + 20
-        while state(worker) != "S" and time.monotonic() < until_s:
+        while state(worker) != "S":
             time.sleep(0.001)
         stop(worker)
         stopped.append(worker)
@@ -376,7 +375,7 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
         assert (await pool.run(request(long), tenant="a")).built is not None
         await asked(pool)
         assert pool._idle_slow == stopped
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while state(stopped[0]) == "T":
                 await asyncio.sleep(0.001)
     finally:
@@ -438,7 +437,7 @@ async def test_processor_time_is_that_of_the_worker(pool: WorkerPool) -> None:
     told_s = msgspec.msgpack.decode(reply, type=WorkerReply).processor_s
     assert told_s <= worker.processor_s() - before_s
     pool._kill(worker)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while worker.processor_s():
             await asyncio.sleep(0.001)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,7 +165,5 @@ async def test_what_is_answered_at_once_is_counted(service: Service) -> None:
     await streams.close()
     grown = {key: value - before[key] for key, value in between.items()}
     assert any(grown.values())
-    limit_s = time.monotonic() + 30
     while {key: value - between[key] for key, value in counts().items()} != grown:
-        assert time.monotonic() < limit_s
         await asyncio.sleep(0.01)

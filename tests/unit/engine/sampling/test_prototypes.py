@@ -28,9 +28,7 @@ def build() -> Callable[[bytes], llguidance.LLMatcher]:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
 
@@ -44,7 +42,7 @@ class Gate:
 
     def __call__(self, payload: bytes) -> llguidance.LLMatcher:
         self.order.append(payload)
-        assert self.open.wait(30)
+        self.open.wait()
         return self._build(DIGITS)
 
 
