@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -78,11 +77,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_slow = {item: bool({item.nodeid, item.nodeid.partition("[")[0]} & slow) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if is_slow[item]])
         items[:] = [item for item in items if not is_slow[item]]
-
-
-def pytest_collection_finish() -> None:
-    """Takes what was imported for the tests out of what every collection of garbage looks through."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -115,7 +115,7 @@ def test_quantized_experts_are_captured_and_draw_the_same(
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     make_checkpoint(tmp_path, model_type, **changes | sizes)
     options = {"quantize": quantize, "attention_backend": "torch"}
-    runner = open_runner(tmp_path, kernels=TRITON, native="off", kv_cache_bytes=4 << 20, **options)
+    runner = open_runner(tmp_path, kernels=PRODUCTS, native="off", kv_cache_bytes=4 << 20, **options)
     assert isinstance(runner.model, Decoder)
     assert runner.model.captures
     runner.close()
