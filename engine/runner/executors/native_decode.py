@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.native import Op
-from engine.kernels.native.decode import DecodeArgs
 from engine.kernels.native.library import Program
+from engine.kernels.native.mirror import structure
 from engine.kernels.sampling.native import NativeDraws
 from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.model.native_decoder import NativeDecoder
@@ -41,7 +41,7 @@ class NativeDecode:
         self._table = table
         self._draws = draws
         self._appended = c_int64()
-        self._args = DecodeArgs(block_size=block_size, appended=ctypes.addressof(self._appended))
+        self._args = structure("DecodeArgs")(block_size=block_size, appended=ctypes.addressof(self._appended))
         self._first = Op(model.library, "decode_inputs", self._args)
         self._final = Op(model.library, "decode_tokens", self._args)
         self._program: Program | None = None
