@@ -27,8 +27,6 @@ from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
 
-_NONE = np.array([], np.int64)
-
 
 class NativeDecode:
     """Runs such steps. `draws` is the sampler of the same table, with the library of the model."""
@@ -86,14 +84,7 @@ class NativeDecode:
         ragged = batch.ragged
         self._last = None
         logits = self._model.point_to_rows(last.batch, last.rows.tokens)
-        rows = SamplingRows(
-            slots=last.rows.slots,
-            positions=last.rows.positions + 1,
-            draft_rows=_NONE,
-            draft_tokens=_NONE,
-            grammar_rows=_NONE,
-            grammar_masks=None,
-        )
+        rows = SamplingRows(slots=last.rows.slots, positions=last.rows.positions + 1)
         processed = draws.follow(logits, table.sampling, rows)
         if processed is None:
             return None
