@@ -109,7 +109,6 @@ class TritonAttention:
     """The back end of GPUs."""
 
     name = "triton"
-    captures = True
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, arch: str = "") -> None:
         # Of a device that is not here; empty asks the device.
