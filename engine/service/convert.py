@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from millrace.common.v1 import context_pb2, sampling_pb2
@@ -42,7 +42,7 @@ def to_request(
 ) -> Request:
     """The request of a submission whose context is verified; raises MillraceError naming the field."""
 
-    def after(limit_ms: str) -> float | None:
+    def after(limit_ms: Literal["ttft_target_ms", "queue_limit_ms"]) -> float | None:
         return now_s + getattr(context, limit_ms) / 1000 if context.HasField(limit_ms) else None
 
     prompt = tuple(submit.prompt_token_ids)

@@ -207,12 +207,12 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
         return DenseWeight(values=torch.cat([weight.dequantize().to(dtype) for weight in weights]))
     if any(getattr(weight, "minimum", None) is not None for weight in weights):
         weights = [_with_minimum(weight) for weight in weights]
-    parts = ((name, [getattr(weight, name, None) for weight in weights]) for name in _BY_OUTPUT)
-    return replace(first, **{name: _joined(some) for name, some in parts if some[0] is not None})
-
-
-# What a weight has for each of its outputs, whatever its format.
-_BY_OUTPUT = ("values", "packed", "scale", "minimum")
+    parts: dict[str, Any] = {
+        name: _joined([getattr(weight, name) for weight in weights])
+        for name in ("values", "packed", "scale", "minimum")
+        if getattr(weights[0], name, None) is not None
+    }
+    return replace(first, **parts)
 
 
 def _have_one_form(left: Any, right: Any) -> bool:
