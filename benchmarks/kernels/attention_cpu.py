@@ -25,7 +25,7 @@ import torch
 from benchmarks.peers.roofline import measure_machine
 from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, TiledAttention
 from engine.kernels.native import Op
-from engine.kernels.native.streaming import StreamArgs
+from engine.kernels.native.mirror import structure
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from services.bench.report import machine
 
@@ -214,7 +214,7 @@ def measure(case: Case, num_threads: int) -> Result:
 
 def read_plainly(native: NativeAttention, tensors: list[torch.Tensor]) -> None:
     """Reads tensors from end to end with the kernels' threads."""
-    args = [StreamArgs(data=tensor.data_ptr(), bytes=tensor.nbytes, sum=0) for tensor in tensors]
+    args = [structure("StreamArgs")(data=tensor.data_ptr(), bytes=tensor.nbytes, sum=0) for tensor in tensors]
     native.library.run([Op(native.library, "stream", arg) for arg in args], num_threads=native.num_threads)
 
 

@@ -25,7 +25,7 @@ from engine.kernels.linear.native import NativePacker
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.library import Program
-from engine.kernels.native.streaming import StreamArgs
+from engine.kernels.native.mirror import structure
 
 # (outputs, inputs): projections and head of the 0.6 B checkpoint, of the 40 M one, of an 8 B model, of none.
 SHAPES = (
@@ -60,7 +60,7 @@ def read_bandwidth(library: NativeLibrary, threads: int) -> float:
     num_bytes = 1 << 30
     address = packer.arena.take(num_bytes)
     ctypes.memset(address, 1, num_bytes)
-    args = StreamArgs(address, num_bytes, 0)
+    args = structure("StreamArgs")(address, num_bytes, 0)
     program = Program(library, [Op(library, "stream", args)])
     return num_bytes / best_seconds(lambda: program.run(library.pool(threads)))
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks.kernels.attention_cpu import best_of
 from engine.kernels.native import NativeLibrary, Op, load_native
-from engine.kernels.sampling.native import SAMPLE_ROW, SampleArgs
+from engine.kernels.native.mirror import structure
+from engine.kernels.sampling.native import SAMPLE_ROW
 from services.bench.report import machine
 
 NUM_ROWS, VOCAB = 32, 151_936
@@ -38,7 +39,7 @@ def native_ms(library: NativeLibrary, logits: Tensor, num_threads: int, options:
     for name, value in options.items():
         rows[name] = value
     tokens, flags = np.zeros(NUM_ROWS, np.int64), np.zeros((2, NUM_ROWS), np.bool_)
-    args = SampleArgs(
+    args = structure("SampleArgs")(
         logits=logits.data_ptr(),
         rows=rows.ctypes.data,
         tokens=tokens.ctypes.data,

@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -60,9 +61,19 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end - begin >= _HUGE_PAGE:
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         advise(begin, end - begin, mmap.MADV_HUGEPAGE)
+
+
+def advise(address: int, num_bytes: int, advice: int) -> bool:
+    """madvise(2) for whole pages: whether the system did it. The interpreter's lock is free meanwhile."""
+    return int(_madvise()(address, num_bytes, advice)) == 0
+
+
+@cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 def address_of(values: Values) -> int:

@@ -4,12 +4,13 @@ has them anyway, and can be let go once what they hold was copied.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from engine.kernels.host import advise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +47,6 @@ class MappedPages:
         files = _mapped_files()
         if not files or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for begin, size in self._ranges:
             if any(start <= begin and begin + size <= end for start, end, _, _ in files):
                 advise(begin, size, mmap.MADV_DONTNEED)

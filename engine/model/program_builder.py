@@ -16,7 +16,7 @@ from engine.kernels.host import Values, address_of, empty, row_stride
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.library import StepStruct
-from engine.kernels.norm.native import RmsNormArgs
+from engine.kernels.native.mirror import structure
 from engine.kernels.paged_cache.native import Storage, describe
 from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 from engine.model.records import (
@@ -39,7 +39,12 @@ class ProgramBuilder:
     """Appends ops layer by layer. `stream` [T, E] is the residual stream."""
 
     def __init__(
-        self, model: ModelRecord, library: NativeLibrary, step: StepStruct, max_tokens: int, num_threads: int
+        self,
+        model: ModelRecord,
+        library: NativeLibrary,
+        step: ctypes.Structure,
+        max_tokens: int,
+        num_threads: int,
     ) -> None:
         self.model, self.spec, self.library = model, model.spec, library
         self.step = ctypes.addressof(step)
@@ -120,7 +125,7 @@ class ProgramBuilder:
             return self.stream
         normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
-        args = RmsNormArgs(
+        args = structure("RmsNormArgs")(
             step=self.step,
             x=address_of(self.stream),
             change=None if change is None else address_of(change),
@@ -261,7 +266,7 @@ class ProgramBuilder:
         rank = attention.latent.query_rank
         inner = self.buffer("query_latent", rank)
         self.product(attention.query_down, x, inner, False)
-        args = RmsNormArgs(
+        args = structure("RmsNormArgs")(
             step=self.step,
             x=address_of(inner),
             weight=address_of(attention.query_norm),

@@ -39,12 +39,8 @@ class WeightCount(msgspec.Struct, frozen=True, kw_only=True):
     fixed_bytes: int = 0
 
     def __add__(self, other: WeightCount) -> WeightCount:
-        return WeightCount(
-            num_weights=self.num_weights + other.num_weights,
-            num_plain=self.num_plain + other.num_plain,
-            num_multiplied=self.num_multiplied + other.num_multiplied,
-            fixed_bytes=self.fixed_bytes + other.fixed_bytes,
-        )
+        names = self.__struct_fields__
+        return WeightCount(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def count_weights(spec: ModelSpec, headers: dict[str, TensorHeader], config: EngineConfig) -> WeightCount:

@@ -126,10 +126,7 @@ def _compressed(
             source.stored(f"{name}.{unused}")
     scale = source.stored(f"{name}.weight_scale").float()
     if values.dtype != torch.int8:
-        kept = _kept_fp8(source, values, scale, scheme.block)
-        if kept is not None:
-            return kept
-        return DenseWeight(values=_scaled(name, values.float(), scale, scheme.block).to(source.dtype))
+        return _eight_bits(source, name, values, scale, scheme.block)
     scale = _per_output(name, scale, outputs)
     if source.has(f"{name}.weight_zero_point"):
         zeros = _per_output(name, source.stored(f"{name}.weight_zero_point").float(), outputs)
@@ -178,27 +175,23 @@ def _fp8(source: TensorSource, name: str, outputs: int, inputs: int, scheme: Sch
     scale = source.stored(f"{name}.weight_scale_inv").float()
     if source.has(f"{name}.input_scale"):
         source.stored(f"{name}.input_scale")
-    kept = _kept_fp8(source, values, scale, scheme.block)
-    if kept is not None:
-        return kept
-    return DenseWeight(values=_scaled(name, values.float(), scale, scheme.block).to(source.dtype))
+    return _eight_bits(source, name, values, scale, scheme.block)
 
 
-def _kept_fp8(
-    source: TensorSource, values: Tensor, scale: Tensor, block: tuple[int, int]
-) -> Fp8Weight | None:
-    """fp8 values [N, K] with scales per tensor, per output, or per block of 128 x 128, as they are; None
-    where they are to be dense.
+def _eight_bits(
+    source: TensorSource, name: str, values: Tensor, scale: Tensor, block: tuple[int, int]
+) -> WeightFormat:
+    """Values [N, K] in floating point of 8 bits: as they are, where products take them with their scales (per
+    tensor, per output, or per block of 128 x 128), else dense.
     """
-    if not source.keeps_fp8 or values.dtype != torch.float8_e4m3fn:
-        return None
     outputs, inputs = values.shape
-    if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
-        return Fp8Weight(values=values, scale=scale.reshape(-1).expand(outputs).contiguous())
-    blocks = (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
-    if block != (FP8_BLOCK, FP8_BLOCK) or inputs % FP8_BLOCK or scale.shape != blocks:
-        return None
-    return Fp8Weight(values=values, scale=scale.contiguous())
+    if source.keeps_fp8 and values.dtype == torch.float8_e4m3fn:
+        if scale.numel() in (1, outputs) and (scale.ndim < 2 or scale.shape[1] == 1):
+            return Fp8Weight(values=values, scale=scale.reshape(-1).expand(outputs).contiguous())
+        blocks = (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
+        if block == (FP8_BLOCK, FP8_BLOCK) and not inputs % FP8_BLOCK and scale.shape == blocks:
+            return Fp8Weight(values=values, scale=scale.contiguous())
+    return DenseWeight(values=_scaled(name, values.float(), scale, block).to(source.dtype))
 
 
 # Twice the magnitudes of fp4 (e2m1): whole numbers, so that levels of int8 hold them exactly.

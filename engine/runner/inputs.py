@@ -79,13 +79,11 @@ def prepare_inputs(
             # Beyond num_tokens, so not part of the sequence until they are accepted.
             table.tokens[slot, end - len(sequence.draft_token_ids) : end] = sequence.draft_token_ids
     total = int(query_starts[-1])
-    if total == len(scheduled):
-        # One token each: plain decoding.
-        owners, positions = slots, starts
-    else:
+    owners, positions = slots, starts
+    if total > len(scheduled):
+        # Somebody computes more than one token.
         order = np.repeat(np.arange(len(scheduled)), ends - starts)
-        owners = slots[order]
-        positions = np.arange(total) - query_starts[order] + starts[order]
+        owners, positions = slots[order], np.arange(total) - query_starts[order] + starts[order]
     # Rows: token ids, positions, slots.
     rows = np.zeros((3, total + -total % model.row_multiple), np.int64)
     rows[0, :total] = table.tokens[owners, positions]

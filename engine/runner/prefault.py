@@ -11,16 +11,13 @@ Shape letters: N blocks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from engine.kernels.host import Values, address_of
+from engine.kernels.host import Values, address_of, advise
 
 _log = logging.getLogger(__name__)
 
@@ -96,12 +93,4 @@ class Prefault:
 
 
 def _populate_write(address: int, num_bytes: int) -> bool:
-    return int(_madvise()(address, num_bytes, _MADV_POPULATE_WRITE)) == 0
-
-
-@functools.cache
-def _madvise() -> Any:
-    # The interpreter's lock is free during the call.
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+    return advise(address, num_bytes, _MADV_POPULATE_WRITE)

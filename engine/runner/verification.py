@@ -21,8 +21,6 @@ from engine.kernels.sampling.rows import SamplingRows
 from engine.runner.inputs import StepInputs
 from engine.sampling.grammar import GrammarMasks
 
-_NONE = np.array([], np.int64)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRows:
@@ -73,14 +71,7 @@ def logit_rows(inputs: StepInputs) -> LogitRows:
 def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | None) -> SamplingRows:
     """What the sampler must respect in each row. Grammar rows are in the order in which masks were asked."""
     if len(rows.members) == rows.tokens.size and masks is None:
-        return SamplingRows(
-            slots=rows.slots,
-            positions=rows.positions,
-            draft_rows=_NONE,
-            draft_tokens=_NONE,
-            grammar_rows=_NONE,
-            grammar_masks=None,
-        )
+        return SamplingRows(slots=rows.slots, positions=rows.positions)
     draft_rows: list[int] = []
     draft_tokens: list[int] = []
     grammar_rows: list[int] = []

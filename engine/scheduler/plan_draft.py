@@ -157,14 +157,13 @@ class RowWriter:
             sequence.is_introduced = True
         elif blocks:
             draft.new_blocks[sequence.sequence_id] = blocks
-        samples = end >= sequence.num_expected
         fresh = max(0, end - max(start, sequence.high_water))
         row = Row(
             sequence=sequence,
             epoch=sequence.epoch,
             start=start,
             num_tokens=num_tokens,
-            samples=samples,
+            samples=end >= sequence.num_expected,
             draft_token_ids=drafts,
             is_prefill=remaining_prefill > 0,
             is_long=self.is_long(remaining_prefill),
@@ -174,11 +173,10 @@ class RowWriter:
             sequence.took.recomputed_tokens += num_tokens - fresh
             state.totals.recomputed_tokens += num_tokens - fresh
             state.totals.computed_prompt_tokens += fresh
-            weight = sequence.group.request.weight
-            state.counters.charge(account_of(sequence), weight, fresh, 0)
+            state.counters.charge(account_of(sequence), sequence.group.request.weight, fresh, 0)
         sequence.num_computed = end
         sequence.high_water = max(sequence.high_water, end)
-        sequence.num_pending += samples
+        sequence.num_pending += row.samples
         sequence.drafts_in_flight = bool(drafts)
         sequence.draft_token_ids = ()
         draft.add(row)

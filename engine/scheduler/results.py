@@ -67,9 +67,8 @@ class ResultHandler:
             self._apply_row(row, outcome, prefill_end, now)
 
     def _take_next(self, row: Row, outcome: SequenceResult) -> bool:
-        """The next token of a sequence that decodes, where nothing else comes with it: neither an end nor a
-        full block, no report. Most rows are of this kind. False, and nothing done, for others; the general
-        way gives the same.
+        """Most rows: the next token of a sequence that decodes, with no end, full block or report.
+        False, and nothing done, for others; the general way gives the same.
         """
         sequence, tokens = row.sequence, outcome.token_ids
         if len(tokens) != 1 or row.num_tokens != 1 or row.is_prefill or not row.samples:

@@ -163,11 +163,6 @@ class Scheduler:
         return self._isolation.active or any(step.void for step in self._state.in_flight)
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans not yet answered."""
-        return len(self._state.in_flight)
-
-    @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._state.groups)
@@ -191,10 +186,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a plan made now could contain anything."""
         return bool(self._state.groups or self._state.released or self._state.outlived)
-
-    def request_ids(self) -> tuple[int, ...]:
-        """Requests that have not ended."""
-        return tuple(self._state.groups)
 
     def next_deadline_s(self) -> float | None:
         """Moment at which `schedule` must be called though nothing else happens."""

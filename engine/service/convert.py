@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from millrace.common.v1 import context_pb2, sampling_pb2
@@ -41,6 +41,10 @@ def to_request(
     now_unix_ms: int,
 ) -> Request:
     """The request of a submission whose context is verified; raises MillraceError naming the field."""
+
+    def after(limit_ms: Literal["ttft_target_ms", "queue_limit_ms"]) -> float | None:
+        return now_s + getattr(context, limit_ms) / 1000 if context.HasField(limit_ms) else None
+
     prompt = tuple(submit.prompt_token_ids)
     output = tuple(submit.output_token_ids)
     check_ids("prompt_token_ids", prompt, limits.facts.vocab_size, invalid)
@@ -71,12 +75,8 @@ def to_request(
         weight=context.weight if context.HasField("weight") and context.weight > 0 else 1.0,
         cache_salt=context.cache_salt,
         arrival_s=now_s,
-        ttft_deadline_s=(
-            now_s + context.ttft_target_ms / 1000 if context.HasField("ttft_target_ms") else None
-        ),
-        queue_deadline_s=(
-            now_s + context.queue_limit_ms / 1000 if context.HasField("queue_limit_ms") else None
-        ),
+        ttft_deadline_s=after("ttft_target_ms"),
+        queue_deadline_s=after("queue_limit_ms"),
         deadline_s=(
             now_s + (context.deadline_unix_ms - now_unix_ms) / 1000
             if context.HasField("deadline_unix_ms")

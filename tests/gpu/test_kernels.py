@@ -17,8 +17,9 @@ from engine.kernels.linear.formats import (
     pack_levels,
 )
 from engine.kernels.linear.triton_backend import InvariantLinear
-from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters, grouped_product
+from engine.kernels.linear.triton_grouped import grouped_product
 from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
+from engine.kernels.linear.triton_rows import GroupedRows
 from engine.kernels.norm.reference import rms_norm as reference_norm
 from engine.kernels.norm.triton_norm import TritonNorm, rms_norm
 from engine.kernels.paged_cache import allocate_layer
@@ -27,7 +28,7 @@ from engine.kernels.rope.triton_rope import rope_and_store
 from engine.kernels.rows import Quantized
 from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.triton_sampling import RowOptions, sample
+from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
 from tests.gpu.conftest import REHEARSES
 
 WIDTHS = (1, 7, 100, 513, *(() if REHEARSES else (4096, 8192)))
@@ -229,7 +230,7 @@ def _weight(
     )
 
 
-def test_experts_and_adapters(device: torch.device) -> None:
+def test_experts(device: torch.device) -> None:
     tokens, active, experts, hidden, size = 21, 2, 5, 40, 24
     x, weights = drawn(tokens, hidden), drawn(experts, size, hidden, seed=1)
     choice = whole(0, experts, tokens * active, seed=2).int()
@@ -237,18 +238,6 @@ def test_experts_and_adapters(device: torch.device) -> None:
     found = grouped_product(x.to(device), weights.to(device), groups, rows_per_input=active)
     expected = torch.stack([weights[int(w)] @ x[row // active] for row, w in enumerate(choice)])
     torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
-    down, up = drawn(3, 8, hidden, seed=3), drawn(3, 33, 8, seed=4)
-    adapters = torch.tensor([0, -1, 2] * 7, dtype=torch.int32)
-    out = drawn(tokens, 33, seed=5)
-    expected = out.clone()
-    for row, adapter in enumerate(adapters.tolist()):
-        if adapter >= 0:
-            expected[row] += 0.5 * (up[adapter] @ (down[adapter] @ x[row]))
-    there = out.to(device)
-    add_adapters(
-        there, x.to(device), down.to(device), up.to(device), GroupedRows.of(adapters.to(device), 3), scale=0.5
-    )
-    torch.testing.assert_close(there.cpu(), expected, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1000, *(() if REHEARSES else (128_256,))])
@@ -266,7 +255,8 @@ def test_draws_are_those_of_the_torch_sampler(device: torch.device, vocab_size: 
     equal = total = 0
     for seed in range(4):
         logits = drawn(rows, vocab_size, seed=seed) * 3
-        tokens, allowed, _ = sample(logits.to(device), there)
+        processed, _ = process(logits.to(device), there)
+        tokens, allowed = draw(processed, there)
         assert bool(allowed.all())
         warm = logits / torch.where(parts["temperature"] > 0, parts["temperature"], 1.0)[:, None]
         filtered = apply_top_k_top_p(apply_min_p(warm, parts["min_p"]), parts["top_k"].long(), parts["top_p"])

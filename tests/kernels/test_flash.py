@@ -11,8 +11,9 @@ import torch
 
 from engine.kernels.attention import AttentionFacts, AttentionOptions, UnsuitableBackendError, choose_backend
 from engine.kernels.attention import flash as flash_module
+from engine.kernels.attention.choice import why_not
 from engine.kernels.attention.flash import FlashAttention, FlashPlan
-from engine.kernels.attention.flash_library import FlashUnavailableError, find_library, why_not
+from engine.kernels.attention.flash_library import FlashUnavailableError, find_library
 from engine.kernels.attention.reference import ReferenceAttention
 from tests.kernels import fake_flash
 from tests.kernels.test_attention import CPU, filled_cache, step_of
@@ -155,10 +156,10 @@ def test_decoding_is_wholly_the_rests() -> None:
     ],
 )
 def test_what_it_cannot_do_is_named(changes: dict[str, Any], reason: str) -> None:
-    facts = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "sinks": False}
+    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128, "sinks": False}
     facts["shares_values"] = False
-    assert why_not(**facts) == ""
-    assert reason in why_not(**{**facts, **changes})
+    assert why_not(AttentionFacts(**facts)) == ""
+    assert reason in why_not(AttentionFacts(**{**facts, **changes}))
     with pytest.raises(UnsuitableBackendError):
         choose_backend("flash", AttentionFacts(**{**facts, **changes}), CPU)
 

@@ -46,8 +46,6 @@ class CapturedSteps(Protocol):
 class CapturedAttention(AttentionBackend, Protocol):
     """A back end whose decode steps can be captured in a graph."""
 
-    captures: bool
-
     def plan_decode(self, batch: DecodeBatch) -> CapturedSteps:
         """Plans for any step of up to so many rows, whatever the buffers hold by then. Not captured; who
         captures keeps the result as long as its graphs, which read what it holds.

@@ -7,7 +7,10 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.kernels.attention.flash_library import FlashUnavailableError, why_not
+from engine.kernels.attention.flash_library import FlashUnavailableError
+
+# Of the heads that flash-attn takes.
+LARGEST_HEAD_DIM = 256
 
 
 class UnsuitableBackendError(Exception):
@@ -57,13 +60,7 @@ def choose_backend(asked: str, facts: AttentionFacts, device: torch.device) -> C
 
 def _why_not_flash(facts: AttentionFacts) -> str:
     """Empty when flash-attn and Triton, which computes the rest, can serve."""
-    reason = why_not(
-        dtype=facts.dtype,
-        head_dim=facts.head_dim,
-        value_dim=facts.value_dim,
-        sinks=facts.sinks,
-        shares_values=facts.shares_values,
-    )
+    reason = why_not(facts)
     if reason:
         return reason
     if not find_spec("triton"):
@@ -74,4 +71,19 @@ def _why_not_flash(facts: AttentionFacts) -> str:
         installed_library()
     except FlashUnavailableError as error:
         return str(error)
+    return ""
+
+
+def why_not(facts: AttentionFacts) -> str:
+    """What of a model flash-attn cannot do; empty when it can."""
+    if facts.dtype not in (torch.float16, torch.bfloat16):
+        return f"flash-attn computes in float16 and bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
+    if facts.shares_values:
+        return "flash-attn has no values inside keys (latent attention)"
+    if facts.sinks:
+        return "flash-attn has no attention sinks"
+    if facts.head_dim > LARGEST_HEAD_DIM or facts.head_dim % 8:
+        return f"flash-attn takes heads of multiples of 8 up to {LARGEST_HEAD_DIM}, not {facts.head_dim}"
+    if facts.head_dim != facts.value_dim:
+        return f"flash-attn takes keys and values of one size, not {facts.head_dim} and {facts.value_dim}"
     return ""

@@ -74,11 +74,6 @@ class FlashAttention:
         self.rest = rest
         self.library = library or installed_library()
 
-    @property
-    def captures(self) -> bool:
-        """Steps of decode rows alone are the other back end's."""
-        return bool(getattr(self.rest, "captures", False))
-
     def plan(self, batch: RaggedBatch, device: torch.device) -> Any:
         """The other back end's plan when no sequence has many rows."""
         many = (batch.query_lens > FEW_ROWS) & (batch.context_lens <= GATHERED_POSITIONS)

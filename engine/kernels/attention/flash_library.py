@@ -21,7 +21,6 @@ from torch import Tensor
 
 # Version 2 learnt soft caps in 2.6 and pages in 2.5.
 OLDEST = (2, 6)
-LARGEST_HEAD_DIM = 256
 # Tried in this order.
 PAGE_MULTIPLES = (16, 64, 128, 256)
 
@@ -122,21 +121,6 @@ def find_library(device: torch.device, capability: tuple[int, int]) -> FlashLibr
         raise FlashUnavailableError("; ".join([*reasons, f"version 2: {error}"])) from error
     multiple = next((size for size in PAGE_MULTIPLES if _takes(library, size, device)), 0)
     return FlashLibrary(name=library.name, page_multiple=multiple, _varlen=library._varlen)
-
-
-def why_not(*, dtype: torch.dtype, head_dim: int, value_dim: int, sinks: bool, shares_values: bool) -> str:
-    """What of a model flash-attn cannot do; empty when it can."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn computes in float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if shares_values:
-        return "flash-attn has no values inside keys (latent attention)"
-    if sinks:
-        return "flash-attn has no attention sinks"
-    if head_dim > LARGEST_HEAD_DIM or head_dim % 8:
-        return f"flash-attn takes heads of multiples of 8 up to {LARGEST_HEAD_DIM}, not {head_dim}"
-    if head_dim != value_dim:
-        return f"flash-attn takes keys and values of one size, not {head_dim} and {value_dim}"
-    return ""
 
 
 def _takes(library: FlashLibrary, page: int, device: torch.device) -> bool:

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 
 from engine.kernels.native import NativeLibrary
-from engine.kernels.native.mirror import fields
-from engine.kernels.paged_cache.native import KvCacheStruct
+from engine.kernels.native.mirror import structure
 
-
-class AttentionPlanArgs(ctypes.Structure):
-    """Mirror of attention.h."""
-
-    _fields_ = (("step", c_void_p), ("plan", c_void_p))
-
-
-class AttentionArgs(ctypes.Structure):
-    """Mirror of attention.h."""
-
-    _fields_ = (
-        *fields(c_void_p, "step", "plan", "q", "out", "sinks"),
-        ("cache", KvCacheStruct),
-        *fields(c_int64, "num_heads", "q_stride", "out_stride", "window"),
-        *fields(c_float, "scale", "soft_cap"),
-    )
+AttentionPlanArgs = structure("AttentionPlanArgs")
+AttentionArgs = structure("AttentionArgs")
 
 
 class AttentionPlan:

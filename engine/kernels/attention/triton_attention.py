@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 from engine.kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
 from engine.kernels.attention.triton_kernels import attention_kernel, list_parts_kernel, merge_kernel
-from engine.kernels.attention.triton_plan import MOST_PARTS, PART, Items, make_plan, most_parts
+from engine.kernels.attention.triton_plan import Items, make_plan, most_parts
 from engine.kernels.attention.tuning import arch_of
 from engine.kernels.paged_cache.store import PlainCache, QuantizedCache
 from engine.kernels.transfer import on_device
@@ -87,8 +87,6 @@ class CapturedPlan:
             most,
             window or 0,
             ROWS=max(16, triton.next_power_of_2(rows)),
-            PART=PART,
-            MOST_PARTS=MOST_PARTS,
             WINDOW=window is not None,
         )
         return DevicePlan(
@@ -111,7 +109,6 @@ class TritonAttention:
     """The back end of GPUs."""
 
     name = "triton"
-    captures = True
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, arch: str = "") -> None:
         # Of a device that is not here; empty asks the device.

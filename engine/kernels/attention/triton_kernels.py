@@ -8,7 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.attention.triton_plan import MOST_PARTS, PART
+
 LOG2_E = tl.constexpr(1.4426950408889634)
+_PART, _MOST_PARTS = tl.constexpr(PART), tl.constexpr(MOST_PARTS)
 
 
 @triton.jit
@@ -299,17 +302,15 @@ def list_parts_kernel(
     most,
     window,
     ROWS: tl.constexpr,
-    PART: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """One program: the parts of all rows of one token each, as triton_plan cuts them, without gaps."""
     row = tl.arange(0, ROWS)
     there = row < num_rows
     length = tl.load(context_lens + row, mask=there, other=0)
-    size = tl.full([ROWS], PART, tl.int32)
+    size = tl.full([ROWS], _PART, tl.int32)
     for _ in range(16):
-        size = tl.where(size * MOST_PARTS < length, size * 2, size)
+        size = tl.where(size * _MOST_PARTS < length, size * 2, size)
     count = (length + size - 1) // size
     ends = tl.cumsum(count, axis=0)
     tl.store(positions + row, length - 1, mask=there)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_int64
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,49 +25,10 @@ from engine.kernels.linear.packed import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 
 SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
 GROUP_SCORES = {"best": 0, "two_best": 1}
-
-
-class RouteArgs(ctypes.Structure):
-    """Mirror of `RouteArgs`."""
-
-    _fields_ = (
-        *fields(c_void_p, "num_rows", "logits", "correction", "ids", "shares"),
-        *fields(c_int64, "num_experts", "num_active"),
-        *fields(c_int64, "scoring", "normalized"),
-        *fields(c_int64, "num_groups", "num_active_groups", "group_score"),
-        ("scaling", c_float),
-    )
-
-
-class ExpertPlanArgs(ctypes.Structure):
-    """Mirror of `ExpertPlanArgs`."""
-
-    _fields_ = (
-        *fields(c_void_p, "num_rows", "ids", "num_places", "starts", "places", "ranks"),
-        *fields(c_int64, "num_experts", "num_active"),
-    )
-
-
-class ExpertGemmArgs(ctypes.Structure):
-    """Mirror of `ExpertGemmArgs`."""
-
-    _fields_ = (
-        *fields(c_void_p, "starts", "places", "x", "out", "workspace", "weights"),
-        *fields(c_int64, "num_experts", "num_active", "x_stride", "out_stride"),
-    )
-
-
-class ExpertSumArgs(ctypes.Structure):
-    """Mirror of `ExpertSumArgs`."""
-
-    _fields_ = (
-        *fields(c_void_p, "num_rows", "shares", "ranks", "rows", "out"),
-        *fields(c_int64, "num_active", "width", "rows_stride", "out_stride", "accumulate"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +98,7 @@ def sparse_ops(
         address_of(buffers.router_workspace),
         x_stride=row_stride(x),
     )
-    plan = ExpertPlanArgs(
+    plan = structure("ExpertPlanArgs")(
         num_rows,
         address_of(buffers.ids),
         address_of(buffers.num_places),
@@ -155,7 +117,7 @@ def sparse_ops(
         row_stride(gate_up),
         KINDS[layer.activation],
     )
-    total = ExpertSumArgs(
+    total = structure("ExpertSumArgs")(
         num_rows,
         address_of(buffers.shares),
         address_of(buffers.ranks),
@@ -178,9 +140,9 @@ def sparse_ops(
     ]
 
 
-def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> RouteArgs:
+def _route_args(layer: SparseLayer, buffers: ExpertBuffers, num_rows: int) -> Any:
     routing, correction = layer.routing, layer.correction
-    return RouteArgs(
+    return structure("RouteArgs")(
         num_rows,
         address_of(buffers.logits),
         None if correction is None else address_of(correction),
@@ -207,7 +169,7 @@ def _expert_products(
     routing: Routing,
 ) -> list[Op]:
     structs = (PackedWeightStruct * len(weights))(*[weight.struct for weight in weights])
-    args = ExpertGemmArgs(
+    args = structure("ExpertGemmArgs")(
         address_of(buffers.starts),
         None if places is None else address_of(places),
         address_of(x),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -200,71 +200,52 @@ def stack(weights: Sequence[WeightFormat], dtype: torch.dtype) -> WeightFormat:
     Weights that have no common form (other groups, other orders, one of them dense) are dequantized to
     `dtype`.
     """
+    first = weights[0]
     if len(weights) == 1:
-        return weights[0]
-    if all(isinstance(weight, Int8Weight) for weight in weights):
-        stacked: WeightFormat | None = _stack_int8([w for w in weights if isinstance(w, Int8Weight)])
-    elif all(isinstance(weight, Int4Weight) for weight in weights):
-        stacked = _stack_int4([w for w in weights if isinstance(w, Int4Weight)])
-    elif all(isinstance(weight, Fp8Weight) for weight in weights):
-        stacked = _stack_fp8([w for w in weights if isinstance(w, Fp8Weight)])
-    else:
-        stacked = _stack_dense([w for w in weights if isinstance(w, DenseWeight)], len(weights))
-    if stacked is not None:
-        return stacked
-    return DenseWeight(values=torch.cat([weight.dequantize().to(dtype) for weight in weights]))
+        return first
+    if not all(_have_one_form(first, weight) for weight in weights):
+        return DenseWeight(values=torch.cat([weight.dequantize().to(dtype) for weight in weights]))
+    if any(getattr(weight, "minimum", None) is not None for weight in weights):
+        weights = [_with_minimum(weight) for weight in weights]
+    parts: dict[str, Any] = {
+        name: _joined([getattr(weight, name) for weight in weights])
+        for name in ("values", "packed", "scale", "minimum")
+        if getattr(weights[0], name, None) is not None
+    }
+    return replace(first, **parts)
 
 
-def _stack_dense(weights: list[DenseWeight], count: int) -> DenseWeight | None:
-    alike = len(weights) == count and len({weight.values.dtype for weight in weights}) == 1
-    return DenseWeight(values=torch.cat([w.values for w in weights])) if alike else None
-
-
-def _stack_int8(weights: list[Int8Weight]) -> Int8Weight | None:
-    first = weights[0]
-    alike = all(
-        weight.activations == first.activations
-        and weight.scale.shape[1] == first.scale.shape[1]
-        and _same(weight.order, first.order)
-        and _same(weight.smoothing, first.smoothing)
-        for weight in weights
+def _have_one_form(left: Any, right: Any) -> bool:
+    """Whether one weight can have the outputs of both."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, DenseWeight):
+        return bool(left.values.dtype == right.values.dtype)
+    if isinstance(left, Fp8Weight):
+        return bool(left.blocked == right.blocked and not (left.blocked and right.shape[0] % FP8_BLOCK))
+    shared = ("activations", "order", "smoothing")
+    return bool(left.scale.shape[1] == right.scale.shape[1]) and all(
+        _same(getattr(left, name, None), getattr(right, name, None)) for name in shared
     )
-    if not alike:
-        return None
-    values, scale = torch.cat([w.values for w in weights]), torch.cat([w.scale for w in weights])
-    return replace(first, values=values, scale=scale)
 
 
-def _stack_int4(weights: list[Int4Weight]) -> Int4Weight | None:
-    first = weights[0]
-    alike = all(
-        weight.scale.shape[1] == first.scale.shape[1] and _same(weight.order, first.order)
-        for weight in weights
-    )
-    if not alike:
-        return None
-    minimum: Tensor | None = None
-    if any(weight.minimum is not None for weight in weights):
-        minimum = torch.cat([-INT4_MIDDLE * w.scale if w.minimum is None else w.minimum for w in weights])
-    packed, scale = torch.cat([w.packed for w in weights]), torch.cat([w.scale for w in weights])
-    return replace(first, packed=packed, scale=scale, minimum=minimum)
+def _with_minimum(weight: WeightFormat) -> WeightFormat:
+    if not isinstance(weight, Int4Weight) or weight.minimum is not None:
+        return weight
+    return replace(weight, minimum=-INT4_MIDDLE * weight.scale)
 
 
-def _stack_fp8(weights: list[Fp8Weight]) -> Fp8Weight | None:
-    blocked = weights[0].blocked
-    alike = all(
-        weight.blocked == blocked and not (blocked and weight.shape[0] % FP8_BLOCK) for weight in weights
-    )
-    if not alike:
-        return None
-    values = torch.cat([w.values.view(torch.uint8) for w in weights]).view(weights[0].values.dtype)
-    return Fp8Weight(values=values, scale=torch.cat([w.scale for w in weights]))
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].dtype not in FP8_NOT_FINITE:
+        return torch.cat(list(parts))
+    # Bytes, as fp8 cannot be joined everywhere.
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return torch.equal(left, right)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return left is right
 
 
 def _by_group(values: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor:

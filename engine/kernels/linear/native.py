@@ -6,7 +6,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs with a scale of t
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -31,25 +31,12 @@ from engine.kernels.linear.packed import (
     product_ops,
 )
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 
 # Groups of inputs must be a multiple of this, by packed format.
 GROUP_MULTIPLES = {INT4_GROUPED: 8, INT8_GROUPED: 4}
 # Outputs of a float16 weight that are packed at a time, through float32; a multiple of a panel's.
 PIECE_OUTPUTS = 4096
-
-
-class _PackArgs(ctypes.Structure):
-    _fields_ = (
-        ("source", c_void_p),
-        ("source_bytes", c_int64),
-        *fields(c_void_p, "bias", "source_scales", "source_minimums"),
-        ("weight", PackedWeightStruct),
-    )
-
-
-class _WidthArgs(ctypes.Structure):
-    _fields_ = (("source", c_void_p), *fields(c_int64, "outputs", "inputs", "count"))
 
 
 class NativePacker:
@@ -120,11 +107,11 @@ class NativePacker:
         """Whether the level multiplies bfloat16 weights [N, K] out of 12 bits, and these hold nearly all."""
         if not self.packs_float12:
             return False
-        args = _WidthArgs(source.data_ptr(), *source.shape, 0)
+        args = structure("WidthArgs")(source.data_ptr(), *source.shape, 0)
         self.library.run([Op(self.library, "count_too_wide", args)], num_threads=self.num_threads)
         return not args.count
 
-    def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: PackedWeightStruct) -> None:
+    def _pack_float16(self, source: Tensor, bias: Tensor | None, struct: ctypes.Structure) -> None:
         """Piece by piece, each in float32 for as long as it takes."""
         for first in range(0, source.shape[0], PIECE_OUTPUTS):
             part = slice(first, first + PIECE_OUTPUTS)
@@ -142,9 +129,9 @@ class NativePacker:
         bias: Tensor | None,
         scale: Tensor | None,
         minimum: Tensor | None,
-        struct: PackedWeightStruct,
+        struct: ctypes.Structure,
     ) -> None:
-        args = _PackArgs(
+        args = structure("PackArgs")(
             source.data_ptr(),
             source.element_size(),
             _pointer(bias),

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Mapping
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.host import empty
 from engine.kernels.native import NativeLibrary, Op
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 
 FLOAT32, BFLOAT16, INT8, INT8_DYNAMIC, INT4_GROUPED, INT8_GROUPED, FLOAT12 = range(7)
 # Outputs are padded to a multiple of this with zeros, inputs to one of the other (float32 inputs are not).
@@ -25,31 +26,14 @@ OUTPUT_MULTIPLE = 16
 INPUT_MULTIPLE = 64
 
 
-class PackedWeightStruct(ctypes.Structure):
-    """Mirror of `PackedWeight`."""
-
-    _fields_ = (
-        *fields(c_int64, "format", "outputs", "inputs", "padded_inputs", "group_size"),
-        *fields(c_void_p, "data", "scales", "minimums", "bias", "smoothing", "order"),
-    )
-
-
-class GemmArgs(ctypes.Structure):
-    """Mirror of `GemmArgs`."""
-
-    _fields_ = (
-        *fields(c_void_p, "num_rows", "x", "out"),
-        *fields(c_int64, "x_stride", "out_stride", "accumulate"),
-        ("workspace", c_void_p),
-        ("weight", PackedWeightStruct),
-    )
+PackedWeightStruct = structure("PackedWeight")
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in an arena; lives as long as that."""
 
-    struct: PackedWeightStruct
+    struct: ctypes.Structure
     arena: Arena
     # Bytes of each of its parts that are there, by their names in the struct.
     sizes: Mapping[str, int]
@@ -98,9 +82,9 @@ def gemm_args(
     x_stride: int = 0,
     out_stride: int = 0,
     accumulate: bool = False,
-) -> GemmArgs:
+) -> Any:
     """Args of a product; all but the strides (in floats, 0 is dense) are addresses."""
-    return GemmArgs(
+    return structure("GemmArgs")(
         num_rows,
         x,
         out,
@@ -112,7 +96,7 @@ def gemm_args(
     )
 
 
-def product_ops(library: NativeLibrary, args: GemmArgs, *keep: object) -> list[Op]:
+def product_ops(library: NativeLibrary, args: ctypes.Structure, *keep: object) -> list[Op]:
     """What computes a product: the conversion of its rows, then the product. `keep` is what args point to."""
     return [Op(library, "gemm_rows", args, *keep), Op(library, "gemm", args, *keep)]
 

@@ -29,13 +29,9 @@ from engine.kernels.linear.formats import (
 )
 from engine.kernels.linear.reference import Product
 from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
-from engine.kernels.linear.triton_grouped import (
-    GroupedRows,
-    grouped_product,
-    grouped_scaled_product,
-    grouped_weight_only_product,
-)
+from engine.kernels.linear.triton_grouped import grouped_product
 from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
+from engine.kernels.linear.triton_rows import GroupedRows
 from engine.kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
@@ -154,8 +150,12 @@ class GroupedWeightOnly(Grouped):
 
     def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
         """See GroupedProduct."""
-        return grouped_weight_only_product(
-            x.contiguous(), self.weight, self.num_weights, groups, rows_per_input=rows_per_input
+        return weight_only_product(
+            x.contiguous(),
+            self.weight,
+            groups=groups,
+            num_weights=self.num_weights,
+            rows_per_input=rows_per_input,
         )
 
 
@@ -176,8 +176,14 @@ class GroupedScaled(Grouped):
         """See GroupedProduct."""
         kind: Quantized = "int8" if self.values.dtype == torch.int8 else "fp8"
         levels, scale = quantize_rows(x.contiguous(), kind, block=FP8_BLOCK if self.scale.dim() == 3 else 0)
-        return grouped_scaled_product(
-            levels, scale, self.values, self.scale, groups, dtype=x.dtype, rows_per_input=rows_per_input
+        return scaled_product(
+            levels,
+            scale,
+            self.values,
+            self.scale,
+            dtype=x.dtype,
+            groups=groups,
+            rows_per_input=rows_per_input,
         )
 
 

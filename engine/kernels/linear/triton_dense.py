@@ -39,10 +39,10 @@ def dense_kernel(
     out_batch,
     out_row,
     BIAS: tl.constexpr,
-    TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TILE_M: tl.constexpr = TILE_M,
+    TOGETHER: tl.constexpr = ROWS_TOGETHER,
 ):
     """x [B, M, K] times weight [B, N, K] by its strides; elements of a row of x and out lie side by side."""
     batch = tl.program_id(1).to(tl.int64)
@@ -108,10 +108,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             out.stride(0),
             out.stride(1),
             BIAS=bias is not None,
-            TILE_M=TILE_M,
             TILE_N=tile_n,
             TILE_K=tile_k,
-            TOGETHER=ROWS_TOGETHER,
             num_warps=NUM_WARPS,
         )
     return out

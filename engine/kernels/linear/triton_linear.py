@@ -1,4 +1,4 @@
-"""Matrix products with quantized weights, in Triton.
+"""Matrix products with quantized weights, in Triton: one weight for all rows, or one of several for each.
 
 The order of additions along K does not depend on the number of rows, and every launch of a weight has the
 same tile, so a row's result does not depend on the batch.
@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
+from engine.kernels.linear.triton_rows import TILE_M, GroupedRows, rows_of_tile
 from engine.kernels.norm.triton_norm import LIMITS, scaled_row
 from engine.kernels.rows import Quantized, empty_scales
 
-TILE_M, TILE_N, TILE_K = 64, 64, 64
+TILE_N, TILE_K = 64, 64
 
 
 @triton.jit
@@ -67,32 +68,44 @@ def weight_only_kernel(
     minimum,
     bias,
     out,
+    order,
+    weight_of_tile,
     rows,
     inputs,
     outputs,
     groups,
     x_stride,
+    rows_per_input,
     BITS: tl.constexpr,
     MIDDLE: tl.constexpr,
     MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    GROUPED: tl.constexpr,
     TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr = TILE_M,
+    TILE_N: tl.constexpr = TILE_N,
 ):
-    """x [M, K] times a weight of 4 or 8 bits with one scale per output and group; TILE_K divides a group."""
-    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    """x [M, K] times a weight of 4 or 8 bits with one scale per output and group; TILE_K divides a group.
+    GROUPED: tile t of rows meets weight weight_of_tile[t] of all [X * N, ...], and row r of the order reads
+    x[r // rows_per_input].
+    """
+    row, in_rows = rows_of_tile(order, rows, GROUPED, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    in_columns = column < outputs
+    column = column.to(tl.int64)
+    source, output = row, column
+    if GROUPED:
+        chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
+        if chosen < 0:
+            return
+        source, output = row // rows_per_input, chosen * outputs + column
     place = tl.arange(0, TILE_K)
-    in_rows, in_columns = row < rows, column < outputs
-    row, column = row.to(tl.int64), column.to(tl.int64)
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        mask = in_rows[:, None] & there[None, :]
-        some = tl.load(x + row[:, None] * x_stride + (start + place)[None, :], mask=mask, other=0.0)
+        mask = in_rows[:, None] & (start + place < inputs)[None, :]
+        some = tl.load(x + source[:, None] * x_stride + (start + place)[None, :], mask=mask, other=0.0)
         values = weight_tile(
-            weight, scale, minimum, column, in_columns, start, inputs, groups, BITS, MIDDLE, MINIMUM, TILE_K
+            weight, scale, minimum, output, in_columns, start, inputs, groups, BITS, MIDDLE, MINIMUM, TILE_K
         )
         total = tl.dot(some, tl.trans(values.to(some.dtype)), total, input_precision="ieee")
     if BIAS:
@@ -101,43 +114,62 @@ def weight_only_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
-def weight_only_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None = None) -> Tensor:
+def weight_only_product(
+    x: Tensor,
+    weight: Int4Weight | Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    groups: GroupedRows | None = None,
+    num_weights: int = 1,
+    rows_per_input: int = 1,
+) -> Tensor:
     """x [M, K] in floating point -> [M, N] in x's type. Weights of AWQ, GPTQ and compressed-tensors
     checkpoints come in this form (engine/quantization reads them).
+
+    With groups of R rows -> [R, N], row r being x[r // rows_per_input] times the one that it chose of
+    num_weights, which lie one after another in `weight` and have neither order nor smoothing.
     """
     if isinstance(weight, Int8Weight) and weight.smoothing is not None:
         x = (x.float() * weight.smoothing).to(x.dtype)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     assert x.stride(1) == 1, "inputs of a row lie side by side"
-    outputs, inputs = weight.shape
-    rows = x.shape[0]
+    outputs, inputs = weight.shape[0] // num_weights, weight.shape[1]
+    rows, tiles = _rows_and_tiles(x, groups)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     is_int4 = isinstance(weight, Int4Weight)
     minimum = weight.minimum if isinstance(weight, Int4Weight) else None
-    tile_k = step_of(weight)
-    if rows:
-        weight_only_kernel[(triton.cdiv(rows, TILE_M), triton.cdiv(outputs, TILE_N))](
+    if tiles:
+        weight_only_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
             x,
             weight.packed if isinstance(weight, Int4Weight) else weight.values,
             weight.scale,
             minimum if minimum is not None else weight.scale,
             bias if bias is not None else weight.scale,
             out,
+            groups.order if groups is not None else weight.scale,
+            groups.weight_of_tile if groups is not None else weight.scale,
             rows,
             inputs,
             outputs,
             weight.scale.shape[1],
             x.stride(0),
+            rows_per_input,
             BITS=4 if is_int4 else 8,
             MIDDLE=INT4_MIDDLE if is_int4 else 0,
             MINIMUM=minimum is not None,
             BIAS=bias is not None,
-            TILE_M=TILE_M,
-            TILE_N=TILE_N,
-            TILE_K=tile_k,
+            GROUPED=groups is not None,
+            TILE_K=step_of(weight),
         )
     return out
+
+
+def _rows_and_tiles(x: Tensor, groups: GroupedRows | None) -> tuple[int, int]:
+    """Rows of the result, and how many tiles of them there are."""
+    if groups is None:
+        return x.shape[0], triton.cdiv(x.shape[0], TILE_M)
+    return groups.num_rows, groups.weight_of_tile.shape[0]
 
 
 def step_of(weight: Int4Weight | Int8Weight) -> int:
@@ -205,58 +237,6 @@ def quantize_rows(
     return out, scales
 
 
-@triton.jit
-def scaled_tile(
-    x,
-    x_scale,
-    weight,
-    weight_scale,
-    row,
-    in_rows,
-    output,
-    in_outputs,
-    first_block,
-    inputs,
-    INTEGER: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-):
-    """Rows `row` [TILE_M] of x times rows `output` [TILE_N] of weight, both of 8 bits, with their scales:
-    float32. BLOCKED: `first_block` is the row of the weight's scales that all outputs of the tile share.
-    """
-    place = tl.arange(0, TILE_K)
-    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
-    ZERO: tl.constexpr = 0 if INTEGER else 0.0
-    if INTEGER:
-        total = tl.zeros([TILE_M, TILE_N], tl.int32)
-    else:
-        total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        at = x + row[:, None] * inputs + (start + place)[None, :]
-        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
-        at = weight + output[:, None] * inputs + (start + place)[None, :]
-        other = tl.trans(tl.load(at, mask=in_outputs[:, None] & there[None, :], other=ZERO))
-        if INTEGER:
-            total = tl.dot(some, other, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            block = start // SCALE_BLOCK
-            left = tl.load(x_scale + row * blocks + block, mask=in_rows, other=0.0)
-            right = tl.load(weight_scale + first_block * blocks + block)
-            total += tl.dot(some, other) * (left * right)[:, None]
-        else:
-            total = tl.dot(some, other, total)
-    result = total.to(tl.float32)
-    if not BLOCKED:
-        left = tl.load(x_scale + row, mask=in_rows, other=0.0)
-        right = tl.load(weight_scale + output, mask=in_outputs, other=0.0)
-        result *= left[:, None] * right[None, :]
-    return result
-
-
 # The number of rows changes from step to step; it must not decide what is compiled.
 @triton.jit(do_not_specialize=["rows"])
 def scaled_kernel(
@@ -266,43 +246,65 @@ def scaled_kernel(
     weight_scale,
     bias,
     out,
+    order,
+    weight_of_tile,
     rows,
     inputs,
     outputs,
+    rows_per_input,
     INTEGER: tl.constexpr,
     BLOCKED: tl.constexpr,
     BIAS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TILE_M: tl.constexpr = TILE_M,
+    TILE_N: tl.constexpr = TILE_N,
+    TILE_K: tl.constexpr = TILE_K,
+    SCALE_BLOCK: tl.constexpr = FP8_BLOCK,
 ):
     """Products of 8-bit inputs with 8-bit weights: int8, or float8. BLOCKED: one scale per row and
     SCALE_BLOCK inputs (for weights also SCALE_BLOCK outputs, of which TILE_N is a divisor), else one per row
-    and per output.
+    and per output. GROUPED as in weight_only_kernel; scales of weights are [X * N], or [X * N/128, K/128].
     """
-    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    row, in_rows = rows_of_tile(order, rows, GROUPED, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    in_rows, in_columns = row < rows, column < outputs
-    row, column = row.to(tl.int64), column.to(tl.int64)
-    result = scaled_tile(
-        x,
-        x_scale,
-        weight,
-        weight_scale,
-        row,
-        in_rows,
-        column,
-        in_columns,
-        tl.program_id(1) * TILE_N // SCALE_BLOCK,
-        inputs,
-        INTEGER,
-        BLOCKED,
-        TILE_M,
-        TILE_N,
-        TILE_K,
-        SCALE_BLOCK,
-    )
+    in_columns = column < outputs
+    column = column.to(tl.int64)
+    source, output = row, column
+    # The row of the weight's scales that all outputs of the tile share.
+    first_block = tl.program_id(1) * TILE_N // SCALE_BLOCK
+    if GROUPED:
+        chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
+        if chosen < 0:
+            return
+        source, output = row // rows_per_input, chosen * outputs + column
+        first_block += chosen * ((outputs + SCALE_BLOCK - 1) // SCALE_BLOCK)
+    place = tl.arange(0, TILE_K)
+    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
+    ZERO: tl.constexpr = 0 if INTEGER else 0.0
+    if INTEGER:
+        total = tl.zeros([TILE_M, TILE_N], tl.int32)
+    else:
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, inputs, TILE_K):
+        there = start + place < inputs
+        at = x + source[:, None] * inputs + (start + place)[None, :]
+        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
+        at = weight + output[:, None] * inputs + (start + place)[None, :]
+        other = tl.trans(tl.load(at, mask=in_columns[:, None] & there[None, :], other=ZERO))
+        if INTEGER:
+            total = tl.dot(some, other, total, out_dtype=tl.int32)
+        elif BLOCKED:
+            block = start // SCALE_BLOCK
+            left = tl.load(x_scale + source * blocks + block, mask=in_rows, other=0.0)
+            right = tl.load(weight_scale + first_block * blocks + block)
+            total += tl.dot(some, other) * (left * right)[:, None]
+        else:
+            total = tl.dot(some, other, total)
+    result = total.to(tl.float32)
+    if not BLOCKED:
+        left = tl.load(x_scale + source, mask=in_rows, other=0.0)
+        right = tl.load(weight_scale + output, mask=in_columns, other=0.0)
+        result *= left[:, None] * right[None, :]
     if BIAS:
         result += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     at = out + row[:, None] * outputs + column[None, :]
@@ -317,33 +319,35 @@ def scaled_product(
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype,
+    groups: GroupedRows | None = None,
+    rows_per_input: int = 1,
 ) -> Tensor:
     """x [M, K] and weight [N, K], both int8 or both float8_e4m3 -> [M, N] in `dtype`.
 
     Scales are float32: [M] and [N] (a scale per tensor is one repeated), or for float8 in blocks
-    [M, K/128] and [N/128, K/128], rounded up.
+    [M, K/128] and [N/128, K/128], rounded up. With groups of R rows and weights [X, N, K], whose scales have
+    X in front, too -> [R, N], row r being x[r // rows_per_input] times its weight.
     """
-    rows, inputs = x.shape
-    outputs = weight.shape[0]
-    blocked = x_scale.dim() == 2
+    outputs, inputs = weight.shape[-2:]
+    rows, tiles = _rows_and_tiles(x, groups)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    if rows:
-        scaled_kernel[(triton.cdiv(rows, TILE_M), triton.cdiv(outputs, TILE_N))](
+    if tiles:
+        scaled_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
             x,
             x_scale,
             weight,
             weight_scale,
             bias if bias is not None else weight_scale,
             out,
+            groups.order if groups is not None else weight_scale,
+            groups.weight_of_tile if groups is not None else weight_scale,
             rows,
             inputs,
             outputs,
+            rows_per_input,
             INTEGER=x.dtype == torch.int8,
-            BLOCKED=blocked,
+            BLOCKED=x_scale.dim() == 2,
             BIAS=bias is not None,
-            TILE_M=TILE_M,
-            TILE_N=TILE_N,
-            TILE_K=TILE_K,
-            SCALE_BLOCK=FP8_BLOCK,
+            GROUPED=groups is not None,
         )
     return out

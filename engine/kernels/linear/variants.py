@@ -10,14 +10,13 @@ from torch import Tensor
 
 from engine.kernels.linear.formats import FP8_BLOCK, DenseWeight, Fp8Weight, Int4Weight, Int8Weight
 from engine.kernels.linear.triton_backend import InvariantLinear, TritonLinear
-from engine.kernels.linear.triton_grouped import GroupedRows, add_adapters
 from engine.kernels.linear.triton_linear import quantize_rows
 
 INPUTS, OUTPUTS, EXPERTS, GROUP = 4096, 14336, 8, 128
 
 
 def variants() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every format of weight, for layers and for experts; rounding; adapters."""
+    """Every format of weight, for layers and for experts; rounding."""
     x, rows, choice = _tensor(5, INPUTS), _tensor(2, 14336), _tensor(5, kind=torch.int32)
     linear, bytes_ = TritonLinear(), _tensor(OUTPUTS, INPUTS, kind=torch.int8)
     groups = _tensor(OUTPUTS, INPUTS // GROUP, kind=torch.float32)
@@ -39,9 +38,6 @@ def variants() -> Iterator[tuple[str, Callable[[], object]]]:
     experts = linear.grouped([dense] * EXPERTS)
     assert experts is not None, "of one format"
     yield "experts", partial(experts, x, experts.group(choice), rows_per_input=1)
-    adapters = _tensor(EXPERTS, 16, INPUTS), _tensor(EXPERTS, OUTPUTS, 16)
-    mixed = GroupedRows.of(choice, EXPERTS)
-    yield "adapters", partial(add_adapters, _tensor(5, OUTPUTS), x, *adapters, mixed)
     yield "rows to int8", partial(quantize_rows, rows, "int8", factors=_tensor(14336, kind=torch.float32))
     yield "rows to fp8", partial(quantize_rows, rows, "fp8")
     for kind in (torch.bfloat16, torch.float32):

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.kernels.native.build import BuildError, library_path, machine_levels, processor
 from engine.kernels.native.config import LEVEL_VARIABLE, child_environment, forced_level
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 
 _log = logging.getLogger(__name__)
 
@@ -36,20 +36,8 @@ class NativeUnavailableError(Exception):
     """There is no native library for this machine; the message says why."""
 
 
-class StepStruct(ctypes.Structure):
-    """Mirror of step.h; shapes are there."""
-
-    _fields_ = (
-        *fields(c_int64, "num_tokens", "num_sequences", "num_logit_rows", "max_blocks"),
-        *fields(c_void_p, "token_ids", "positions", "slots"),
-        *fields(c_void_p, "query_starts", "context_lens", "block_tables", "logit_rows"),
-    )
-
-
-class OpStruct(ctypes.Structure):
-    """Mirror of `Op` in pool.h."""
-
-    _fields_ = (("run", c_void_p), ("args", c_void_p))
+StepStruct = structure("Step")
+OpStruct = structure("Op")
 
 
 class Op:
@@ -117,7 +105,7 @@ class NativeLibrary:
         self._wake(pool)
 
     def run_pool(
-        self, pool: int, ops: ctypes.Array[OpStruct], count: int, spent: ctypes.Array[c_int64] | None
+        self, pool: int, ops: ctypes.Array[Any], count: int, spent: ctypes.Array[c_int64] | None
     ) -> None:
         """Runs `count` ops; adds each one's nanoseconds to `spent`."""
         self._run(pool, ops, count, spent)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int64, c_void_p
 from typing import Any, Protocol
 
 import numpy as np
 
 from engine.kernels.host import Values, address_of
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 
 # Names of types to values of KvType.
 KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -38,16 +36,10 @@ class Storage(Protocol):
         """The type of keys and values."""
 
 
-class KvCacheStruct(ctypes.Structure):
-    """Mirror of KvCache."""
-
-    _fields_ = (
-        *fields(c_void_p, "keys", "values", "scales"),
-        *fields(c_int64, "type", "num_heads", "block_size", "key_dim", "value_dim", "shared_value_dim"),
-    )
+KvCacheStruct = structure("KvCache")
 
 
-def describe(cache: Any) -> KvCacheStruct:
+def describe(cache: Any) -> Any:
     """Points at the memory of a cache, which must outlive the result. Raises TypeError for a cache that the
     kernels cannot read.
     """

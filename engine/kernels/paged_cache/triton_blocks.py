@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORD = 4
 BLOCK = 4096
 
 

@@ -5,8 +5,6 @@ Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int64, c_void_p
 from functools import cache
 
 import numpy as np
@@ -15,38 +13,13 @@ from numpy.typing import NDArray
 from engine.kernels.host import Values, as_array, empty
 from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, load_native
 from engine.kernels.native.library import Program
-from engine.kernels.native.mirror import fields
+from engine.kernels.native.mirror import structure
 from engine.kernels.sampling.noise import row_keys, sequence_streams
-from engine.kernels.sampling.rows import NO_ROW, SamplingRows, Tables
+from engine.kernels.sampling.rows import NO_ROW, OPTIONS, SamplingRows, Tables
 
-# Mirror of SampleRow.
-SAMPLE_ROW = np.dtype(
-    [
-        *fields(np.int64, "key", "top_k", "counts", "seen", "bias", "mask"),
-        *fields(np.int64, "first_stop", "num_stops", "first_draft", "num_drafts"),
-        *fields(np.float32, "temperature", "top_p", "min_p", "repetition", "presence", "frequency"),
-    ]
-)
-_COPIED = ("top_k", "temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-
-
-class SampleArgs(ctypes.Structure):
-    """Mirror of sampling.h."""
-
-    _fields_ = (
-        *fields(c_void_p, "logits", "processed", "rows", "stop_ids", "draft_tokens"),
-        *fields(c_void_p, "tokens", "finite", "allowed"),
-        *fields(c_int64, "num_rows", "vocab_size"),
-    )
-
-
-class LogprobArgs(ctypes.Structure):
-    """Mirror of sampling.h."""
-
-    _fields_ = (
-        *fields(c_void_p, "logits", "tokens", "excluded", "chosen", "best_ids", "best"),
-        *fields(c_int64, "num_best", "num_rows", "vocab_size"),
-    )
+SAMPLE_ROW = np.dtype(structure("SampleRow"))
+# What a row says as its sequence's options do.
+_COPIED = tuple(name for name in OPTIONS.names or () if name in SAMPLE_ROW.fields)
 
 
 @cache
@@ -63,7 +36,7 @@ class NativeDraws:
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
-        self.args = SampleArgs()
+        self.args = structure("SampleArgs")()
         # What the args point to, besides the buffers.
         self._kept: object = None
         # Of rows that are drawn again and again: noise of their sequences, where one needs any.
@@ -202,7 +175,7 @@ def native_logprobs(
     chosen = np.empty(count, np.float32)
     ids, best = np.empty((count, num_best), np.int64), np.empty((count, num_best), np.float32)
     hidden = None if excluded is None else np.ascontiguousarray(as_array(excluded))
-    args = LogprobArgs(
+    args = structure("LogprobArgs")(
         logits=given.ctypes.data,
         tokens=asked.ctypes.data,
         excluded=None if hidden is None else hidden.ctypes.data,

@@ -5,7 +5,7 @@ Shape letters: R rows, N slots, W wide rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ OPTIONS = np.dtype(
     ]
 )
 NO_ROW = -1
+_NONE = np.array([], np.int64)
 
 
 class WideRows(Protocol):
@@ -74,11 +75,11 @@ class SamplingRows:
     # Number of output tokens before the one drawn in this row.
     positions: NDArray[np.int64]  # [R]
     # Draft tokens before a row, counted by penalties on top of the table: (row, token) pairs.
-    draft_rows: NDArray[np.int64]
-    draft_tokens: NDArray[np.int64]
+    draft_rows: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+    draft_tokens: NDArray[np.int64] = field(default_factory=lambda: _NONE)
     # Rows under a grammar, and the tokens that it allows: bit i % 32 of word i / 32.
-    grammar_rows: NDArray[np.int64]
-    grammar_masks: NDArray[np.int32] | None
+    grammar_rows: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+    grammar_masks: NDArray[np.int32] | None = None
 
 
 def early_stops(table: Tables, rows: SamplingRows) -> list[tuple[int, int]]:

@@ -62,11 +62,11 @@ def process_logits_kernel(
     finite,
     vocab_size,
     mask_words,
-    BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
     PENALTIES: tl.constexpr,
     BIASES: tl.constexpr,
     MASKS: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
 ):
     """One program per row and BLOCK tokens. A row without an option passes unchanged. `finite` [R, programs]
     says whether the logits were; without WRITE that is all.
@@ -164,7 +164,7 @@ def draw_kernel(
     tokens,
     allowed,
     vocab_size,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
 ):
     """One program per row: threshold of min-p, top-k and top-p, then the largest logit plus noise."""
     row = tl.program_id(0).to(tl.int64)
@@ -247,7 +247,6 @@ def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> tuple
             finite,
             vocab_size,
             0 if options.masks is None else options.masks.shape[1],
-            BLOCK=BLOCK,
             WRITE=write,
             PENALTIES=options.count_row is not None,
             BIASES=options.bias_row is not None,
@@ -272,18 +271,9 @@ def draw(processed: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
             tokens,
             allowed,
             vocab_size,
-            BLOCK=BLOCK,
             num_warps=8,
         )
     return tokens, allowed
-
-
-def sample(logits: Tensor, options: RowOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V] float32 -> tokens [R] int64, whether anything finite was allowed [R], processed logits
-    [R, V].
-    """
-    processed, _ = process(logits, options)
-    return *draw(processed, options), processed
 
 
 def compile_draw(vocab_size: int, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionB
     """Why decode steps stay eager; empty when they can be captured."""
     if config.graphs.decode == "off":
         return "engine.graphs.decode is off"
-    if not isinstance(attention, CapturedAttention) or not attention.captures:
+    if not isinstance(attention, CapturedAttention):
         return f"attention back end {attention.name} asks the host"
     if not model.captures:
         return "experts of this format are sorted on the host"

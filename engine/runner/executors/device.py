@@ -100,9 +100,6 @@ class DeviceExecutor(Executor):
         with self._fitting():
             return self._queue(inputs) if inputs.ahead else self._eager.execute(inputs)
 
-    def forget(self) -> None:
-        """Nothing is kept from one step to the next but what the device drew, by slot."""
-
     def raise_if_broken(self, error: Exception) -> None:
         raise_if_broken(error)
 

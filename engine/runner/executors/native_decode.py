@@ -18,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.native import Op
-from engine.kernels.native.decode import DecodeArgs
 from engine.kernels.native.library import Program
+from engine.kernels.native.mirror import structure
 from engine.kernels.sampling.native import NativeDraws
 from engine.kernels.sampling.rows import Drawn, SamplingRows
 from engine.model.native_decoder import NativeDecoder
 from engine.runner.executors.following import LastStep
 from engine.runner.outcomes import Sampled
 from engine.runner.sequence_table import SequenceTable
-
-_NONE = np.array([], np.int64)
 
 
 class NativeDecode:
@@ -41,7 +39,7 @@ class NativeDecode:
         self._table = table
         self._draws = draws
         self._appended = c_int64()
-        self._args = DecodeArgs(block_size=block_size, appended=ctypes.addressof(self._appended))
+        self._args = structure("DecodeArgs")(block_size=block_size, appended=ctypes.addressof(self._appended))
         self._first = Op(model.library, "decode_inputs", self._args)
         self._final = Op(model.library, "decode_tokens", self._args)
         self._program: Program | None = None
@@ -86,14 +84,7 @@ class NativeDecode:
         ragged = batch.ragged
         self._last = None
         logits = self._model.point_to_rows(last.batch, last.rows.tokens)
-        rows = SamplingRows(
-            slots=last.rows.slots,
-            positions=last.rows.positions + 1,
-            draft_rows=_NONE,
-            draft_tokens=_NONE,
-            grammar_rows=_NONE,
-            grammar_masks=None,
-        )
+        rows = SamplingRows(slots=last.rows.slots, positions=last.rows.positions + 1)
         processed = draws.follow(logits, table.sampling, rows)
         if processed is None:
             return None

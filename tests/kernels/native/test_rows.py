@@ -14,8 +14,8 @@ from engine.kernels.activation import GATES, gate
 from engine.kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.library import StepStruct
+from engine.kernels.native.mirror import structure
 from engine.kernels.norm import rms_norm
-from engine.kernels.norm.native import RmsNormArgs
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from engine.kernels.paged_cache.native import describe
 from engine.kernels.rope import rotate
@@ -30,7 +30,7 @@ def run(library: NativeLibrary, name: str, args: ctypes.Structure, num_threads: 
     library.run([Op(library, name, args)], num_threads=num_threads)
 
 
-def step_of(num_tokens: int, **pointers: Tensor) -> StepStruct:
+def step_of(num_tokens: int, **pointers: Tensor) -> ctypes.Structure:
     return StepStruct(num_tokens=num_tokens, **{name: part.data_ptr() for name, part in pointers.items()})
 
 
@@ -40,7 +40,7 @@ def normed(
     """The stream and its norm."""
     residual, out = torch.full_like(x, NAN), torch.full_like(x, NAN)
     step = step_of(len(x))
-    args = RmsNormArgs(
+    args = structure("RmsNormArgs")(
         step=ctypes.addressof(step),
         x=x.data_ptr(),
         change=None if change is None else change.data_ptr(),
@@ -80,7 +80,7 @@ def test_norm_of_logit_rows(native: NativeLibrary) -> None:
     out = torch.full((3, 33), NAN)
     step = step_of(7, logit_rows=wanted)
     step.num_logit_rows = 3
-    args = RmsNormArgs(
+    args = structure("RmsNormArgs")(
         step=ctypes.addressof(step),
         x=x.data_ptr(),
         weight=weight.data_ptr(),

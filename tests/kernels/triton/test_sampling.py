@@ -8,9 +8,15 @@ import torch
 
 from engine.kernels.sampling.filters import apply_min_p, apply_top_k_top_p
 from engine.kernels.sampling.noise import gumbel, row_keys
-from engine.kernels.sampling.triton_sampling import RowOptions, compile_draw, process, sample
+from engine.kernels.sampling.triton_sampling import RowOptions, compile_draw, draw, process
 
 ROWS = 6
+
+
+def sample(logits: torch.Tensor, options: RowOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, whether any was allowed, and processed logits."""
+    processed, _ = process(logits, options)
+    return *draw(processed, options), processed
 
 
 def keys() -> torch.Tensor:

@@ -61,10 +61,10 @@ def test_requests_leave_nothing_to_the_collector(
                 loop.step()
                 assert not loop.stopped
                 if cancelled and scheduler.num_requests:
-                    for request_id in scheduler.request_ids():
+                    for request_id in list(scheduler._state.groups):
                         front.sendall(encode(messages.Cancel(request_id)))
                 FrameBuffer().feed(front.recv(1 << 22))
-                if not scheduler.has_work and not scheduler.num_in_flight:
+                if not scheduler.has_work and not scheduler._state.in_flight:
                     return
 
         serve(1)

@@ -286,7 +286,7 @@ def test_who_leaves_during_the_first_step_is_told_to_have_had_it(sampling: dict[
     assert _steps_told(driver, early) == 0
     request = driver.submit(prompt(8, 2), max_tokens=50, **sampling)
     driver.step()
-    assert driver.scheduler.num_in_flight == 1
+    assert len(driver.scheduler._state.in_flight) == 1
     driver.cancel(request)
     assert _steps_told(driver, request) == 1
     driver.run()

@@ -67,7 +67,7 @@ class Walk:
         elif operation == "submit_high":
             self._submit([rng.randrange(300) for _ in range(rng.randrange(1, 40))], priority=10)
         elif operation == "cancel" and driver.scheduler.num_requests:
-            driver.cancel(rng.choice(driver.scheduler.request_ids()))
+            driver.cancel(rng.choice(list(driver.scheduler._state.groups)))
         elif operation == "wait":
             driver.wait(rng.random() * 3)
         elif operation == "fail" and self.faults:
@@ -242,12 +242,12 @@ def test_ending_requests_frees_everything_within_one_step(
         walk.operate(walk.random.choice(OPERATIONS))
     last = driver.submit([1] * 9, max_tokens=9, deadline_s=driver.now + 1.0 if by_deadline else None)
     if by_deadline:
-        others = [each for each in driver.scheduler.request_ids() if each != last]
+        others = [each for each in list(driver.scheduler._state.groups) if each != last]
         for request_id in others:
             driver.cancel(request_id)
         driver.wait(1.5)
     else:
-        for request_id in driver.scheduler.request_ids():
+        for request_id in list(driver.scheduler._state.groups):
             driver.cancel(request_id)
         assert driver.scheduler.num_unreferenced_blocks == num_blocks
     driver.step()

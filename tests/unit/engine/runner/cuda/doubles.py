@@ -108,8 +108,6 @@ class CheckedRecorder:
 class CapturableAttention(TiledAttention):
     """Torch's attention, with decode steps that look at whole tables under a mask."""
 
-    captures = True
-
     def __init__(self, *, num_heads: int, num_kv_heads: int) -> None:
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads)
         self.group = num_heads // num_kv_heads
