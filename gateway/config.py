@@ -154,7 +154,16 @@ class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     monthly_budget: PositiveFloat | None = None
 
 
-class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Limited(LimitValues, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has limits among its settings."""
+
+    @property
+    def limits(self) -> LimitValues:
+        """The limits alone."""
+        return LimitValues(**{name: getattr(self, name) for name in LimitValues.__struct_fields__})
+
+
+class TenantConfig(Limited, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[tenants.<name>]`: who pays, and what was agreed with them."""
 
     # Tier of requests that ask for none; `gateway.default_tier` when empty.
@@ -167,20 +176,10 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight: PositiveFloat = 1.0
     # Share cached prefixes with other tenants that do so too (their timing can then tell what was asked).
     cache_shared: bool = False
-    requests_per_minute: PositiveInt | None = None
-    tokens_per_minute: PositiveInt | None = None
-    max_concurrent_streams: PositiveInt | None = None
-    monthly_tokens: PositiveInt | None = None
-    monthly_budget: PositiveFloat | None = None
-
-    @property
-    def limits(self) -> LimitValues:
-        """The limits among the tenant's settings."""
-        return limit_values(self)
 
 
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of `[[keys.entries]]`: an API key, known by its hash alone."""
+class KeyEntry(Limited, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of `[[keys.entries]]`: an API key, known by its hash. Its limits apply beside its tenant's."""
 
     # Public name of the key in logs, metrics and the ledger.
     id: str
@@ -194,17 +193,6 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_models: tuple[str, ...] = ()
     # Tier instead of the tenant's; must be one of those that the tenant may use.
     tier: str = ""
-    # Limits of this key alone; those of its tenant apply as well.
-    requests_per_minute: PositiveInt | None = None
-    tokens_per_minute: PositiveInt | None = None
-    max_concurrent_streams: PositiveInt | None = None
-    monthly_tokens: PositiveInt | None = None
-    monthly_budget: PositiveFloat | None = None
-
-    @property
-    def limits(self) -> LimitValues:
-        """The limits among the key's settings."""
-        return limit_values(self)
 
 
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -284,8 +272,3 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trusted_hops: Annotated[int, msgspec.Meta(ge=0)] = 0
     # Share of requests that are traced, in per cent.
     trace_sampling_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 100.0
-
-
-def limit_values(source: TenantConfig | KeyEntry) -> LimitValues:
-    """The limits among the settings of a tenant or a key."""
-    return LimitValues(**{name: getattr(source, name) for name in LimitValues.__struct_fields__})

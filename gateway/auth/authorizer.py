@@ -18,11 +18,11 @@ from opentelemetry.util.types import AttributeValue
 
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
-from gateway.auth.convert import Authenticated, context_of, identity_of
+from gateway.auth.convert import context_of
 from gateway.auth.directory import KeyDirectory, Principal
 from gateway.openai_error import error_body, error_headers
 from gateway.tiers import Tiers
-from gateway.types.identity import MAX_CLIENT_REQUEST_ID
+from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.tracing import Telemetry, remote_span
@@ -88,12 +88,12 @@ class Authorizer:
     def check(self, headers: Mapping[bytes, bytes]) -> Answer:
         """Answers a question of Envoy's by a request's headers (names in lower case)."""
         try:
-            authenticated = self.authenticate(headers)
+            identity = self.authenticate(headers)
         except MillraceError as error:
             return refused(error, is_grpc=is_grpc(_text(headers, CONTENT_TYPE_HEADER.encode())))
-        return self._allowed(authenticated)
+        return self._allowed(identity)
 
-    def authenticate(self, headers: Mapping[bytes, bytes]) -> Authenticated:
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Identity:
         """Authenticates one request; raises what its caller is told."""
         started_s = time.monotonic()
         try:
@@ -102,12 +102,15 @@ class Authorizer:
             self._deferred.call(self._tell, headers, started_s, time.monotonic(), None, error.reason.value)
             raise
         self._deferred.call(self._tell, headers, started_s, time.monotonic(), principal, "")
-        return Authenticated(
-            principal,
-            self._tiers.named(principal.tier),
-            _text(headers, b"x-request-id"),
-            _text(headers, b"traceparent"),
-            _text(headers, b"tracestate"),
+        return Identity(
+            request_id=_text(headers, b"x-request-id"),
+            tenant=principal.tenant,
+            key_id=principal.key_id,
+            tier=principal.tier,
+            cache_salt=principal.cache_salt,
+            allowed_models=principal.allowed_models,
+            traceparent=_text(headers, b"traceparent"),
+            tracestate=_text(headers, b"tracestate"),
         )
 
     def _tell(
@@ -147,18 +150,16 @@ class Authorizer:
             )
         return self._directory.authenticate(credentials[len(_SCHEME) :].strip().decode("latin-1"))
 
-    def _allowed(self, authenticated: Authenticated) -> Answer:
-        principal = authenticated.principal
-        context = context_of(
-            identity_of(authenticated), authenticated.tier, tenant_weight=principal.tenant_weight
-        )
+    def _allowed(self, identity: Identity) -> Answer:
+        weight = self._tiers.tenant_weight(identity.tenant)
+        context = context_of(identity, self._tiers.named(identity.tier), tenant_weight=weight)
         added = [
             (CONTEXT_HEADER.encode(), to_header(sign(context, self._secret)).encode()),
-            (TENANT_HEADER.encode(), header_value(principal.tenant)),
-            (KEY_HEADER.encode(), header_value(principal.key_id)),
+            (TENANT_HEADER.encode(), header_value(identity.tenant)),
+            (KEY_HEADER.encode(), header_value(identity.key_id)),
             _REMOVED,
         ]
-        if self.is_counted(principal.tenant, principal.key_id):
+        if self.is_counted(identity.tenant, identity.key_id):
             added.append(_COUNTED)
         return Answer(200, added)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.auth.authorizer import Authorizer
-from gateway.auth.convert import identity_of
-from gateway.auth.verifier import CallerVerifier
+from gateway.auth.verifier import Arrival, CallerVerifier
 from gateway.types.caller import Caller
 from services.context import CONTEXT_HEADER
 
@@ -34,17 +33,16 @@ class HttpCallers:
             headers.get(name, b"").decode("latin-1")
             for name in (b"traceparent", b"tracestate", b"x-client-request-id")
         )
+        arrival = Arrival(
+            received_s=received_s,
+            traceparent=traceparent,
+            tracestate=tracestate,
+            client_request_id=client_request_id,
+        )
         signed = headers.get(_CONTEXT)
         if signed is not None:
-            return self._verifier.verify(
-                signed.decode("latin-1"),
-                received_s=received_s,
-                traceparent=traceparent,
-                tracestate=tracestate,
-                client_request_id=client_request_id,
-            )
-        identity = identity_of(self._authorizer.authenticate(headers))
-        return self._verifier.caller(identity, received_s=received_s, client_request_id=client_request_id)
+            return self._verifier.verify(signed.decode("latin-1"), arrival)
+        return self._verifier.caller(self._authorizer.authenticate(headers), arrival)
 
     def is_counted(self, caller: Caller) -> bool:
         """Whether a limit of requests per minute applies that nobody has counted this request against."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from millrace.common.v1 import context_pb2
 
-from gateway.auth.directory import Principal
 from gateway.tiers import Tier
 from gateway.types.identity import Identity
 
@@ -42,32 +40,6 @@ def write_tier(context: context_pb2.RequestContext, tier: Tier, *, tenant_weight
         value = getattr(config, name)
         if value is not None:
             setattr(context, name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Authenticated:
-    """One request whose caller is known."""
-
-    principal: Principal
-    tier: Tier
-    request_id: str
-    traceparent: str
-    tracestate: str
-
-
-def identity_of(authenticated: Authenticated) -> Identity:
-    """The identity of one request that this process has authenticated itself."""
-    principal = authenticated.principal
-    return Identity(
-        request_id=authenticated.request_id,
-        tenant=principal.tenant,
-        key_id=principal.key_id,
-        tier=authenticated.tier.name,
-        cache_salt=principal.cache_salt,
-        allowed_models=principal.allowed_models,
-        traceparent=authenticated.traceparent,
-        tracestate=authenticated.tracestate,
-    )
 
 
 def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> context_pb2.RequestContext:

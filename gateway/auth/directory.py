@@ -38,7 +38,6 @@ class Principal:
     tier: str
     # Empty allows every model.
     allowed_models: tuple[str, ...]
-    tenant_weight: float
     # Separates prefix-cache entries between tenants.
     cache_salt: bytes
 
@@ -185,7 +184,7 @@ class KeyDirectory:
         salt = b""
         if not tenant.cache_shared:
             salt = hmac.digest(self._secret, b"cache-salt:" + name.encode(), "sha256")[:_SALT_BYTES]
-        return Principal(name, key_id, tier, allowed, tenant.weight, salt)
+        return Principal(name, key_id, tier, allowed, salt)
 
 
 def _token_key_id(subject: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from millrace.common.v1 import context_pb2
 
 from contract.errors import MillraceError, Reason
@@ -16,6 +17,18 @@ from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 
 
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """When a call came, and with which headers."""
+
+    received_s: float
+    # The trace is that of the identity where none is given.
+    traceparent: str = ""
+    tracestate: str = ""
+    client_request_id: str = ""
+    # The client's own deadline, from now; the earlier of it and the edge's counts.
+    timeout_s: float | None = None
+
+
 class CallerVerifier:
     """Checks contexts from the edge and makes those for the services behind."""
 
@@ -24,21 +37,10 @@ class CallerVerifier:
         self._max_age_s = security.max_context_age_s
         self._tiers = tiers
 
-    def verify(
-        self,
-        header: str | None,
-        *,
-        received_s: float,
-        traceparent: str = "",
-        tracestate: str = "",
-        client_request_id: str = "",
-        timeout_s: float | None = None,
-    ) -> Caller:
+    def verify(self, header: str | None, arrival: Arrival) -> Caller:
         """The caller behind the x-millrace-context header.
 
         Raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID.
-
-        `timeout_s` is the client's own deadline, from now; the earlier of it and the edge's counts.
         """
         if not header:
             raise MillraceError(
@@ -50,42 +52,24 @@ class CallerVerifier:
         context = verify(
             from_header(header), self._secret, now_unix_ms=now_unix_ms, max_age_s=self._max_age_s
         )
-        return self.caller(
-            identity_from_context(context),
-            received_s=received_s,
-            traceparent=traceparent,
-            tracestate=tracestate,
-            client_request_id=client_request_id,
-            timeout_s=timeout_s,
-            context=context,
-        )
+        return self.caller(identity_from_context(context), arrival, context)
 
     def caller(
-        self,
-        identity: Identity,
-        *,
-        received_s: float,
-        traceparent: str = "",
-        tracestate: str = "",
-        client_request_id: str = "",
-        timeout_s: float | None = None,
-        context: context_pb2.RequestContext | None = None,
+        self, identity: Identity, arrival: Arrival, context: context_pb2.RequestContext | None = None
     ) -> Caller:
-        """A caller who is known, with `context` if somebody in front has signed one.
-
-        The trace is that of the identity where none is given; `timeout_s` as in `verify`.
-        """
+        """A caller who is known, with `context` if somebody in front has signed one."""
+        traceparent, tracestate = arrival.traceparent, arrival.tracestate
         if not traceparent:
             traceparent, tracestate = identity.traceparent, identity.tracestate
-        client_request_id = client_request_id[:MAX_CLIENT_REQUEST_ID]
+        client_request_id = arrival.client_request_id[:MAX_CLIENT_REQUEST_ID]
         now_s = time.monotonic()
-        deadline_s = None if timeout_s is None else now_s + timeout_s
+        deadline_s = None if arrival.timeout_s is None else now_s + arrival.timeout_s
         if identity.deadline_unix_ms is not None:
             edge_s = now_s + (identity.deadline_unix_ms - time.time_ns() // 1_000_000) / 1000
             deadline_s = edge_s if deadline_s is None else min(deadline_s, edge_s)
         return Caller(
             identity=identity,
-            received_s=received_s,
+            received_s=arrival.received_s,
             trace=remote_span(
                 traceparent,
                 tracestate,

@@ -11,6 +11,7 @@ from millrace.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
+from gateway.auth.verifier import Arrival
 from gateway.grpc_face import convert
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import AnswerInfo, by_choice
@@ -121,14 +122,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         metadata = {
             key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
         }
-        return self._pipeline().callers.verify(
-            metadata.get(CONTEXT_HEADER),
+        arrival = Arrival(
             received_s=time.monotonic(),
             traceparent=metadata.get("traceparent", ""),
             tracestate=metadata.get("tracestate", ""),
             client_request_id=metadata.get("x-client-request-id", ""),
             timeout_s=context.time_remaining(),
         )
+        return self._pipeline().callers.verify(metadata.get(CONTEXT_HEADER), arrival)
 
 
 def _response(kind: Any, info: AnswerInfo, enforcement: EnforcementReport | None = None) -> Any:

@@ -7,7 +7,6 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.ledger.tables import open_ledger
-from gateway.ledger.usage import DIMENSIONS, UsageRow, usage
+from gateway.ledger.usage import DIMENSIONS, NUMBERS, UsageRow, usage
 from gateway.settings import load_settings
 from services.config import read_tables
 from services.errors import ConfigError
 
-_NUMBERS = [field.name for field in fields(UsageRow) if field.name != "group"]
 # Heads of columns that are not simply the name.
 _HEADS = {
     "num_requests": "requests",
@@ -71,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _print_table(by: list[str], rows: list[UsageRow]) -> None:
     table = Table(*by, box=None, header_style="bold")
-    for name in _NUMBERS:
+    for name in NUMBERS:
         head = name.removesuffix("_tokens").replace("_", " ")
         table.add_column(_HEADS.get(name, head), justify="right")
     for row in rows:
-        table.add_row(*_group(by, row), *(_text(getattr(row, name)) for name in _NUMBERS))
+        table.add_row(*_group(by, row), *map(_text, row.numbers.values()))
     # Piped into a file, a table is as wide as it needs to be.
     Console(width=None if sys.stdout.isatty() else 250).print(table)
 
@@ -85,7 +83,7 @@ def _print_json(by: list[str], rows: list[UsageRow]) -> None:
 
 
 def _print_csv(by: list[str], rows: list[UsageRow]) -> None:
-    writer = csv.DictWriter(sys.stdout, [*by, *_NUMBERS], lineterminator="\n")
+    writer = csv.DictWriter(sys.stdout, [*by, *NUMBERS], lineterminator="\n")
     writer.writeheader()
     writer.writerows(_flat(by, row) for row in rows)
 
@@ -94,8 +92,7 @@ _PRINTERS = {"table": _print_table, "json": _print_json, "csv": _print_csv}
 
 
 def _flat(by: list[str], row: UsageRow) -> dict[str, Any]:
-    numbers = {name: getattr(row, name) for name in _NUMBERS}
-    return {**dict(zip(by, _group(by, row), strict=True)), **numbers}
+    return {**dict(zip(by, _group(by, row), strict=True)), **row.numbers}
 
 
 def _group(by: list[str], row: UsageRow) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,34 +25,30 @@ DIMENSIONS: dict[str, ColumnElement[Any]] = {
     "day": REQUESTS.c.ended_unix_ms - REQUESTS.c.ended_unix_ms % _DAY_MS,
 }
 
-_SUMS = (
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "completion_tokens",
-    "speculative_waste_tokens",
-    "recomputed_tokens",
-    "grammar_ms",
-    "queue_ms",
-    "cost_nanos",
-)
+_C = REQUESTS.c
+# What is shown of each group: times in milliseconds, cost in currency units. PostgreSQL's sums are decimals.
+NUMBERS: dict[str, tuple[ColumnElement[Any], Callable[[Any], int | float]]] = {
+    "num_requests": (func.count(), int),
+    # Prompt tokens that were computed; those from the prefix cache are in `cached_prompt_tokens`.
+    "computed_prompt_tokens": (func.sum(_C.prompt_tokens - _C.cached_prompt_tokens), int),
+    "cached_prompt_tokens": (func.sum(_C.cached_prompt_tokens), int),
+    "completion_tokens": (func.sum(_C.completion_tokens), int),
+    "speculative_waste_tokens": (func.sum(_C.speculative_waste_tokens), int),
+    "recomputed_tokens": (func.sum(_C.recomputed_tokens), int),
+    "grammar_ms": (func.sum(_C.grammar_ms), float),
+    "queue_ms": (func.sum(_C.queue_ms), float),
+    "cost": (func.sum(_C.cost_nanos), lambda nanos: int(nanos) / NANOS_PER_UNIT),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """One group. Times in milliseconds, cost in currency units."""
+    """One group."""
 
     # Values of the dimensions, in the order asked for; a day is its first millisecond since the epoch.
     group: tuple[Any, ...]
-    num_requests: int
-    # Prompt tokens that were computed; those from the prefix cache are in `cached_prompt_tokens`.
-    computed_prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    speculative_waste_tokens: int
-    recomputed_tokens: int
-    grammar_ms: float
-    queue_ms: float
-    cost: float
+    # By the names of NUMBERS.
+    numbers: dict[str, int | float]
 
 
 def usage(
@@ -65,8 +61,7 @@ def usage(
 ) -> list[UsageRow]:
     """Sums of the requests that ended in [since, until), grouped and ordered by the named DIMENSIONS."""
     groups = [DIMENSIONS[name].label(f"group_{name}") for name in by]
-    sums = [func.sum(REQUESTS.c[name]).label(name) for name in _SUMS]
-    query = select(*groups, func.count().label("num_requests"), *sums)
+    query = select(*groups, *(number.label(name) for name, (number, _) in NUMBERS.items()))
     if since_unix_ms is not None:
         query = query.where(REQUESTS.c.ended_unix_ms >= since_unix_ms)
     if until_unix_ms is not None:
@@ -76,19 +71,11 @@ def usage(
     query = query.group_by(*groups).order_by(*groups) if groups else query
     with engine.connect() as connection:
         rows = connection.execute(query).mappings().all()
-    return [_row(tuple(row[group.name] for group in groups), row) for row in rows if row["num_requests"]]
-
-
-def _row(group: tuple[Any, ...], row: Any) -> UsageRow:
-    return UsageRow(
-        group=group,
-        num_requests=int(row["num_requests"]),
-        computed_prompt_tokens=int(row["prompt_tokens"] - row["cached_prompt_tokens"]),
-        cached_prompt_tokens=int(row["cached_prompt_tokens"]),
-        completion_tokens=int(row["completion_tokens"]),
-        speculative_waste_tokens=int(row["speculative_waste_tokens"]),
-        recomputed_tokens=int(row["recomputed_tokens"]),
-        grammar_ms=float(row["grammar_ms"]),
-        queue_ms=float(row["queue_ms"]),
-        cost=int(row["cost_nanos"]) / NANOS_PER_UNIT,
-    )
+    return [
+        UsageRow(
+            tuple(row[group.name] for group in groups),
+            {name: shown(row[name]) for name, (_, shown) in NUMBERS.items()},
+        )
+        for row in rows
+        if row["num_requests"]
+    ]

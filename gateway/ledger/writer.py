@@ -53,7 +53,7 @@ class LedgerWriter:
         """Queues one entry; called from the event loop."""
         row = self._row(request)
         cost = row["cost_nanos"] / NANOS_PER_UNIT
-        self._metrics.add(names.COST, cost, tier=request.tier, tenant=request.identity.tenant)
+        self._metrics.add(names.COST, cost, tier=request.tier, tenant=request.tenant)
         with self._changed:
             self._waiting.append(row)
             if len(self._waiting) > self._config.max_waiting_entries:
@@ -143,35 +143,15 @@ class LedgerWriter:
                 _log.error("ledger: %d entries were dropped so far", self._num_dropped)
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
-        took = request.statistics
+        cost_nanos = self._prices.cost_nanos(
+            request.model,
+            prompt_tokens=request.prompt_tokens,
+            cached_prompt_tokens=request.cached_prompt_tokens,
+            completion_tokens=request.completion_tokens,
+        )
         return {
+            **msgspec.structs.asdict(request),
             "entry_id": secrets.token_hex(16),
-            "request_id": request.identity.request_id,
-            "ended_unix_ms": round(request.ended_unix_s * 1000),
-            "tenant": request.identity.tenant,
-            "key_id": request.identity.key_id,
-            "tier": request.tier,
-            "model": request.model,
-            "face": request.face,
-            "outcome": request.outcome,
-            "prompt_tokens": request.prompt_tokens,
-            "cached_prompt_tokens": request.cached_prompt_tokens,
-            "completion_tokens": request.completion_tokens,
-            "reasoning_tokens": request.reasoning_tokens,
-            "speculative_waste_tokens": took.drafted_tokens - took.accepted_tokens,
-            "recomputed_tokens": took.recomputed_tokens,
-            "num_choices": request.num_choices,
-            "num_preemptions": took.num_preemptions,
-            "num_engines_lost": request.num_engines_lost,
-            "grammar_ms": took.grammar_s * 1000,
-            "queue_ms": request.queue_s * 1000,
-            "ttft_ms": None if request.ttft_s is None else request.ttft_s * 1000,
-            "duration_ms": request.duration_s * 1000,
-            "cost_nanos": self._prices.cost_nanos(
-                request.model,
-                prompt_tokens=request.prompt_tokens,
-                cached_prompt_tokens=request.cached_prompt_tokens,
-                completion_tokens=request.completion_tokens,
-            ),
-            "labels": msgspec.json.encode(dict(request.metadata)).decode(),
+            "cost_nanos": cost_nanos,
+            "labels": msgspec.json.encode(dict(request.labels)).decode(),
         }

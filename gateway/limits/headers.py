@@ -23,27 +23,8 @@ class WindowView(msgspec.Struct, frozen=True):
         return max(0, self.limit - self.used)
 
 
-def request_headers(views: Sequence[WindowView], now_s: float) -> dict[str, str]:
-    """Headers about requests per minute; the tightest of `views` counts."""
-    return _headers("requests", views, now_s)
-
-
-def token_headers(views: Sequence[WindowView], now_s: float) -> dict[str, str]:
-    """Headers about tokens per minute; the tightest of `views` counts."""
-    return _headers("tokens", views, now_s)
-
-
-def duration(seconds: float) -> str:
-    """OpenAI's form of a duration: "350ms", "1.5s", "1m0s"."""
-    milliseconds = round(seconds * 1000)
-    if milliseconds < 1000:
-        return f"{milliseconds}ms"
-    minutes, milliseconds = divmod(milliseconds, 60_000)
-    text = f"{milliseconds / 1000:g}s"
-    return f"{minutes}m{text}" if minutes else text
-
-
-def _headers(what: str, views: Sequence[WindowView], now_s: float) -> dict[str, str]:
+def window_headers(what: str, views: Sequence[WindowView], now_s: float) -> dict[str, str]:
+    """Headers about "requests" or "tokens" per minute; the tightest of `views` counts."""
     if not views:
         return {}
     tightest = min(views, key=lambda view: view.remaining)
@@ -54,3 +35,13 @@ def _headers(what: str, views: Sequence[WindowView], now_s: float) -> dict[str, 
         f"x-ratelimit-remaining-{what}": str(tightest.remaining),
         f"x-ratelimit-reset-{what}": duration(reset_s),
     }
+
+
+def duration(seconds: float) -> str:
+    """OpenAI's form of a duration: "350ms", "1.5s", "1m0s"."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    text = f"{milliseconds / 1000:g}s"
+    return f"{minutes}m{text}" if minutes else text

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from gateway.config import LimitsConfig
-from gateway.limits.headers import WindowView, token_headers
+from gateway.limits.headers import WindowView, window_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal
@@ -64,7 +64,7 @@ class TokenLimiter:
         self._prices = prices
         self._config = config
         self._clock = clock
-        self._open_leases: set[tuple[str, str]] = set()
+        self._open_leases: set[LeaseReturn] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self._views: dict[str, WindowView] = {}
         self._renewal: asyncio.Task[None] | None = None
@@ -113,7 +113,7 @@ class TokenLimiter:
             raise refusal(outcome, demand)
         holds.bucket = outcome.bucket
         holds.windows = list(demand.windows)
-        holds.leases = [(lease.key, lease.lease_id) for lease in demand.leases]
+        holds.leases = [LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases]
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
             holds.completion_tokens = min(holds.completion_tokens, units)
             holds.meters.append(self._hold(meter, units, model))
@@ -126,7 +126,7 @@ class TokenLimiter:
         """`x-ratelimit-*-tokens` headers as of the last reservation under the same tenant or key."""
         scopes = scopes_of(self._directory, identity.tenant, identity.key_id)
         views = [self._views[key] for scope in scopes if (key := _tokens_key(scope)) in self._views]
-        return token_headers(views, self._clock())
+        return window_headers("tokens", views, self._clock())
 
     async def extend_reservation(self, reservation: Reservation) -> int:
         """See Reservation.extend."""
@@ -149,9 +149,8 @@ class TokenLimiter:
 
     async def close_reservation(self, reservation: Reservation, settlement: Settlement) -> None:
         """See Reservation.settle. Completes even when the caller is cancelled meanwhile."""
-        leases = tuple(LeaseReturn(key, lease_id) for key, lease_id in reservation.holds.leases)
         self._open_leases.difference_update(reservation.holds.leases)
-        settlement = replace(settlement, leases=leases)
+        settlement = replace(settlement, leases=tuple(reservation.holds.leases))
         if not settlement:
             return
         if self._store.is_immediate:
@@ -227,7 +226,7 @@ class TokenLimiter:
     async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(self._config.lease_ttl_s / 3)
-            leases = tuple(LeaseReturn(key, lease_id) for key, lease_id in self._open_leases)
+            leases = tuple(self._open_leases)
             if leases:
                 try:
                     await self._store.renew(leases)

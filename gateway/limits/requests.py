@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from contract.errors import MillraceError, Reason
-from gateway.limits.headers import WindowView, request_headers
+from gateway.limits.headers import WindowView, window_headers
 from gateway.limits.memory import unix_s
 from gateway.limits.refusals import limits_unavailable
 from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
-from gateway.limits.store import Demand, Granted, LimitStore, Refused, StoreLostError, WindowDemand
+from gateway.limits.store import Demand, LimitStore, Refused, StoreLostError, WindowDemand
 
 
 class RequestLimiter:
@@ -42,12 +42,10 @@ class RequestLimiter:
             raise limits_unavailable() from error
         if isinstance(outcome, Refused):
             raise _refusal(outcome, *scopes[outcome.index])
-        return request_headers(self._views(windows, outcome), self._clock())
-
-    def _views(self, windows: tuple[WindowDemand, ...], granted: Granted) -> list[WindowView]:
         now_s = self._clock()
-        sums = zip(windows, granted.window_sums, strict=True)
-        return [WindowView(window.limit, used, now_s) for window, used in sums]
+        sums = zip(windows, outcome.window_sums, strict=True)
+        views = [WindowView(window.limit, used, now_s) for window, used in sums]
+        return window_headers("requests", views, now_s)
 
 
 def _refusal(refused: Refused, scope: Scope, limit: int) -> MillraceError:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.limits.store import MeterChange, Settlement, WindowChange, WindowDemand
+from gateway.limits.store import LeaseReturn, MeterChange, Settlement, WindowChange, WindowDemand
 
 
 class MeterHold(msgspec.Struct, frozen=True):
@@ -27,8 +27,7 @@ class Holds(msgspec.Struct):
 
     bucket: int = 0
     windows: list[WindowDemand] = []
-    # (key, lease id)
-    leases: list[tuple[str, str]] = []
+    leases: list[LeaseReturn] = []
     meters: list[MeterHold] = []
     # Completion tokens that are paid for.
     completion_tokens: int = 0

@@ -66,7 +66,7 @@ class ResilientLimitStore:
         # What was charged to meters while the shared store was away.
         self._owed: dict[str, int] = {}
         # Leases taken locally are returned locally, whatever the shared store does meanwhile.
-        self._local_leases: set[tuple[str, str]] = set()
+        self._local_leases: set[LeaseReturn] = set()
         self.is_up = True
 
     def start(self) -> None:
@@ -90,10 +90,10 @@ class ResilientLimitStore:
         return await self._acquire_locally(demand)
 
     async def settle(self, settlement: Settlement) -> None:
-        held_here = tuple(le for le in settlement.leases if (le.key, le.lease_id) in self._local_leases)
+        held_here = self._local_leases.intersection(settlement.leases)
         if held_here:
-            self._local_leases.difference_update((lease.key, lease.lease_id) for lease in held_here)
-            await self._local.settle(Settlement(leases=held_here))
+            self._local_leases -= held_here
+            await self._local.settle(Settlement(leases=tuple(held_here)))
             remaining = tuple(lease for lease in settlement.leases if lease not in held_here)
             settlement = replace(settlement, leases=remaining)
         if self.is_up:
@@ -108,9 +108,8 @@ class ResilientLimitStore:
         await self._local.settle(replace(settlement, leases=()))
 
     async def renew(self, leases: tuple[LeaseReturn, ...]) -> None:
-        here = tuple(lease for lease in leases if (lease.key, lease.lease_id) in self._local_leases)
-        await self._local.renew(here)
-        there = tuple(lease for lease in leases if (lease.key, lease.lease_id) not in self._local_leases)
+        await self._local.renew(tuple(self._local_leases.intersection(leases)))
+        there = tuple(lease for lease in leases if lease not in self._local_leases)
         if self.is_up and there:
             try:
                 await self._shared.renew(there)
@@ -134,7 +133,7 @@ class ResilientLimitStore:
         )
         outcome = await self._local.acquire(shared_out)
         if isinstance(outcome, Granted):
-            self._local_leases.update((lease.key, lease.lease_id) for lease in demand.leases)
+            self._local_leases.update(LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases)
             for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
                 self._owe(MeterChange(meter.key, meter.base + units * meter.unit_cost))
         return outcome

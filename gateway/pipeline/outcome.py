@@ -223,23 +223,34 @@ def _gen_ai_labels(request: GenerationRequest, model: str) -> dict[str, str]:
 
 
 def _entry(end: Ended) -> FinishedRequest:
-    usage, generation = end.usage, end.generation
+    identity, request, usage, generation = (
+        end.call.caller.identity,
+        end.call.request,
+        end.usage,
+        end.generation,
+    )
+    took = generation.meter.statistics
     return FinishedRequest(
-        identity=end.call.caller.identity,
-        model=end.call.request.model,
+        request_id=identity.request_id,
+        ended_unix_ms=round(end.unix_s * 1000),
+        tenant=identity.tenant,
+        key_id=identity.key_id,
         tier=end.call.tier.name,
-        face=end.call.request.face,
+        model=request.model,
+        face=request.face,
         outcome=end.outcome.name,
-        ended_unix_s=end.unix_s,
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
         num_engines_lost=generation.stream.num_losses,
-        statistics=generation.meter.statistics,
-        queue_s=generation.meter.first_token.queue_s,
-        ttft_s=None if usage.ttft is None else usage.ttft.total_s,
-        duration_s=end.duration_s,
-        metadata=end.call.request.metadata,
+        speculative_waste_tokens=took.drafted_tokens - took.accepted_tokens,
+        recomputed_tokens=took.recomputed_tokens,
+        num_preemptions=took.num_preemptions,
+        grammar_ms=took.grammar_s * 1000,
+        queue_ms=generation.meter.first_token.queue_s * 1000,
+        ttft_ms=None if usage.ttft is None else usage.ttft.total_s * 1000,
+        duration_ms=end.duration_s * 1000,
+        labels=request.metadata,
     )

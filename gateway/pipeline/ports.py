@@ -7,20 +7,19 @@ from typing import Protocol
 
 import msgspec
 
-from contract.outputs import ChoiceStatistics
-from gateway.types.identity import Identity
-
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is kept of a request when it has ended. Times are seconds, moments Unix seconds."""
+    """Everything that is kept of a request that has ended, as the ledger calls it. Times in milliseconds."""
 
-    identity: Identity
-    model: str
+    request_id: str
+    ended_unix_ms: int
+    tenant: str
+    key_id: str
     tier: str
+    model: str
     face: str
     # Finish reason of the first choice in lower case, or a reason of the error table.
     outcome: str
-    ended_unix_s: float
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
@@ -28,11 +27,14 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     num_engines_lost: int
     # Of all choices, on every engine.
-    statistics: ChoiceStatistics
-    queue_s: float
-    ttft_s: float | None
-    duration_s: float
-    metadata: Mapping[str, str]
+    speculative_waste_tokens: int
+    recomputed_tokens: int
+    num_preemptions: int
+    grammar_ms: float
+    queue_ms: float
+    ttft_ms: float | None
+    duration_ms: float
+    labels: Mapping[str, str]
 
 
 class Ledger(Protocol):

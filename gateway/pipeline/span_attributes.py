@@ -57,19 +57,24 @@ class Told(NamedTuple):
 def asked(telemetry: Telemetry, identity: Identity, request: GenerationRequest) -> Told:
     """Of every request: a refused one can be found by them, too."""
     sampling = request.sampling
-    asked = genai.GenAiRequest(
-        operation=operation(request),
-        model=request.model,
-        stream=request.streaming,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        choices=sampling.n or 1,
-        service_tier=request.service_tier,
+    attributes = genai.of_generation(
+        {
+            genai.OPERATION: operation(request),
+            genai.REQUEST_MODEL: request.model,
+            genai.SYSTEM: genai.PROVIDER,
+            genai.PROVIDER_NAME: genai.PROVIDER,
+            genai.STREAM: request.streaming,
+            genai.MAX_TOKENS: sampling.max_tokens,
+            genai.TEMPERATURE: sampling.temperature,
+            genai.TOP_P: sampling.top_p,
+            genai.TOP_K: sampling.top_k,
+            genai.SEED: sampling.seed,
+            genai.CHOICE_COUNT: None if sampling.n == 1 else sampling.n,
+            genai.SERVICE_TIER_OLD: request.service_tier,
+            genai.SERVICE_TIER: request.service_tier,
+        },
+        telemetry.semconv,
     )
-    attributes = genai.request_attributes(asked, telemetry.semconv)
     details: Attributes = {
         names.FACE: request.face,
         names.STREAMING: request.streaming,
@@ -95,19 +100,23 @@ def answered(
 ) -> Told:
     """Of a request that was accepted. Lengths are the conventions' attributes."""
     statistics = generation.meter.statistics
-    response = genai.GenAiResponse(
-        model=request.model,
-        response_id=_response_id(request, generation.info.request_id),
-        finish_reasons=[outcome.name] if outcome.error is None else (),
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        reasoning_tokens=usage.reasoning_tokens,
-        time_to_first_chunk_s=None if usage.ttft is None else usage.ttft.total_s,
-        # Every span has the tier; the convention's answers who asked for one.
-        service_tier=tier.name if request.service_tier else "",
+    # Every span has the tier; the convention's answers who asked for one.
+    served_tier = tier.name if request.service_tier else ""
+    attributes = genai.of_generation(
+        {
+            genai.RESPONSE_MODEL: request.model,
+            genai.RESPONSE_ID: _response_id(request, generation.info.request_id),
+            genai.FINISH_REASONS: (outcome.name,) if outcome.error is None else None,
+            genai.INPUT_TOKENS: usage.prompt_tokens,
+            genai.OUTPUT_TOKENS: usage.completion_tokens,
+            genai.CACHED_TOKENS: usage.cached_prompt_tokens,
+            genai.REASONING_TOKENS: usage.reasoning_tokens or None,
+            genai.TIME_TO_FIRST_CHUNK: None if usage.ttft is None else usage.ttft.total_s,
+            genai.RESPONSE_TIER_OLD: served_tier,
+            genai.RESPONSE_TIER: served_tier,
+        },
+        telemetry.semconv,
     )
-    attributes = genai.response_attributes(response, telemetry.semconv)
     attributes[names.TIER] = tier.name
     details: Attributes = {
         names.OUTCOME: outcome.name,

@@ -12,10 +12,10 @@ from gateway.text.delta import TextDelta
 from gateway.text.detokenizer import TokenTexts, detokenizer
 from gateway.text.reasoning import ContentParser, TextParser, ThinkParser
 from gateway.text.stop_strings import StopStrings
-from gateway.text.tool_calls import MARKERS, PARSERS
+from gateway.text.tool_calls import PARSERS
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-REASONING_MARKERS = ("<think>", "</think>")
+REASONING_MARKERS: tuple[str, ...] = ("<think>", "</think>")
 REASONING_FORMATS = frozenset({"think", "deepseek_r1", "qwen3"})
 
 
@@ -36,9 +36,9 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def shown_ids(texts: TokenTexts, options: TextOptions) -> frozenset[int]:
     """Ids of special tokens that the parsers of `options` must see."""
-    markers = MARKERS.get(options.tool_call_format, ())
-    if options.reasoning_format:
-        markers = (*markers, *REASONING_MARKERS)
+    markers = REASONING_MARKERS if options.reasoning_format else ()
+    if options.tool_call_format:
+        markers += PARSERS[options.tool_call_format].MARKERS
     wanted = {marker.encode() for marker in markers}
     vocabulary = texts.vocabulary
     return frozenset(id_ for id_ in vocabulary.special_ids if vocabulary.token_bytes(id_) in wanted)

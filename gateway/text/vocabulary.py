@@ -29,7 +29,6 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     # shows one U+FFFD per byte.
     byte_ids: frozenset[int] = frozenset()
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     # Names of formats, "" when the model has none.
     tool_call_format: str = ""
     reasoning_format: str = ""

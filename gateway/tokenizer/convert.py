@@ -26,8 +26,6 @@ def prepared(message: tokenizer_pb2.PrepareResponse) -> Prepared:
         grammar=grammar(message.grammar) if message.HasField("grammar") else None,
         enforcement=report(message.enforcement) if message.HasField("enforcement") else None,
         vocabulary_fingerprint=message.vocabulary_fingerprint,
-        compile_s=message.timings.compile_s,
-        grammar_cached=message.grammar_cached,
         assistant_prefix=message.assistant_prefix,
     )
 
@@ -44,7 +42,6 @@ def vocabulary(message: tokenizer_pb2.GetVocabularyResponse) -> Vocabulary:
         special_ids=frozenset(message.special_ids),
         byte_ids=frozenset(message.byte_token_ids),
         eos_token_ids=tuple(message.eos_token_ids),
-        bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
         tool_call_format=message.tool_call_format,
         reasoning_format=message.reasoning_format,
         generation_config=config,

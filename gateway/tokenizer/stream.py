@@ -85,11 +85,6 @@ class PrepareStream:
         self._outbox: Outbox[bytes] = Outbox(len)
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def num_waiting_bytes(self) -> int:
-        """Bytes of calls that are not written yet."""
-        return self._outbox.num_bytes
-
     async def close(self) -> None:
         """Ends the stream."""
         if self._task is not None:

@@ -14,7 +14,5 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
     enforcement: EnforcementReport | None = None
     vocabulary_fingerprint: str = ""
-    compile_s: float = 0.0
-    grammar_cached: bool = False
     # Text that the template placed at the start of the assistant turn, for the output parsers.
     assistant_prefix: str = ""

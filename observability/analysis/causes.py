@@ -166,7 +166,7 @@ def _charge_preemption(found: dict[Cause, float], spans: Sequence[StoredSpan]) -
 
 
 def _delay_text(cause: Cause, spans: Sequence[StoredSpan]) -> str:
-    text = names.CAUSE_MEANING[cause]
+    text = cause.meaning
     if cause is Cause.PREEMPTION:
         times = sum(int(span.attributes.get(names.NUM_PREEMPTIONS, 0)) for span in spans)
         tokens = sum(int(span.attributes.get(names.RECOMPUTED_TOKENS, 0)) for span in spans)
@@ -182,7 +182,7 @@ def _work(spans: Sequence[StoredSpan]) -> list[Finding]:
     for part, milliseconds in (ttft.parts_ms if ttft else {}).items():
         if part is TtftPart.QUEUE:
             continue
-        text = names.TTFT_PART_MEANING[part]
+        text = part.meaning
         if part is TtftPart.PREFILL:
             prompt, cached = attributes.get(genai.INPUT_TOKENS), attributes.get(names.CACHED_TOKENS, 0)
             text = "computing its own prompt" + (

@@ -133,8 +133,7 @@ def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
     table.add_column()
     for part, milliseconds in ttft.parts_ms.items():
         share = milliseconds / ttft.total_ms if ttft.total_ms else 0.0
-        meaning = names.TTFT_PART_MEANING[part]
-        table.add_row(f"{milliseconds:.2f} ms", f"{share:.0%}", f"{part}  [dim]{escape(meaning)}[/dim]")
+        table.add_row(f"{milliseconds:.2f} ms", f"{share:.0%}", f"{part}  [dim]{escape(part.meaning)}[/dim]")
     if abs(ttft.unexplained_ms) > 0.01:
         table.add_row(f"{ttft.unexplained_ms:.2f} ms", "", "not explained by the parts")
     table.add_row(f"[bold]{ttft.total_ms:.2f} ms[/bold]", "", "[bold]time to the first token[/bold]")
@@ -143,7 +142,7 @@ def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
     if delays:
         lines.append(Text("\ndelayed by", style="bold"))
         lines += [
-            Text(f"  {milliseconds:.1f} ms  {cause}: {names.CAUSE_MEANING[cause]}")
+            Text(f"  {milliseconds:.1f} ms  {cause}: {cause.meaning}")
             for cause, milliseconds in delays.items()
         ]
     return lines

@@ -7,13 +7,12 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from observability.emit.config import Semconv
-from observability.emit.names import attribute
+from observability.emit.names import Attribute, attribute
 
 PROVIDER = "millrace"
 
@@ -47,75 +46,23 @@ RESPONSE_TIER = attribute("openai.response.service_tier", "", "Tier served; afte
 INPUT_MESSAGES = attribute("gen_ai.input.messages", "", "The conversation, as JSON.")
 OUTPUT_MESSAGES = attribute("gen_ai.output.messages", "", "The completions, as JSON.")
 
-
-class GenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known when the request arrives. None and "" are left out."""
-
-    operation: str
-    model: str
-    stream: bool = False
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    choices: int = 1
-    service_tier: str = ""
-
-
-class GenAiResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known when it has been answered."""
-
-    model: str
-    response_id: str = ""
-    finish_reasons: Sequence[str] = ()
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    reasoning_tokens: int = 0
-    time_to_first_chunk_s: float | None = None
-    service_tier: str = ""
-
-
-def request_attributes(request: GenAiRequest, generation: Semconv) -> dict[str, AttributeValue]:
-    """Span attributes of a request."""
-    found: dict[str, AttributeValue | None] = {
-        OPERATION: request.operation,
-        REQUEST_MODEL: request.model,
-        MAX_TOKENS: request.max_tokens,
-        TEMPERATURE: request.temperature,
-        TOP_P: request.top_p,
-        TOP_K: request.top_k,
-        SEED: request.seed,
-        CHOICE_COUNT: None if request.choices == 1 else request.choices,
+_UNTIL_1_36 = frozenset({SYSTEM, SERVICE_TIER_OLD, RESPONSE_TIER_OLD})
+_AFTER_1_36 = frozenset(
+    {
+        *(PROVIDER_NAME, STREAM, CACHED_TOKENS, REASONING_TOKENS, TIME_TO_FIRST_CHUNK),
+        *(SERVICE_TIER, RESPONSE_TIER),
     }
-    if generation != "latest":
-        found |= {SYSTEM: PROVIDER, SERVICE_TIER_OLD: request.service_tier}
-    if generation != "v1.36":
-        found |= {PROVIDER_NAME: PROVIDER, STREAM: request.stream, SERVICE_TIER: request.service_tier}
-    return _present(found)
+)
+_LACKS: Mapping[Semconv, frozenset[Attribute]] = {
+    "v1.36": _AFTER_1_36,
+    "latest": _UNTIL_1_36,
+    "both": frozenset(),
+}
 
 
-def response_attributes(response: GenAiResponse, generation: Semconv) -> dict[str, AttributeValue]:
-    """Span attributes of a response."""
-    found: dict[str, AttributeValue | None] = {
-        RESPONSE_MODEL: response.model,
-        RESPONSE_ID: response.response_id,
-        FINISH_REASONS: tuple(response.finish_reasons) or None,
-        INPUT_TOKENS: response.prompt_tokens,
-        OUTPUT_TOKENS: response.completion_tokens,
-    }
-    if generation != "latest":
-        found |= {RESPONSE_TIER_OLD: response.service_tier}
-    if generation != "v1.36":
-        found |= {
-            CACHED_TOKENS: response.cached_prompt_tokens,
-            REASONING_TOKENS: response.reasoning_tokens or None,
-            TIME_TO_FIRST_CHUNK: response.time_to_first_chunk_s,
-            RESPONSE_TIER: response.service_tier,
-        }
-    return _present(found)
-
-
-def _present(found: dict[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    return {key: value for key, value in found.items() if value is not None and value != ""}
+def of_generation(
+    found: Mapping[Attribute, AttributeValue | None], generation: Semconv
+) -> dict[str, AttributeValue]:
+    """Those of `found` that the generation has. None and "" are left out."""
+    lacks = _LACKS[generation]
+    return {key: value for key, value in found.items() if value not in (None, "") and key not in lacks}

@@ -88,10 +88,6 @@ class Metrics:
         """Sets a gauge."""
         self._one(Gauge, metric, labels).set(value)
 
-    def shift(self, metric: Metric, amount: float, **labels: str) -> None:
-        """Adds to a gauge, or takes away from it."""
-        self._one(Gauge, metric, labels).inc(amount)
-
     def set_function(self, metric: Metric, function: Callable[[], float], **labels: str) -> None:
         """Reads a gauge's value from `function` at every scrape."""
         self._one(Gauge, metric, labels).set_function(function)

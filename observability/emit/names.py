@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NewType
+from functools import partial
+from typing import Literal, NewType, Self, TypeAlias
 
 # Plain strings at run time: encoders are fast for those.
 SpanName = NewType("SpanName", str)
@@ -32,28 +33,39 @@ def attribute(key: str, unit: str, meaning: str) -> Attribute:
     return Attribute(key)
 
 
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric family as Prometheus sees it. `name` is the exposed name, suffixes included."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     unit: str
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.name in METRICS:
-            raise ValueError(f"{self.name} is declared twice")
-        if (self.kind == "counter") != self.name.endswith("_total"):
-            raise ValueError(f"{self.name}: counters, and only counters, end in _total")
-        if (self.kind == "histogram") != bool(self.buckets):
-            raise ValueError(f"{self.name}: histograms, and only histograms, have buckets")
-        METRICS[self.name] = self
-
 
 METRICS: dict[str, Metric] = {}
+
+
+def _metric(kind: Kind, series: str, unit: str, meaning: str, buckets: tuple[float, ...] = ()) -> Metric:
+    """Declares a metric; `series` is its name and its labels as Prometheus writes them: name{label,label}."""
+    name, _, labels = series.rstrip("}").partition("{")
+    if name in METRICS:
+        raise ValueError(f"{name} is declared twice")
+    if (kind == "counter") != name.endswith("_total"):
+        raise ValueError(f"{name}: counters, and only counters, end in _total")
+    if (kind == "histogram") != bool(buckets):
+        raise ValueError(f"{name}: histograms, and only histograms, have buckets")
+    METRICS[name] = Metric(name, kind, unit, meaning, tuple(labels.split(",")) if labels else (), buckets)
+    return METRICS[name]
+
+
+counter, gauge = partial(_metric, "counter"), partial(_metric, "gauge")
+histogram = partial(_metric, "histogram")
 
 # --- Services (service.name of the trace resource) ---------------------------------------------------------
 ENVOY = "envoy"
@@ -157,60 +169,52 @@ ENVOY_REQUEST_ID = attribute("guid:x-request-id", "", "Request id on Envoy's own
 HTTP_STATUS = attribute("http.status_code", "", "Status on Envoy's own spans.")
 
 
-class TtftPart(StrEnum):
+class _Meant(StrEnum):
+    """A word with its meaning."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> Self:
+        """A member as it is written below."""
+        member = str.__new__(cls, word)
+        member._value_, member.meaning = word, meaning
+        return member
+
+
+class TtftPart(_Meant):
     """The named parts whose sum is the time to the first token, in the order in which they pass."""
 
-    NETWORK = "network"
-    PREPROCESS = "preprocess"
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    FIRST_DECODE = "first_decode"
-    SERIALIZE = "serialize"
+    NETWORK = "network", "edge to gateway, and gateway to engine and back"
+    PREPROCESS = "preprocess", "authorization, template, encoding, grammar, reservation, admission, routing"
+    QUEUE = "queue", "waiting in the engine until the first prompt token was scheduled"
+    PREFILL = "prefill", "computing the prompt"
+    FIRST_DECODE = "first_decode", "from the end of the prompt to the first sampled token"
+    SERIALIZE = "serialize", "token to text to the first chunk on the socket"
 
 
-TTFT_PART_MEANING: Mapping[TtftPart, str] = {
-    TtftPart.NETWORK: "edge to gateway, and gateway to engine and back",
-    TtftPart.PREPROCESS: "authorization, template, encoding, grammar, reservation, admission, routing",
-    TtftPart.QUEUE: "waiting in the engine until the first prompt token was scheduled",
-    TtftPart.PREFILL: "computing the prompt",
-    TtftPart.FIRST_DECODE: "from the end of the prompt to the first sampled token",
-    TtftPart.SERIALIZE: "token to text to the first chunk on the socket",
-}
 TTFT_PARTS: Mapping[TtftPart, Attribute] = {
-    part: attribute(f"millrace.ttft.{part}_ms", "ms", TTFT_PART_MEANING[part]) for part in TtftPart
+    part: attribute(f"millrace.ttft.{part}_ms", "ms", part.meaning) for part in TtftPart
 }
 
 
-class Cause(StrEnum):
+class Cause(_Meant):
     """What can hold a request back. Keys of ChoiceStatistics.delayed_by_s and values of DELAYED_BY."""
 
-    LONG_PREFILL = "long_prefill"
-    KV_PRESSURE = "kv_pressure"
-    PREEMPTION = "preemption"
-    BATCH_FULL = "batch_full"
-    HIGHER_TIER = "higher_tier"
-    GRAMMAR_COMPILE = "grammar_compile"
-    RATE_LIMIT = "rate_limit"
+    LONG_PREFILL = "long_prefill", "the long prompt of another request filled the steps"
+    KV_PRESSURE = "kv_pressure", "no free blocks in the KV cache"
+    PREEMPTION = "preemption", "it lost its place to another request and had to be computed again"
+    BATCH_FULL = "batch_full", "the batch was full of other requests"
+    HIGHER_TIER = "higher_tier", "requests of a higher tier went first"
+    GRAMMAR_COMPILE = "grammar_compile", "its grammar had to be compiled and made ready"
+    RATE_LIMIT = "rate_limit", "its tenant's limits made it wait"
     # Reserved: nothing reports it, since engines refuse adapters (`engine/service/convert.py`).
-    COLD_ADAPTER = "cold_adapter"
-    OFFLOAD = "offload"
-    ENGINE_LOST = "engine_lost"
+    COLD_ADAPTER = "cold_adapter", "its adapter had to be loaded"
+    OFFLOAD = "offload", "its blocks were brought back from host memory"
+    ENGINE_LOST = "engine_lost", "its engine was lost and another one continued"
 
 
-CAUSE_MEANING: Mapping[Cause, str] = {
-    Cause.LONG_PREFILL: "the long prompt of another request filled the steps",
-    Cause.KV_PRESSURE: "no free blocks in the KV cache",
-    Cause.PREEMPTION: "it lost its place to another request and had to be computed again",
-    Cause.BATCH_FULL: "the batch was full of other requests",
-    Cause.HIGHER_TIER: "requests of a higher tier went first",
-    Cause.GRAMMAR_COMPILE: "its grammar had to be compiled and made ready",
-    Cause.RATE_LIMIT: "its tenant's limits made it wait",
-    Cause.COLD_ADAPTER: "its adapter had to be loaded",
-    Cause.OFFLOAD: "its blocks were brought back from host memory",
-    Cause.ENGINE_LOST: "its engine was lost and another one continued",
-}
 DELAYED_BY_MS: Mapping[Cause, Attribute] = {
-    cause: attribute(f"millrace.delayed_by.{cause}_ms", "ms", CAUSE_MEANING[cause]) for cause in Cause
+    cause: attribute(f"millrace.delayed_by.{cause}_ms", "ms", cause.meaning) for cause in Cause
 }
 
 # --- Buckets of lengths, as label values -------------------------------------------------------------------
@@ -233,318 +237,217 @@ _DURATION = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0
 _COUNT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 # Gateway: what clients get.
-REQUESTS = Metric(
-    "millrace_requests_total",
-    "counter",
+REQUESTS = counter(
+    "millrace_requests_total{face,model,tier,tenant,outcome}",
     "{request}",
     "Requests that ended, by outcome: ok, cancelled, refused or failed.",
-    ("face", "model", "tier", "tenant", "outcome"),
 )
-REJECTIONS = Metric(
-    "millrace_rejections_total",
-    "counter",
-    "{request}",
-    "Requests refused, by reason of the error table.",
-    ("reason", "tier"),
+REJECTIONS = counter(
+    "millrace_rejections_total{reason,tier}", "{request}", "Requests refused, by reason of the error table."
 )
-TTFT = Metric(
-    "millrace_time_to_first_token_seconds",
-    "histogram",
+TTFT = histogram(
+    "millrace_time_to_first_token_seconds{model,tier,prompt_bucket,cache,guided,adapter,pool}",
     "s",
     "Time to the first token, seen at the gateway.",
-    ("model", "tier", "prompt_bucket", "cache", "guided", "adapter", "pool"),
     _LATENCY,
 )
-TTFT_PART = Metric(
-    "millrace_ttft_part_seconds",
-    "histogram",
+TTFT_PART = histogram(
+    "millrace_ttft_part_seconds{part,tier}",
     "s",
     "One named part of the time to the first token.",
-    ("part", "tier"),
     (0.001, *_LATENCY),
 )
-TPOT = Metric(
-    "millrace_time_per_output_token_seconds",
-    "histogram",
+TPOT = histogram(
+    "millrace_time_per_output_token_seconds{model,tier,output_bucket,speculative,pool}",
     "s",
     "Mean time per output token after the first, one observation a request.",
-    ("model", "tier", "output_bucket", "speculative", "pool"),
     _TOKEN_GAP,
 )
-ITL = Metric(
-    "millrace_inter_token_latency_seconds",
-    "histogram",
+ITL = histogram(
+    "millrace_inter_token_latency_seconds{model,tier}",
     "s",
     "Gap between two consecutive outputs of a stream.",
-    ("model", "tier"),
     _TOKEN_GAP,
 )
-E2E = Metric(
-    "millrace_request_duration_seconds",
-    "histogram",
+E2E = histogram(
+    "millrace_request_duration_seconds{model,tier,face}",
     "s",
     "First byte in to last byte out, at the gateway.",
-    ("model", "tier", "face"),
     _DURATION,
 )
-SLO = Metric(
-    "millrace_slo_requests_total",
-    "counter",
+SLO = counter(
+    "millrace_slo_requests_total{tier,tenant,objective,met}",
     "{request}",
     "Requests judged against a target of their tier: objective is ttft or tpot, met is true or false.",
-    ("tier", "tenant", "objective", "met"),
 )
-TOKENS = Metric(
-    "millrace_tokens_total",
-    "counter",
+TOKENS = counter(
+    "millrace_tokens_total{kind,model,tier,tenant}",
     "{token}",
     "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning.",
-    ("kind", "model", "tier", "tenant"),
 )
-COST = Metric(
-    "millrace_cost_total",
-    "counter",
+COST = counter(
+    "millrace_cost_total{tier,tenant}",
     "{currency}",
     "Cost by the configured prices, in the ledger's currency.",
-    ("tier", "tenant"),
 )
 # The same times by the names, labels and buckets of the GenAI conventions, for dashboards of others.
-_GEN_AI_LABELS = (
-    "gen_ai_operation_name",
-    "gen_ai_provider_name",
-    "gen_ai_request_model",
-    "gen_ai_response_model",
-)
-GEN_AI_DURATION = Metric(
-    "gen_ai_server_request_duration_seconds",
-    "histogram",
+_GEN_AI_LABELS = "gen_ai_operation_name,gen_ai_provider_name,gen_ai_request_model,gen_ai_response_model"
+GEN_AI_DURATION = histogram(
+    f"gen_ai_server_request_duration_seconds{{{_GEN_AI_LABELS},error_type}}",
     "s",
     "First byte in to last byte out; a request that failed has its error_type.",
-    (*_GEN_AI_LABELS, "error_type"),
     (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
 )
-GEN_AI_TTFT = Metric(
-    "gen_ai_server_time_to_first_token_seconds",
-    "histogram",
+GEN_AI_TTFT = histogram(
+    f"gen_ai_server_time_to_first_token_seconds{{{_GEN_AI_LABELS}}}",
     "s",
     "Time to the first token of requests that succeeded.",
-    _GEN_AI_LABELS,
     (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
-GEN_AI_TPOT = Metric(
-    "gen_ai_server_time_per_output_token_seconds",
-    "histogram",
+GEN_AI_TPOT = histogram(
+    f"gen_ai_server_time_per_output_token_seconds{{{_GEN_AI_LABELS}}}",
     "s",
     "Mean time per output token after the first, of requests that succeeded.",
-    _GEN_AI_LABELS,
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
-ACTIVE_STREAMS = Metric(
-    "millrace_active_requests", "gauge", "{request}", "Requests in the gateway now.", ("tier",)
+ACTIVE_STREAMS = gauge("millrace_active_requests{tier}", "{request}", "Requests in the gateway now.")
+AUTHORIZE_SECONDS = histogram(
+    "millrace_authorize_seconds", "s", "External authorization in the gateway.", _FAST
 )
-AUTHORIZE_SECONDS = Metric(
-    "millrace_authorize_seconds", "histogram", "s", "External authorization in the gateway.", (), _FAST
+PREPARE_SECONDS = histogram("millrace_prepare_seconds", "s", "Call to the tokenizer service.", _LATENCY)
+EXPECTED_WAIT = gauge(
+    "millrace_admission_expected_wait_seconds{tier}", "s", "Wait that admission expects for a new request."
 )
-PREPARE_SECONDS = Metric(
-    "millrace_prepare_seconds", "histogram", "s", "Call to the tokenizer service.", (), _LATENCY
-)
-EXPECTED_WAIT = Metric(
-    "millrace_admission_expected_wait_seconds",
-    "gauge",
-    "s",
-    "Wait that admission expects for a new request.",
-    ("tier",),
-)
-ROUTED = Metric(
-    "millrace_routed_requests_total",
-    "counter",
+ROUTED = counter(
+    "millrace_routed_requests_total{engine,reason}",
     "{request}",
     "Requests sent to an engine, with the router's reason.",
-    ("engine", "reason"),
 )
-RESUBMISSIONS = Metric(
-    "millrace_resubmissions_total",
-    "counter",
-    "{request}",
-    "Streams continued on another engine.",
-    ("outcome",),
+RESUBMISSIONS = counter(
+    "millrace_resubmissions_total{outcome}", "{request}", "Streams continued on another engine."
 )
-ENGINES_UP = Metric("millrace_engines_up", "gauge", "{engine}", "Engines that the gateway can send work to.")
-LIMIT_STORE_UP = Metric(
-    "millrace_limit_store_up",
-    "gauge",
-    "1",
-    "1 while the shared limit store answers; 0 while the policy applies.",
+ENGINES_UP = gauge("millrace_engines_up", "{engine}", "Engines that the gateway can send work to.")
+LIMIT_STORE_UP = gauge(
+    "millrace_limit_store_up", "1", "1 while the shared limit store answers; 0 while the policy applies."
 )
-LEDGER_PENDING = Metric(
-    "millrace_ledger_pending_entries", "gauge", "{entry}", "Ledger entries not yet written."
-)
-GUIDED_OUTPUTS = Metric(
-    "millrace_guided_outputs_total",
-    "counter",
+LEDGER_PENDING = gauge("millrace_ledger_pending_entries", "{entry}", "Ledger entries not yet written.")
+GUIDED_OUTPUTS = counter(
+    "millrace_guided_outputs_total{kind,valid}",
     "{output}",
     "Finished guided outputs, by whether they satisfy their constraint.",
-    ("kind", "valid"),
 )
 
 # Tokenizer service.
-TOKENIZER_STAGE_SECONDS = Metric(
-    "millrace_tokenizer_stage_seconds", "histogram", "s", "render, encode or compile.", ("stage",), _FAST
+TOKENIZER_STAGE_SECONDS = histogram(
+    "millrace_tokenizer_stage_seconds{stage}", "s", "render, encode or compile.", _FAST
 )
-PROMPT_LENGTH = Metric(
-    "millrace_prompt_length_tokens", "histogram", "{token}", "Prompt length of prepared requests.", (), _COUNT
+PROMPT_LENGTH = histogram(
+    "millrace_prompt_length_tokens", "{token}", "Prompt length of prepared requests.", _COUNT
 )
-GRAMMAR_COMPILE_SECONDS = Metric(
-    "millrace_grammar_compile_seconds",
-    "histogram",
-    "s",
-    "Compilation of a grammar that was not cached.",
-    ("kind",),
-    _LATENCY,
+GRAMMAR_COMPILE_SECONDS = histogram(
+    "millrace_grammar_compile_seconds{kind}", "s", "Compilation of a grammar that was not cached.", _LATENCY
 )
-GRAMMAR_LOOKUPS = Metric(
-    "millrace_grammar_lookups_total",
-    "counter",
-    "{lookup}",
-    "Grammar cache, result is hit or miss.",
-    ("result",),
+GRAMMAR_LOOKUPS = counter(
+    "millrace_grammar_lookups_total{result}", "{lookup}", "Grammar cache, result is hit or miss."
 )
-GRAMMAR_REFUSALS = Metric(
-    "millrace_grammar_refusals_total", "counter", "{grammar}", "Grammars refused, by cause.", ("cause",)
+GRAMMAR_REFUSALS = counter(
+    "millrace_grammar_refusals_total{cause}", "{grammar}", "Grammars refused, by cause."
 )
-COMPILES_WAITING = Metric(
-    "millrace_grammar_compiles_waiting", "gauge", "{grammar}", "Compilations waiting for a worker."
+COMPILES_WAITING = gauge(
+    "millrace_grammar_compiles_waiting", "{grammar}", "Compilations waiting for a worker."
 )
 
 # Engine. The first three, the cache's shape and the adapters are what an endpoint picker scrapes.
-REQUESTS_WAITING = Metric(
-    "millrace_engine_requests_waiting", "gauge", "{request}", "Requests in the engine's queue."
+REQUESTS_WAITING = gauge("millrace_engine_requests_waiting", "{request}", "Requests in the engine's queue.")
+REQUESTS_RUNNING = gauge("millrace_engine_requests_running", "{request}", "Requests in the batch.")
+KV_USAGE = gauge(
+    "millrace_engine_kv_cache_usage_ratio", "1", "Share of the KV blocks held by requests, 0 to 1."
 )
-REQUESTS_RUNNING = Metric("millrace_engine_requests_running", "gauge", "{request}", "Requests in the batch.")
-KV_USAGE = Metric(
-    "millrace_engine_kv_cache_usage_ratio", "gauge", "1", "Share of the KV blocks held by requests, 0 to 1."
-)
-CACHE_INFO = Metric(
-    "millrace_engine_cache_info",
-    "gauge",
+CACHE_INFO = gauge(
+    "millrace_engine_cache_info{block_size,num_blocks}",
     "1",
     "Always 1; the labels give the shape of the KV cache.",
-    ("block_size", "num_blocks"),
 )
-ADAPTERS_INFO = Metric(
-    "millrace_engine_adapters_info",
-    "gauge",
+ADAPTERS_INFO = gauge(
+    "millrace_engine_adapters_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
     "s",
     "Unix time of the last change; the labels name the adapters.",
-    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 )
-OLDEST_WAIT = Metric(
-    "millrace_engine_queue_oldest_age_seconds", "gauge", "s", "Age of the oldest request in the queue."
+OLDEST_WAIT = gauge(
+    "millrace_engine_queue_oldest_age_seconds", "s", "Age of the oldest request in the queue."
 )
-QUEUE_SECONDS = Metric(
-    "millrace_engine_queue_seconds", "histogram", "s", "Time in the queue, a request.", ("tier",), _LATENCY
+QUEUE_SECONDS = histogram(
+    "millrace_engine_queue_seconds{tier}", "s", "Time in the queue, a request.", _LATENCY
 )
-PREFILL_SECONDS = Metric(
-    "millrace_engine_prefill_seconds", "histogram", "s", "Time of the prompt, a request.", ("tier",), _LATENCY
+PREFILL_SECONDS = histogram(
+    "millrace_engine_prefill_seconds{tier}", "s", "Time of the prompt, a request.", _LATENCY
 )
-DECODE_SECONDS = Metric(
-    "millrace_engine_decode_seconds",
-    "histogram",
-    "s",
-    "Time of the decode steps, a choice.",
-    ("tier",),
-    _DURATION,
+DECODE_SECONDS = histogram(
+    "millrace_engine_decode_seconds{tier}", "s", "Time of the decode steps, a choice.", _DURATION
 )
-STEP_SECONDS = Metric(
-    "millrace_engine_step_seconds",
-    "histogram",
+STEP_SECONDS = histogram(
+    "millrace_engine_step_seconds{kind}",
     "s",
     "One engine step; kind is prefill, decode or mixed.",
-    ("kind",),
     _TOKEN_GAP,
 )
-STEP_TOKENS = Metric(
-    "millrace_engine_step_tokens", "histogram", "{token}", "Tokens computed in one step.", (), _COUNT
+STEP_TOKENS = histogram("millrace_engine_step_tokens", "{token}", "Tokens computed in one step.", _COUNT)
+STEP_SEQUENCES = histogram(
+    "millrace_engine_step_sequences", "{sequence}", "Sequences in one step.", _COUNT[:12]
 )
-STEP_SEQUENCES = Metric(
-    "millrace_engine_step_sequences", "histogram", "{sequence}", "Sequences in one step.", (), _COUNT[:12]
+PENDING_PREFILL = gauge(
+    "millrace_engine_pending_prefill_tokens", "{token}", "Prompt tokens not yet computed."
 )
-PENDING_PREFILL = Metric(
-    "millrace_engine_pending_prefill_tokens", "gauge", "{token}", "Prompt tokens not yet computed."
-)
-PROMPT_TOKENS_DONE = Metric(
-    "millrace_engine_prompt_tokens_total",
-    "counter",
+PROMPT_TOKENS_DONE = counter(
+    "millrace_engine_prompt_tokens_total{source}",
     "{token}",
     "Prompt tokens by source: computed, cached or restored.",
-    ("source",),
 )
-GENERATED_TOKENS = Metric(
-    "millrace_engine_generated_tokens_total", "counter", "{token}", "Tokens generated.", ("tier",)
+GENERATED_TOKENS = counter("millrace_engine_generated_tokens_total{tier}", "{token}", "Tokens generated.")
+KV_BLOCKS = gauge("millrace_engine_kv_blocks{state}", "{block}", "Blocks by state: free, cached or used.")
+PREFIX_QUERIES = counter("millrace_engine_prefix_cache_queries_total", "{token}", "Prompt tokens looked up.")
+PREFIX_HITS = counter("millrace_engine_prefix_cache_hits_total", "{token}", "Prompt tokens found.")
+PREEMPTIONS = counter("millrace_engine_preemptions_total", "{sequence}", "Sequences that lost their place.")
+RECOMPUTED = counter(
+    "millrace_engine_recomputed_tokens_total", "{token}", "Tokens computed again after preemption."
 )
-KV_BLOCKS = Metric(
-    "millrace_engine_kv_blocks", "gauge", "{block}", "Blocks by state: free, cached or used.", ("state",)
-)
-PREFIX_QUERIES = Metric(
-    "millrace_engine_prefix_cache_queries_total", "counter", "{token}", "Prompt tokens looked up."
-)
-PREFIX_HITS = Metric("millrace_engine_prefix_cache_hits_total", "counter", "{token}", "Prompt tokens found.")
-PREEMPTIONS = Metric(
-    "millrace_engine_preemptions_total", "counter", "{sequence}", "Sequences that lost their place."
-)
-RECOMPUTED = Metric(
-    "millrace_engine_recomputed_tokens_total", "counter", "{token}", "Tokens computed again after preemption."
-)
-EVICTIONS = Metric("millrace_engine_evicted_blocks_total", "counter", "{block}", "Cached blocks given away.")
-OFFLOADED = Metric(
-    "millrace_engine_offloaded_blocks_total",
-    "counter",
+EVICTIONS = counter("millrace_engine_evicted_blocks_total", "{block}", "Cached blocks given away.")
+OFFLOADED = counter(
+    "millrace_engine_offloaded_blocks_total{direction}",
     "{block}",
     "Blocks moved to (out) or from (in) host memory.",
-    ("direction",),
 )
-DRAFTED = Metric("millrace_engine_drafted_tokens_total", "counter", "{token}", "Tokens proposed by drafts.")
-ACCEPTED = Metric("millrace_engine_accepted_tokens_total", "counter", "{token}", "Proposed tokens kept.")
-GRAMMAR_SECONDS = Metric(
-    "millrace_engine_grammar_seconds_total", "counter", "s", "Time spent on grammar masks."
+DRAFTED = counter("millrace_engine_drafted_tokens_total", "{token}", "Tokens proposed by drafts.")
+ACCEPTED = counter("millrace_engine_accepted_tokens_total", "{token}", "Proposed tokens kept.")
+GRAMMAR_SECONDS = counter("millrace_engine_grammar_seconds_total", "s", "Time spent on grammar masks.")
+ENGINE_CANCELLED = counter(
+    "millrace_engine_cancelled_total{reason}", "{request}", "Requests cancelled, by reason."
 )
-ENGINE_CANCELLED = Metric(
-    "millrace_engine_cancelled_total", "counter", "{request}", "Requests cancelled, by reason.", ("reason",)
+DELAYED_SECONDS = counter(
+    "millrace_engine_delayed_seconds_total{cause,tier}", "s", "Time that requests lost, by cause."
 )
-DELAYED_SECONDS = Metric(
-    "millrace_engine_delayed_seconds_total",
-    "counter",
-    "s",
-    "Time that requests lost, by cause.",
-    ("cause", "tier"),
+STEP_FAILURES = counter(
+    "millrace_engine_step_failures_total", "{request}", "Requests that a failed step ended."
 )
-STEP_FAILURES = Metric(
-    "millrace_engine_step_failures_total", "counter", "{request}", "Requests that a failed step ended."
-)
-MEMORY_PLAN = Metric(
-    "millrace_engine_memory_plan_bytes",
-    "gauge",
+MEMORY_PLAN = gauge(
+    "millrace_engine_memory_plan_bytes{part}",
     "By",
     "The memory plan: weights, workspace, headroom, kv_cache; and what is really resident.",
-    ("part",),
 )
 
-MEMORY_USED = Metric(
-    "millrace_engine_memory_used_bytes",
-    "gauge",
+MEMORY_USED = gauge(
+    "millrace_engine_memory_used_bytes{part}",
     "By",
     "What parts of the memory plan really take: weights, kv_cache (written blocks), workspace (peak).",
-    ("part",),
 )
 
 # Every service.
-BUILD_INFO = Metric(
-    "millrace_build_info", "gauge", "1", "Always 1; the labels name service, version and model.",
-    ("service", "version", "model"),
-)  # fmt: skip
-SPANS_STORED = Metric("millrace_spans_stored_total", "counter", "{span}", "Spans written to the local store.")
-SPANS_DROPPED = Metric(
-    "millrace_spans_dropped_total", "counter", "{span}", "Spans lost because the local store was behind."
+BUILD_INFO = gauge(
+    "millrace_build_info{service,version,model}", "1", "Always 1; the labels name service, version and model."
+)
+SPANS_STORED = counter("millrace_spans_stored_total", "{span}", "Spans written to the local store.")
+SPANS_DROPPED = counter(
+    "millrace_spans_dropped_total", "{span}", "Spans lost because the local store was behind."
 )
 
 # What the Kubernetes Gateway API Inference Extension's endpoint picker reads (model server protocol).

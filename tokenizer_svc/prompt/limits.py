@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from contract.chat import (
     ChoiceFormat,
     Conversation,
-    EbnfFormat,
-    JsonSchemaFormat,
-    LarkFormat,
     Message,
-    RegexFormat,
     ResponseFormat,
     Role,
 )
@@ -66,22 +64,15 @@ class RequestLimits:
 
     def format(self, form: ResponseFormat | None) -> None:
         """Raises GRAMMAR_REFUSED for what is too large to be compiled."""
-        match form:
-            case JsonSchemaFormat(schema_json=text):
-                self.grammar_size(len(text), "response_format.json_schema")
-            case RegexFormat(pattern=text):
-                self.grammar_size(len(text), "response_format.regex")
-            case LarkFormat(grammar=text):
-                self.grammar_size(len(text), "response_format.lark")
-            case EbnfFormat(grammar=text):
-                self.grammar_size(len(text), "response_format.ebnf")
-            case ChoiceFormat(options=options):
-                if not options:
-                    raise invalid("choice needs at least one option", "response_format.choice")
-                # With the quotes and the bar that the grammar has for each.
-                self.grammar_size(sum(map(len, options)) + 5 * len(options), "response_format.choice")
-            case _:
-                pass
+        if isinstance(form, ChoiceFormat):
+            if not form.options:
+                raise invalid("choice needs at least one option", "response_format.choice")
+            # With the quotes and the bar that the grammar has for each.
+            self.grammar_size(sum(map(len, form.options)) + 5 * len(form.options), "response_format.choice")
+        elif form is not None:
+            # The others are one text each, and any JSON object is none.
+            text = next(iter(msgspec.structs.astuple(form)), "")
+            self.grammar_size(len(text), f"response_format.{form.__struct_config__.tag}")
 
     def large(self, kind: str, num_input_bytes: int, num_format_bytes: int, length: LengthLimit) -> str:
         """What the sizes of a request's fields on the wire tell; the name of the one that holds the prompt.

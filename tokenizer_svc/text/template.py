@@ -182,7 +182,6 @@ class ChatTemplates:
         template = self._templates[name]
         messages = [self._message(message, self._shape) for message in conversation.messages]
         variables = self._variables(conversation)
-        variables["add_generation_prompt"] = not conversation.continue_final_message
         if not conversation.continue_final_message:
             return self._run(template, messages, variables)
         return self._run_continuing(template, messages, variables)
@@ -200,7 +199,6 @@ class ChatTemplates:
         if template is None:
             return _Shape()
         variables = self._variables(Conversation(messages=messages, tools=(tool,)))
-        variables["add_generation_prompt"] = True
         for empty_content in ("empty", "absent", "null"):
             for arguments_as_text in (False, True):
                 shape = _Shape(arguments_as_text=arguments_as_text, empty_content=empty_content)
@@ -235,7 +233,6 @@ class ChatTemplates:
                 Role.ASSISTANT: (question, named, question),
             }.get(role, (named, question))
             variables = self._variables(Conversation(messages=messages))
-            variables["add_generation_prompt"] = True
             try:
                 rendered = self._run(
                     self._templates[template],
@@ -313,6 +310,7 @@ class ChatTemplates:
             **options,
             "tools": tools or None,
             "documents": documents or None,
+            "add_generation_prompt": not conversation.continue_final_message,
         }
 
     def _message(self, message: Message, shape: _Shape) -> dict[str, Any]:

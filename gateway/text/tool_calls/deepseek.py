@@ -15,12 +15,13 @@ from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
-MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 _OLD_TYPE = "function"
 
 
 class DeepSeekParser(ToolCallParser):
     """White space between the answer and the calls belongs to the format."""
+
+    MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)

@@ -6,11 +6,13 @@ from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import CallState, JsonCall
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-MARKERS = OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolCallParser):
     """Line breaks around calls belong to the format and are dropped."""
+
+    MARKERS = (OPEN, CLOSE)
 
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)

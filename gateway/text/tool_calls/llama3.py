@@ -10,12 +10,13 @@ from gateway.text.tool_calls.json_call import CallState, JsonCall
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
 TAG = "<|python_tag|>"
-MARKERS = (TAG,)
 _BETWEEN = " \t\r\n;"
 
 
 class Llama3Parser(ToolCallParser):
     """Calls are told as their arguments come."""
+
+    MARKERS = (TAG,)
 
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)

@@ -8,12 +8,14 @@ from gateway.text.markers import split_at_marker
 from gateway.text.tool_calls.json_call import CallState, JsonCall, JsonValue
 from gateway.text.tool_calls.parser import CallIds, ToolCallParser
 
-MARKERS = MARKER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARKER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _SPACE = " \t\r\n"
 
 
 class MistralParser(ToolCallParser):
     """Text after the first marker that is no call is dropped: the format has none."""
+
+    MARKERS = (MARKER, ARGUMENTS, CALL_ID)
 
     def __init__(self, call_id: CallIds) -> None:
         super().__init__(call_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from gateway.text.delta import TextDelta, ToolCallDelta
 
@@ -35,6 +36,9 @@ class CallSink:
 
 class ToolCallParser:
     """A TextParser that takes calls out of the text; what never became a call is content."""
+
+    # Tokens that the format is made of. They are read even where the tokenizer calls them special.
+    MARKERS: ClassVar[tuple[str, ...]]
 
     def __init__(self, call_id: CallIds) -> None:
         # Calls completed so far.

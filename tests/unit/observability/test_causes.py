@@ -27,7 +27,7 @@ def test_a_measured_delay_is_blamed_by_name_and_number(cause: Cause) -> None:
         assert {finding.cause for finding in explanation.findings[:2]} == {cause, Cause.BATCH_FULL}
         return
     assert explanation.cause is cause
-    assert names.CAUSE_MEANING[cause] in explanation.verdict
+    assert cause.meaning in explanation.verdict
     assert explanation.verdict.startswith("300 of 480 ms")
 
 
@@ -49,7 +49,7 @@ def test_a_client_that_left_is_no_failure_and_what_it_waited_for_is_named() -> N
     waited = explain(request_trace(delays_ms={Cause.KV_PRESSURE: 300.0}, attributes=left))
     assert waited.cause is Cause.KV_PRESSURE
     assert waited.verdict.startswith("its client left after")
-    assert names.CAUSE_MEANING[Cause.KV_PRESSURE] in waited.verdict
+    assert Cause.KV_PRESSURE.meaning in waited.verdict
     served = explain(request_trace(parts_ms={**PARTS, TtftPart.QUEUE: 0.0}, attributes=left))
     assert served.cause is None
     assert "until then nothing held it back" in served.verdict

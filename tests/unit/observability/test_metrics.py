@@ -103,14 +103,6 @@ def test_the_endpoint_serves_and_closes() -> None:
         server.close()
 
 
-def test_gauges_go_up_and_down() -> None:
-    metrics = Metrics()
-    metrics.shift(names.ACTIVE_STREAMS, 1, tier="a")
-    metrics.shift(names.ACTIVE_STREAMS, 1, tier="a")
-    metrics.shift(names.ACTIVE_STREAMS, -1, tier="a")
-    assert _value(metrics, names.ACTIVE_STREAMS.name, tier="a") == 1
-
-
 def test_values_that_come_with_every_token_are_those_of_their_series() -> None:
     metrics = Metrics()
     observe = metrics.observer(names.ITL, model="m", tier="t")

@@ -60,7 +60,7 @@ def test_ledger(url: str) -> None:
     assert [row["request_id"] for row in rows(engine)] == ["r1", "r2", "r3", "r4"]
     for name in DIMENSIONS:
         (row,) = usage(engine, [name], tenant="acme")
-        assert (row.num_requests, row.completion_tokens) == (4, 40)
+        assert (row.numbers["num_requests"], row.numbers["completion_tokens"]) == (4, 40)
     engine.dispose()
 
 

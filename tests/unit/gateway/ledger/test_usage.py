@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gateway.ledger.__main__ import main
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import usage
-from gateway.types.identity import Identity
 
 from .test_writer import finished, writer
 
@@ -23,9 +23,8 @@ def config(tmp_path: Path) -> Path:
     url = f"sqlite:///{tmp_path}/ledger.sqlite"
     ledger = writer(url)
     for day, tenant, tier in [(0, "a", "gold"), (0, "a", "gold"), (1, "a", "batch"), (1, "b", "gold")]:
-        identity = Identity(request_id="r", tenant=tenant, key_id=f"{tenant}-1", tier=tier)
-        moment = FIRST_DAY_S + day * DAY_S + DAY_S - 1
-        ledger.record(finished("r", identity=identity, tier=tier, ended_unix_s=moment))
+        moment_ms = 1000 * (FIRST_DAY_S + day * DAY_S + DAY_S - 1)
+        ledger.record(finished("r", tenant=tenant, key_id=f"{tenant}-1", tier=tier, ended_unix_ms=moment_ms))
     ledger.close()
     path = tmp_path / "millrace.toml"
     path.write_text(f'[gateway.ledger]\nurl = "{url}"\n')
@@ -34,12 +33,12 @@ def config(tmp_path: Path) -> Path:
 
 def test_sums_by_tenant_and_tier(config: Path) -> None:
     rows = usage(open_ledger(f"sqlite:///{config.parent}/ledger.sqlite"), ["tenant", "tier"])
-    assert [(row.group, row.num_requests) for row in rows] == [
+    assert [(row.group, row.numbers["num_requests"]) for row in rows] == [
         (("a", "batch"), 1),
         (("a", "gold"), 2),
         (("b", "gold"), 1),
     ]
-    both = rows[1]
+    both = SimpleNamespace(**rows[1].numbers)
     assert (both.computed_prompt_tokens, both.cached_prompt_tokens, both.completion_tokens) == (80, 120, 20)
     assert (both.speculative_waste_tokens, both.recomputed_tokens) == (8, 6)
     assert both.queue_ms == pytest.approx(40)

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, text
 
-from contract.outputs import ChoiceStatistics
 from gateway.config import LedgerConfig, PriceConfig
 from gateway.ledger.tables import REQUESTS, open_ledger
 from gateway.ledger.writer import LedgerWriter
 from gateway.limits.prices import Prices
 from gateway.pipeline.ports import FinishedRequest
-from gateway.types.identity import Identity
 from observability.emit.metrics import Metrics
 from services.errors import ConfigError
 
@@ -28,25 +26,28 @@ PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)
 
 def finished(request_id: str, **fields: Any) -> FinishedRequest:
     values: dict[str, Any] = {
-        "identity": Identity(request_id=request_id, tenant="acme", key_id="k", tier="standard"),
-        "model": "m",
+        "request_id": request_id,
+        "ended_unix_ms": 1_790_000_000_500,
+        "tenant": "acme",
+        "key_id": "k",
         "tier": "standard",
+        "model": "m",
         "face": "http",
         "outcome": "stop",
-        "ended_unix_s": 1_790_000_000.5,
         "prompt_tokens": 100,
         "cached_prompt_tokens": 60,
         "completion_tokens": 10,
         "reasoning_tokens": 0,
         "num_choices": 1,
         "num_engines_lost": 0,
-        "statistics": ChoiceStatistics(
-            drafted_tokens=9, accepted_tokens=5, recomputed_tokens=3, num_preemptions=1, grammar_s=0.001
-        ),
-        "queue_s": 0.02,
-        "ttft_s": 0.1,
-        "duration_s": 1.5,
-        "metadata": {"team": "a"},
+        "speculative_waste_tokens": 4,
+        "recomputed_tokens": 3,
+        "num_preemptions": 1,
+        "grammar_ms": 1.0,
+        "queue_ms": 20.0,
+        "ttft_ms": 100.0,
+        "duration_ms": 1500.0,
+        "labels": {"team": "a"},
     }
     return FinishedRequest(**{**values, **fields})
 
@@ -68,7 +69,7 @@ def url(tmp_path: Path) -> str:
 def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:
     ledger = writer(url)
     ledger.record(finished("r1"))
-    ledger.record(finished("r2", ttft_s=None))
+    ledger.record(finished("r2", ttft_ms=None))
     ledger.close()
     first, second = rows(open_ledger(url))
     assert (first["tenant"], first["tier"], first["outcome"]) == ("acme", "standard", "stop")

@@ -150,12 +150,12 @@ async def test_calls_that_were_given_up_are_not_sent() -> None:
         # The service reads nothing meanwhile: all but a few wait here.
         given_up = [asyncio.ensure_future(prepare(stream, "x" * 200_000)) for _ in range(100)]
         async with asyncio.timeout(30):
-            while stream.num_waiting_bytes == 0:
+            while stream._outbox.num_bytes == 0:
                 await asyncio.sleep(0)
         for each in given_up:
             each.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        assert stream.num_waiting_bytes == 0
+        assert stream._outbox.num_bytes == 0
         service.released.set()
         assert await held == [8]
         assert await prepare(stream, "one") == [3]
@@ -173,7 +173,7 @@ async def test_a_call_without_an_answer_ends_in_time_and_leaves_nothing_behind(
         with pytest.raises(MillraceError, match="within the time limit") as late:
             await stream.call(request, 4, ("", ""), 0.05, "")
         assert late.value.reason is Reason.DEADLINE_EXCEEDED
-        assert stream.num_waiting_bytes == 0
+        assert stream._outbox.num_bytes == 0
         service.released.set()
         assert await held == [8]
 
@@ -194,7 +194,7 @@ async def test_a_tenant_whose_calls_wait_holds_up_nobody_else() -> None:
             flood = [asyncio.ensure_future(ask("x" * 200_000, "flood")) for _ in range(50)]
             await asyncio.sleep(0)
             # Of ten million bytes.
-            assert crowded.num_waiting_bytes < 1_000_000
+            assert crowded._outbox.num_bytes < 1_000_000
             last = asyncio.ensure_future(ask("small", "other"))
             service.released.set()
             assert await last == [5]
