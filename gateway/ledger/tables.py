@@ -8,6 +8,9 @@ from gateway.database import open_database
 
 _METADATA = MetaData()
 
+# Marks columns that `millrace usage` sums up.
+_SUMMED = {"is_summed": True}
+
 # One row a request. Times in milliseconds, money in billionths of the currency unit.
 REQUESTS = Table(
     "requests",
@@ -23,18 +26,18 @@ REQUESTS = Table(
     Column("face", String(8), nullable=False),
     Column("outcome", String(64), nullable=False),
     Column("prompt_tokens", Integer, nullable=False),
-    Column("cached_prompt_tokens", Integer, nullable=False),
-    Column("completion_tokens", Integer, nullable=False),
+    Column("cached_prompt_tokens", Integer, nullable=False, info=_SUMMED),
+    Column("completion_tokens", Integer, nullable=False, info=_SUMMED),
     Column("reasoning_tokens", Integer, nullable=False),
     # Tokens drafted and thrown away.
-    Column("speculative_waste_tokens", Integer, nullable=False),
+    Column("speculative_waste_tokens", Integer, nullable=False, info=_SUMMED),
     # Tokens computed a second time after preemptions.
-    Column("recomputed_tokens", Integer, nullable=False),
+    Column("recomputed_tokens", Integer, nullable=False, info=_SUMMED),
     Column("num_choices", Integer, nullable=False),
     Column("num_preemptions", Integer, nullable=False),
     Column("num_engines_lost", Integer, nullable=False),
-    Column("grammar_ms", Float, nullable=False),
-    Column("queue_ms", Float, nullable=False),
+    Column("grammar_ms", Float, nullable=False, info=_SUMMED),
+    Column("queue_ms", Float, nullable=False, info=_SUMMED),
     Column("ttft_ms", Float),
     Column("duration_ms", Float, nullable=False),
     Column("cost_nanos", BigInteger, nullable=False),

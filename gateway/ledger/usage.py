@@ -31,12 +31,11 @@ NUMBERS: dict[str, tuple[ColumnElement[Any], Callable[[Any], int | float]]] = {
     "num_requests": (func.count(), int),
     # Prompt tokens that were computed; those from the prefix cache are in `cached_prompt_tokens`.
     "computed_prompt_tokens": (func.sum(_C.prompt_tokens - _C.cached_prompt_tokens), int),
-    "cached_prompt_tokens": (func.sum(_C.cached_prompt_tokens), int),
-    "completion_tokens": (func.sum(_C.completion_tokens), int),
-    "speculative_waste_tokens": (func.sum(_C.speculative_waste_tokens), int),
-    "recomputed_tokens": (func.sum(_C.recomputed_tokens), int),
-    "grammar_ms": (func.sum(_C.grammar_ms), float),
-    "queue_ms": (func.sum(_C.queue_ms), float),
+    **{
+        column.name: (func.sum(column), column.type.python_type)
+        for column in _C
+        if column.info.get("is_summed")
+    },
     "cost": (func.sum(_C.cost_nanos), lambda nanos: int(nanos) / NANOS_PER_UNIT),
 }
 
