@@ -373,8 +373,7 @@ class Pipeline:
         self._recorder.ended(end)
 
     def _note_continuations(self, call: Call, generation: Generation, outcome: Outcome) -> None:
-        lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
-        result = "failed" if lost else "continued"
+        result = "failed" if outcome.name == Reason.ENGINE_LOST.value else "continued"
         self._metrics.add(names.RESUBMISSIONS, generation.stream.num_losses, outcome=result)
         for start_s, end_s in generation.stream.interruptions:
             self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.span)

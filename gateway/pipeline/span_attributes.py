@@ -98,7 +98,7 @@ def answered(
     response = genai.GenAiResponse(
         model=request.model,
         response_id=_response_id(request, generation.info.request_id),
-        finish_reasons=[outcome.name] if outcome.error is None else (),
+        finish_reasons=() if outcome.is_failure else [outcome.name],
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,

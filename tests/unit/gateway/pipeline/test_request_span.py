@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from contract.chat import Conversation, Message, Role, TokenPrompt, ToolCall
 from contract.outputs import FinishReason
@@ -20,6 +22,7 @@ from gateway.text.delta import ToolCallDelta
 from observability.emit import genai, names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry
+from tests.unit.gateway.pipeline.test_refunds import Leave, leave_over_grpc, leave_over_http
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode
@@ -94,6 +97,22 @@ async def test_content_stays_out_unless_it_is_asked_for_and_steps_are_told(
         names.GATEWAY_ROUTE,
         names.GATEWAY_STREAM,
     }
+
+
+@pytest.mark.parametrize("leave", [leave_over_http, leave_over_grpc])
+async def test_a_client_that_leaves_is_told_alike_on_both_faces(
+    exporter: InMemorySpanExporter, leave: Leave
+) -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    async with deployed(engine, telemetry=_telemetry(exporter, capture_content=False)) as stack:
+        await leave(stack, engine)
+        while stack.gateway.num_open:
+            await asyncio.sleep(0.005)
+        engine.gate.set()
+    span = _request_span(exporter)
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "CANCELLED")
+    assert genai.FINISH_REASONS not in _attributes(span)
 
 
 def _count(stack: Deployment, name: str, **labels: str) -> float | None:
