@@ -83,7 +83,8 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     export_delay_ms: Annotated[int, msgspec.Meta(ge=10, le=60_000)] = 1_000
     # Spans held while the receiver is slow, unless OTEL_BSP_MAX_QUEUE_SIZE says it; more are dropped.
     max_queued_spans: Annotated[int, msgspec.Meta(ge=100)] = 20_000
-    # Prompts and completions on spans. Off: traces are read by more people than conversations should be.
+    # Prompts and completions on spans, each at most 64 KiB: long texts are cut and say so. Off: traces are
+    # read by more people than conversations should be.
     capture_content: bool = False
     # Generation of the GenAI attribute names; empty follows OTEL_SEMCONV_STABILITY_OPT_IN.
     semconv: Semconv | Literal[""] = ""

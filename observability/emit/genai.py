@@ -47,6 +47,9 @@ RESPONSE_TIER = attribute("openai.response.service_tier", "", "Tier served; afte
 INPUT_MESSAGES = attribute("gen_ai.input.messages", "", "The conversation, as JSON.")
 OUTPUT_MESSAGES = attribute("gen_ai.output.messages", "", "The completions, as JSON.")
 
+# A refused request's model may be any text that its client sent.
+_LONGEST_WORD = 256
+
 
 class GenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is known when the request arrives. None and "" are left out."""
@@ -118,4 +121,8 @@ def response_attributes(response: GenAiResponse, generation: Semconv) -> dict[st
 
 
 def _present(found: dict[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    return {key: value for key, value in found.items() if value is not None and value != ""}
+    return {
+        key: value[:_LONGEST_WORD] if isinstance(value, str) else value
+        for key, value in found.items()
+        if value is not None and value != ""
+    }

@@ -171,3 +171,39 @@ def test_an_answer_is_gathered_by_choice_and_the_deltas_stay_as_they_are() -> No
     assert second["parts"] == [{"type": "tool_call", "id": "c1", "name": "add", "arguments": '{"a": 1'}]
     assert second["finish_reason"] == "tool_call"
     assert pieces[0].arguments == '{"a"'
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E00}", "\x01", '"'])
+@pytest.mark.parametrize(
+    ("num_messages", "num_calls", "length"),
+    [(1, 0, 1_000_000), (3, 1, 100_000), (1_000, 0, 300), (1, 500, 300), (20, 20, 2_000)],
+)
+def test_captured_content_is_bounded_and_stays_in_form(
+    num_messages: int, num_calls: int, length: int, letter: str
+) -> None:
+    calls = tuple(
+        ToolCall(id=letter * length, name=letter * length, arguments_json='{"a": 1}')
+        for _ in range(num_calls)
+    )
+    said = [
+        Message(role=Role.ASSISTANT, content=f"{index}{letter * length}", tool_calls=calls)
+        for index in range(num_messages)
+    ]
+    text = transcript.asked(Conversation(messages=(*said, Message(role=Role.USER, content="last"))))
+    assert transcript.MAX_BYTES / 32 < len(text.encode()) <= transcript.MAX_BYTES
+    told = json.loads(text)
+    first = told[0]["parts"][0]
+    assert first["type"] == "text"
+    assert first["content"].startswith("0" + letter)
+    assert told[-1] == {"role": "user", "parts": [{"type": "text", "content": "last"}]}
+    assert "[cut: " in text
+
+
+def test_captured_content_that_fits_is_whole() -> None:
+    prompt = Conversation(messages=(Message(role=Role.USER, content="x" * 60_000),))
+    assert json.loads(transcript.asked(prompt))[0]["parts"][0]["content"] == "x" * 60_000
+
+
+def test_a_model_that_nobody_knows_is_told_in_part() -> None:
+    asked = genai.GenAiRequest(operation="chat", model="x" * 1_000_000)
+    assert genai.request_attributes(asked, "both")[genai.REQUEST_MODEL] == "x" * 256
