@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 from contract.chat import Conversation, Message, Role, TokenPrompt, ToolCall
 from contract.outputs import FinishReason
@@ -84,6 +84,8 @@ async def test_content_stays_out_unless_it_is_asked_for_and_steps_are_told(
     async with deployed(telemetry=_telemetry(exporter, capture_content=False)) as stack:
         assert (await stack.chat()).status_code == 200
     span = _request_span(exporter)
+    # Service maps draw an edge to it from its caller.
+    assert span.kind is SpanKind.SERVER
     assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & _attributes(span).keys()
     # On a busy machine a step may take long enough to be a span.
     told = {step[0] for step in json.loads(_attributes(span)[names.STEPS])} | {
@@ -123,10 +125,12 @@ async def test_metrics_of_the_conventions() -> None:
     async with deployed() as stack:
         assert (await stack.chat(max_tokens=3)).status_code == 200
         assert (await stack.chat(model="nobody-serves-this")).status_code == 404
+        assert (await stack.chat(temperature=99)).status_code == 400
         gateway, metrics = stack.gateway, stack
     assert gateway.num_open == 0
     assert _count(metrics, names.GEN_AI_DURATION.name, **LABELS, error_type="") == 1
     assert _count(metrics, names.GEN_AI_DURATION.name, **REFUSED, error_type="MODEL_NOT_FOUND") == 1
+    assert _count(metrics, names.GEN_AI_DURATION.name, **LABELS, error_type="INVALID_ARGUMENT") == 1
     assert _count(metrics, names.GEN_AI_TTFT.name, **LABELS) == 1
     assert _count(metrics, names.GEN_AI_TPOT.name, **LABELS) == 1
 
