@@ -15,7 +15,8 @@ KEEPALIVE_S = 30.0
 KEEPALIVE_LIMIT_S = 10.0
 # Headers of one call. Signed contexts and traces are the largest of ours; more than this is refused.
 MAX_METADATA_BYTES = 32 * 1024
-# Calls at a time on one connection; clients wait with more, or open another.
+# Calls at a time on one connection; clients wait with more, or open another. Each may have its largest
+# message under way: gRPC does not limit their bytes together. These ports are for the services' network.
 MAX_CALLS = 4096
 
 _COMMON = (

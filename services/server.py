@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,18 @@ from services.interceptors import CallInterceptor, ServerInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's core is: not that a peer was gone when its answer was written, which whoever
+    reaches the port could fill the log with.
+    """
+    failure = record.exc_info[1] if record.exc_info else None
+    return type(failure).__name__ != "ExecuteBatchError"
+
+
+# The writer of a stream is the core's own: no handler or interceptor can catch what it raises.
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
 
 
 class GrpcServer:

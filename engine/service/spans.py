@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opentelemetry.trace import Link
+from opentelemetry.trace import Link, SpanKind
 
 from contract.outputs import NUMBERS
 from engine.service.neighbours import RecentWork, Work
@@ -27,6 +27,7 @@ class RequestTrace:
         identity = RequestIdentity(request.external_id, request.client_request_id)
         self._span = telemetry.start(
             names.ENGINE_REQUEST,
+            kind=SpanKind.SERVER,
             parent=remote_span(request.traceparent, request.tracestate, identity),
             start_s=request.arrival_s,
         )

@@ -1,8 +1,9 @@
 """One connection of the HTTP face: uvicorn's, with bounds on what nobody upstream has judged yet.
 
 uvicorn parses (httptools), frames answers, keeps connections and asks the application. It has no limit on a
-request's head, takes trailers for headers, reads on behind a row of requests that wait, refuses in plain
-text, and sends chunks to clients that know none.
+request's head, takes trailers for headers, takes the body of a request that would switch protocols for the
+next request, reads on behind a row of requests that wait, refuses in plain text, and sends chunks to clients
+that know none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -81,8 +83,15 @@ class Connection(HttpToolsProtocol):
         """See asyncio.Protocol."""
         if self._refused:
             return
+        self._unset_keepalive_if_required()
         self._num_pending_bytes += len(data)
-        super().data_received(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserCallbackError:
+            # The one callback that fails by what a client sends splits the target.
+            self._refuse(_no_http("its target is no path"))
+        except httptools.HttpParserError as error:
+            self._refuse(_no_http(str(error)))
         if self._num_pending_bytes > _HEAD_LIMIT_BYTES:
             self._refuse(
                 MillraceError(
@@ -91,6 +100,26 @@ class Connection(HttpToolsProtocol):
                     metadata={"limit_bytes": str(_HEAD_LIMIT_BYTES)},
                 )
             )
+
+    def _parse(self, data: bytes) -> None:
+        """Requests are answered in the protocol that they came in, whatever other they would switch to."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as switch:
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("CONNECT asks for a proxy") from switch
+                # The parser takes what follows for another protocol's, the request's body too: it is parsed
+                # again without the header that says so.
+                lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+                lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+                head = b"\r\n".join(lines) + b"\r\n\r\n"
+                data = head + data[switch.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            else:
+                return
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -109,6 +138,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is over."""
+        if self.parser.should_upgrade():
+            return
         self._in_head = False
         self._num_pending_bytes = 0
         super().on_headers_complete()
@@ -122,6 +153,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole."""
+        if self.parser.should_upgrade():
+            return
         self._num_pending_bytes = 0
         super().on_message_complete()
 
@@ -129,10 +162,6 @@ class Connection(HttpToolsProtocol):
         """The answer is over."""
         self._active = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP."""
-        self._refuse(MillraceError(Reason.MALFORMED_BODY, "the request is not valid HTTP/1.1"))
 
     def _refuse(self, error: MillraceError) -> None:
         """Answers what cannot be read on with, behind the answers that are due before it."""
@@ -152,3 +181,7 @@ class Connection(HttpToolsProtocol):
             )
         # Whoever reads the body that broke off learns that the client is gone.
         self.transport.close()
+
+
+def _no_http(problem: str) -> MillraceError:
+    return MillraceError(Reason.MALFORMED_BODY, f"the request is not valid HTTP/1.1: {problem}")

@@ -29,7 +29,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """How a request ended: a finish reason in lower case, or a reason of the error table."""
 
     name: str
-    error: MillraceError | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether its choices did not all end, be it that its client went away."""
+        return self.name.isupper()
 
 
 class Generation:
@@ -84,7 +88,7 @@ class Generation:
     async def close(self, error: BaseException | None) -> None:
         """Settles, with `error` as what ended the request; once, however often it is called."""
         if isinstance(error, MillraceError):
-            outcome = Outcome(error.reason.value, error)
+            outcome = Outcome(error.reason.value)
         elif error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = Outcome(Reason.INTERNAL.value)
         elif self._open:

@@ -48,7 +48,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         """The outcome as a label: ok, cancelled or failed."""
         if self.outcome.name == CANCELLED:
             return "cancelled"
-        return "ok" if self.outcome.name.islower() else "failed"
+        return "failed" if self.outcome.is_failure else "ok"
 
 
 class OutcomeRecorder:
@@ -203,13 +203,12 @@ class OutcomeRecorder:
             duration_s=end.duration_s,
             tpot_s=end.tpot_s,
         )
-        failed = end.outcome.name if end.outcome.error is not None else ""
         self._telemetry.end(
             end.call.span,
             end_s=end.monotonic_s,
             attributes=asked.attributes | answered.attributes,
             details=asked.details | answered.details,
-            error=failed,
+            error=end.outcome.name if end.outcome.is_failure else "",
         )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from opentelemetry.trace import SpanKind
+
 from contract.chat import JsonSchemaFormat, TokenPrompt
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason, invalid
@@ -148,7 +150,9 @@ class Pipeline:
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""
-        span = self._telemetry.start(names.GATEWAY_REQUEST, parent=caller.trace, start_s=caller.received_s)
+        span = self._telemetry.start(
+            names.GATEWAY_REQUEST, parent=caller.trace, kind=SpanKind.SERVER, start_s=caller.received_s
+        )
         tier_name = caller.identity.tier
         call = None
         try:
@@ -175,8 +179,8 @@ class Pipeline:
                 caller,
                 request,
                 tier_name,
-                # A name that was not looked up yet is a client's own word.
-                "" if call is None else request.model,
+                # A name that is not served is a client's own word.
+                request.model if request.model in self._all_names() else "",
                 error,
                 time.monotonic(),
             )
@@ -373,8 +377,7 @@ class Pipeline:
         self._recorder.ended(end)
 
     def _note_continuations(self, call: Call, generation: Generation, outcome: Outcome) -> None:
-        lost = outcome.error is not None and outcome.error.reason is Reason.ENGINE_LOST
-        result = "failed" if lost else "continued"
+        result = "failed" if outcome.name == Reason.ENGINE_LOST.value else "continued"
         self._metrics.add(names.RESUBMISSIONS, generation.stream.num_losses, outcome=result)
         for start_s, end_s in generation.stream.interruptions:
             self._telemetry.record(names.GATEWAY_RESUBMIT, start_s=start_s, end_s=end_s, parent=call.span)

@@ -106,7 +106,7 @@ def answered(
         {
             genai.RESPONSE_MODEL: request.model,
             genai.RESPONSE_ID: _response_id(request, generation.info.request_id),
-            genai.FINISH_REASONS: (outcome.name,) if outcome.error is None else None,
+            genai.FINISH_REASONS: None if outcome.is_failure else (outcome.name,),
             genai.INPUT_TOKENS: usage.prompt_tokens,
             genai.OUTPUT_TOKENS: usage.completion_tokens,
             genai.CACHED_TOKENS: usage.cached_prompt_tokens,

@@ -2,6 +2,8 @@
 
 The form is that of the GenAI conventions: JSON lists of messages, each with a role and typed parts.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+
+Each attribute is bounded: receivers refuse a batch beyond some MiB whole, with the spans of others in it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.TOOL_CALLS: "tool_call",
     FinishReason.ERROR: "error",
 }
+
+# Of one attribute, as UTF-8.
+MAX_BYTES = 64 * 1024
+# Texts are cut to ever less; below this, messages and parts are left out.
+_SHORTEST_TEXT = 128
+_FEWEST_PARTS = 8
 
 
 def asked(prompt: Prompt) -> str:
@@ -95,4 +103,56 @@ def _arguments(call: ToolCallDelta) -> Any:
 
 
 def _json(messages: list[dict[str, Any]]) -> str:
-    return json.dumps(messages, ensure_ascii=False)
+    """The messages in at most MAX_BYTES: long texts are cut first, then those in the middle are left out."""
+    length = MAX_BYTES
+    while length >= _SHORTEST_TEXT:
+        cut = [_cut(message, length) for message in messages]
+        text = json.dumps(cut, ensure_ascii=False)
+        if _num_bytes(text) <= MAX_BYTES:
+            return text
+        length //= 2
+    return json.dumps(_fewer([_fewer_parts(message) for message in cut]), ensure_ascii=False)
+
+
+def _cut(message: dict[str, Any], length: int) -> dict[str, Any]:
+    parts = [{key: _cut_value(value, length) for key, value in part.items()} for part in message["parts"]]
+    return {**message, "parts": parts}
+
+
+def _cut_value(value: Any, length: int) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) <= length:
+        return value
+    return f"{text[:length]}... [cut: {len(text)} characters]"
+
+
+def _fewer_parts(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message["parts"]
+    if len(parts) <= _FEWEST_PARTS:
+        return message
+    marker = _text(f"[cut: {len(parts) - _FEWEST_PARTS} more parts]")
+    return {**message, "parts": [*parts[:_FEWEST_PARTS], marker]}
+
+
+def _fewer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first message, which often says what all are about, and as many of the last as have room."""
+    first, *others = messages
+    marker = {**first, "parts": [*first["parts"], _text(f"[cut: {len(others)} more messages]")]}
+    room = MAX_BYTES - _num_bytes(json.dumps([marker], ensure_ascii=False))
+    num_kept = 0
+    for message in reversed(others):
+        # Two for the comma and the space.
+        room -= _num_bytes(json.dumps(message, ensure_ascii=False)) + 2
+        if room < 0:
+            break
+        num_kept += 1
+    num_left_out = len(others) - num_kept
+    if not num_left_out:
+        return messages
+    marker["parts"][-1] = _text(f"[cut: {num_left_out} more messages]")
+    return [marker, *others[num_left_out:]]
+
+
+def _num_bytes(text: str) -> int:
+    # A lone surrogate, which clients can send as JSON, is no UTF-8.
+    return len(text.encode("utf-8", "surrogatepass"))

@@ -181,7 +181,8 @@ class SpanReader:
         return ""
 
     def find(self, what: str) -> list[StoredSpan]:
-        """Spans of the trace that `what` names: "last", a request id (ours or the client's) or a trace id.
+        """Spans of the trace that `what` names: "last", a request id (ours, an answer's or the client's own)
+        or a trace id.
 
         Raises StoreError, which says how to go on, when nothing is found.
         """
@@ -190,7 +191,9 @@ class SpanReader:
             if not trace_id:
                 raise StoreError("the span store is empty; send a request first")
             return self.trace(trace_id)
-        for trace_id in (*self.traces_of_request(what), what):
+        ours = what.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        ids = dict.fromkeys((ours, what))
+        for trace_id in (*(found for each in ids for found in self.traces_of_request(each)), what):
             spans = self.trace(trace_id)
             if spans:
                 return spans

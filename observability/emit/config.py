@@ -7,7 +7,9 @@ the SDK, since Envoy and the supervisor have to agree with it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
@@ -33,6 +35,9 @@ _DEFAULT_ENDPOINTS: Mapping[Protocol, str] = {
 # Where OTLP over HTTP takes spans, below an address that names no path.
 _HTTP_PATH = "/v1/traces"
 _BATCH = 2048
+_HOST = re.compile(r"[\w.:%-]+")
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +88,8 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     export_delay_ms: Annotated[int, msgspec.Meta(ge=10, le=60_000)] = 1_000
     # Spans held while the receiver is slow, unless OTEL_BSP_MAX_QUEUE_SIZE says it; more are dropped.
     max_queued_spans: Annotated[int, msgspec.Meta(ge=100)] = 20_000
-    # Prompts and completions on spans. Off: traces are read by more people than conversations should be.
+    # Prompts and completions on spans, each at most 64 KiB: long texts are cut and say so. Off: traces are
+    # read by more people than conversations should be.
     capture_content: bool = False
     # Generation of the GenAI attribute names; empty follows OTEL_SEMCONV_STABILITY_OPT_IN.
     semconv: Semconv | Literal[""] = ""
@@ -109,16 +115,26 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             return ()
         found = []
         protocol = _protocol(environ)
-        named = _standard_export(environ) or _own_export(self.otlp_endpoint, protocol)
+        named = _standard_export(environ) or _own_export(self.otlp_endpoint, protocol, "otlp_endpoint")
         if named is None and exporter:
             named = _standard_export(environ, _DEFAULT_ENDPOINTS[protocol])
         if named is not None:
             found.append(named)
         # The store speaks gRPC alone.
-        store = _own_export(self.store_endpoint, "grpc")
+        store = _own_export(self.store_endpoint, "grpc", "store_endpoint")
         if store is not None:
             found.append(store)
         return tuple(found)
+
+    def check(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises ConfigError for what could not be used, the files that variables name among it."""
+        self.sampled_share(environ)
+        self.batching(environ)
+        if any(export.is_standard and export.is_secure for export in self.exports(environ)):
+            for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
+                variable, path = _variable(environ, name)
+                if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+                    raise ConfigError(f"{variable}: {path!r} is no file that can be read")
 
     def sampled_share(self, environ: Mapping[str, str] = os.environ) -> float:
         """Share of the traces that begin here which are recorded."""
@@ -162,44 +178,70 @@ def _protocol(environ: Mapping[str, str]) -> Protocol:
     return protocol
 
 
+def _variable(environ: Mapping[str, str], name: str) -> tuple[str, str]:
+    """The variable that says it of spans, and its value."""
+    own, general = (f"OTEL_EXPORTER_OTLP_{signal}{name}" for signal in ("TRACES_", ""))
+    variable = own if environ.get(own, "").strip() else general
+    return variable, environ.get(variable, "").strip()
+
+
 def _standard_export(environ: Mapping[str, str], default: str = "") -> Export | None:
     """The receiver that OTEL_EXPORTER_OTLP_* variables name, else `default`, with what they say of it."""
-    own, general = (
-        environ.get(f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT", "").strip() for signal in ("TRACES_", "")
-    )
-    endpoint = own or general or default
+    variable, endpoint = _variable(environ, "ENDPOINT")
+    endpoint = endpoint or default
     if not endpoint:
         return None
-
-    def value(name: str) -> str:
-        return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or environ.get(
-            f"OTEL_EXPORTER_OTLP_{name}", ""
-        )
-
     protocol = _protocol(environ)
     if "://" not in endpoint:
         # As the exporter has it.
-        endpoint = f"http{'' if value('INSECURE').lower() == 'true' else 's'}://{endpoint}"
-    if protocol == "http/protobuf" and not own:
+        is_insecure = _variable(environ, "INSECURE")[1].lower() == "true"
+        endpoint = f"http{'' if is_insecure else 's'}://{endpoint}"
+    _check_url(variable, endpoint)
+    if protocol == "http/protobuf" and "_TRACES_" not in variable:
         endpoint = endpoint.rstrip("/") + _HTTP_PATH
     return Export(
         url=endpoint,
         protocol=protocol,
         is_standard=True,
-        headers=parse_env_headers(value("HEADERS"), liberal=True),
-        certificate=value("CERTIFICATE"),
+        headers=_headers(environ),
+        certificate=_variable(environ, "CERTIFICATE")[1],
     )
 
 
-def _own_export(endpoint: str, protocol: Protocol) -> Export | None:
+def _headers(environ: Mapping[str, str]) -> Mapping[str, str]:
+    variable, text = _variable(environ, "HEADERS")
+    headers = parse_env_headers(text, liberal=True)
+    for name, value in headers.items():
+        # The value may be a secret.
+        if not _HEADER_NAME.fullmatch(name):
+            raise ConfigError(f"{variable}: {name!r} is no name of a header")
+        if _CONTROL.search(value):
+            raise ConfigError(f"{variable}: the value of {name!r} has control characters")
+    return headers
+
+
+def _own_export(endpoint: str, protocol: Protocol, key: str) -> Export | None:
     if not endpoint:
         return None
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    _check_url(f"observability.{key}", url)
     if protocol == "http/protobuf" and not urlsplit(url).path.strip("/"):
         url = url.rstrip("/") + _HTTP_PATH
     return Export(url=url, protocol=protocol)
 
 
+def _check_url(name: str, url: str) -> None:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # Its port may be no number, which is a ValueError as well.
+        known = parts.scheme in {"http", "https"} and parts.port != 0
+        if known and _HOST.fullmatch(parts.hostname or ""):
+            return
+    raise ConfigError(f"{name}: {url!r} is no URL of a receiver; use http://host:port or https://host:port")
+
+
 def load(tables: Mapping[str, Any]) -> ObservabilityConfig:
-    """`[observability]`; raises ConfigError naming the key at fault."""
-    return load_section(tables, "observability", ObservabilityConfig)
+    """`[observability]`; raises ConfigError naming the key or the variable at fault."""
+    config = load_section(tables, "observability", ObservabilityConfig)
+    config.check()
+    return config

@@ -46,6 +46,9 @@ RESPONSE_TIER = attribute("openai.response.service_tier", "", "Tier served; afte
 INPUT_MESSAGES = attribute("gen_ai.input.messages", "", "The conversation, as JSON.")
 OUTPUT_MESSAGES = attribute("gen_ai.output.messages", "", "The completions, as JSON.")
 
+# A refused request's model may be any text that its client sent.
+_LONGEST_WORD = 256
+
 _UNTIL_1_36 = frozenset({SYSTEM, SERVICE_TIER_OLD, RESPONSE_TIER_OLD})
 _AFTER_1_36 = frozenset(
     {
@@ -63,6 +66,10 @@ _LACKS: Mapping[Semconv, frozenset[Attribute]] = {
 def of_generation(
     found: Mapping[Attribute, AttributeValue | None], generation: Semconv
 ) -> dict[str, AttributeValue]:
-    """Those of `found` that the generation has. None and "" are left out."""
+    """Those of `found` that the generation has. None and "" are left out, and texts cut."""
     lacks = _LACKS[generation]
-    return {key: value for key, value in found.items() if value not in (None, "") and key not in lacks}
+    return {
+        key: value[:_LONGEST_WORD] if isinstance(value, str) else value
+        for key, value in found.items()
+        if value is not None and value != "" and key not in lacks
+    }

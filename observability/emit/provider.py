@@ -44,6 +44,7 @@ def make_provider(service: str, config: ObservabilityConfig) -> TracerProvider |
 
     Raises ConfigError for variables and settings that contradict each other.
     """
+    config.check()
     exports = config.exports()
     if not exports:
         return None

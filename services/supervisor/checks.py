@@ -25,9 +25,17 @@ def check_tables(layout: Layout, environ: Mapping[str, str] = os.environ) -> Non
     shared = read_tables(layout.config, {**environ, **layout.environment})
     load_section(shared, "model", ModelConfig)
     load_section(shared, "security", SecurityConfig).secret()
+    # Envoy, which has no table here, is told of the same receivers.
+    _check("observability", shared)
     for spec in layout.processes:
-        for module, (owner, function) in _CHECKS.items():
+        for module in _CHECKS:
             if module in spec.argv:
-                tables = read_tables(layout.config, {**environ, **layout.environment, **spec.environment})
-                check: Callable[[Mapping[str, Any]], object] = getattr(import_module(owner), function)
-                check(tables)
+                _check(
+                    module, read_tables(layout.config, {**environ, **layout.environment, **spec.environment})
+                )
+
+
+def _check(module: str, tables: Mapping[str, Any]) -> None:
+    owner, function = _CHECKS[module]
+    check: Callable[[Mapping[str, Any]], object] = getattr(import_module(owner), function)
+    check(tables)

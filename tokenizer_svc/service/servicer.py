@@ -11,6 +11,7 @@ from typing import Any
 from millrace.common.v1 import context_pb2
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import context as otel_context
+from opentelemetry.trace import SpanKind
 
 from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
@@ -117,7 +118,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> None:
         identity = RequestIdentity(who.request_id, who.client_request_id)
         parent = remote_span(head.traceparent, head.tracestate, identity)
-        span = self._telemetry.start(names.TOKENIZER_PREPARE, start_s=begin_s, parent=parent)
+        span = self._telemetry.start(
+            names.TOKENIZER_PREPARE, kind=SpanKind.SERVER, start_s=begin_s, parent=parent
+        )
         self._preparer.tell_short(prompted, span)
         self._telemetry.end(span, end_s=end_s)
 
@@ -131,7 +134,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         who = self._verify(head)
         self._check_model(head.model, who)
         identity = RequestIdentity(who.request_id, who.client_request_id)
-        with self._telemetry.span(names.TOKENIZER_PREPARE, parent=with_identity(identity, trace)):
+        parent = with_identity(identity, trace)
+        with self._telemetry.span(names.TOKENIZER_PREPARE, parent=parent, kind=SpanKind.SERVER):
             work = self._preparer.prepare(request, tenant=who.tenant, length=convert.length_limit(head, who))
             prepared = await self._within_limit(work, timeout_s)
         return convert.prepare_answer(prepared, self._vocabulary.fingerprint)

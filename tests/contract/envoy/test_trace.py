@@ -36,13 +36,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.mark.parametrize("client_has_a_trace", [False, True])
 async def test_one_trace(tmp_path: Path, client_has_a_trace: bool) -> None:
+    # A collector that listens in one family alone, by a name that has addresses in both.
     collector = Collector()
     server = GrpcServer("127.0.0.1:0")
     server.add(trace_service_pb2_grpc.add_TraceServiceServicer_to_server, collector, "")
     await server.start()
     log = tmp_path / "access.log"
     edge = Edge(tmp_path, envoy={"access_log": str(log)})
-    await edge.start(f"127.0.0.1:{server.port}")
+    await edge.start(f"localhost:{server.port}")
     try:
         headers = {"authorization": f"Bearer {SLOW_KEY}", "x-request-id": "mine"}
         if client_has_a_trace:

@@ -187,12 +187,28 @@ def test_arguments_of_the_batch_processor_are_those_that_no_variable_gives() -> 
         {"OTEL_TRACES_EXPORTER": "zipkin"},
         {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "half"},
         {"OTEL_BSP_MAX_QUEUE_SIZE": "many"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ":4317"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "not a url"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:port"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "ftp://c:4317"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://[c:4317"},
+        {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_HEADERS": "x-api-key=secret%0d%0ax:y"},
+        {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "x%0ay=secret"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c", "OTEL_EXPORTER_OTLP_CERTIFICATE": "/no/such.pem"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c", "OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY": "/no/such.pem"},
     ],
 )
 def test_what_cannot_be_used_is_named(variables: dict[str, str]) -> None:
-    config = ObservabilityConfig(otlp_endpoint="127.0.0.1:1")
-    with pytest.raises(ConfigError, match=list(variables)[-1]):
-        (config.exports(variables), config.sampled_share(variables), config.batching(variables))
+    with pytest.raises(ConfigError, match=list(variables)[-1]) as caught:
+        ObservabilityConfig().check(variables)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_endpoint_of_the_file_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"observability\.otlp_endpoint"):
+        ObservabilityConfig(otlp_endpoint="http://").check({})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,15 @@ def test_a_trace_is_found_by_request_id_trace_id_and_as_the_last(path: Path) -> 
     second = request_trace("r-2", number=2, start_ns=first[0].start_ns + 10**9)
     write(store, [*second, *first])
     reader = SpanReader(path)
-    for what, spans in (("r-1", first), (first[0].trace_id, first), ("r-2", second), ("last", second)):
+    for what, spans in (
+        ("r-1", first),
+        (first[0].trace_id, first),
+        ("r-2", second),
+        ("last", second),
+        # As clients read it in their answers.
+        ("chatcmpl-r-1", first),
+        ("cmpl-r-2", second),
+    ):
         assert {span.span_id for span in reader.find(what)} == {span.span_id for span in spans}
     found = reader.find("r-1")
     assert sorted(found, key=lambda span: span.span_id) == first
@@ -55,6 +63,7 @@ def test_a_clients_own_id_finds_its_request_and_never_hides_that_of_another(path
     reader = SpanReader(path)
     assert {span.trace_id for span in reader.find("order-17")} == {asked[0].trace_id}
     assert {span.trace_id for span in reader.find("r-1")} == {asked[0].trace_id}
+    assert {span.trace_id for span in reader.find("chatcmpl-r-1")} == {asked[0].trace_id}
     assert reader.traces_of_request("r-1") == [asked[0].trace_id, copied[0].trace_id]
 
 

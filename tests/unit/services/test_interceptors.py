@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from opentelemetry import trace
@@ -153,3 +154,16 @@ async def test_abandoned_stream_closes_the_handler_without_noise(
             await closed.wait()
     await server.stop(0)
     assert "detach" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_peer_that_was_gone_when_its_answer_was_written_leaves_no_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = logging.getLogger("grpc._cython.cygrpc")
+    # As gRPC's own writer of streams logs it.
+    for failure in (cygrpc.ExecuteBatchError("execute_batch", ()), RuntimeError("another")):
+        core.error("raised in core", exc_info=failure)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], RuntimeError)

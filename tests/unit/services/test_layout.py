@@ -207,6 +207,15 @@ def test_a_mistake_in_any_table_is_found_before_anything_starts(
     assert "\n" not in str(raised.value)
 
 
+def test_variables_of_the_standard_are_checked_before_anything_starts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "https://collector")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "/no/such.pem")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_CERTIFICATE"):
+        check_tables(plan(tmp_path, model, "", simulated=True), {})
+
+
 def test_the_default_configuration_is_accepted(tmp_path: Path, model: Path) -> None:
     check_tables(plan(tmp_path, model, DEFAULT_CONFIG.read_text(), simulated=True), {})
 

@@ -7,6 +7,7 @@ import json
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from engine.service.neighbours import RecentWork
 from engine.service.spans import RequestTrace
@@ -77,6 +78,7 @@ def test_a_request_is_one_span_with_its_parts_below() -> None:
         TokenEvent(request_id=1, token_ids=(8,), finish_reason=FinishReason.STOP, statistics=statistics),
     )
     (request,) = spans["engine.request"]
+    assert request.kind is SpanKind.SERVER, "service maps draw an edge to it from the gateway"
     assert f"{request.context.trace_id:032x}" == TRACE
     assert f"{request.parent.span_id:016x}" == PARENT
     details = json.loads(request.attributes["millrace.details"])

@@ -45,11 +45,13 @@ async def test_file_that_cannot_be_meant_takes_no_engine_away(tmp_path: Path, co
 
 async def test_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     listing = tmp_path / "engines"
-    listing.write_text("one:1\ntwo:20")
+    listing.write_text("one:1\ntwo:2000")
     # What was read is looked at again after a moment.
     lookup = asyncio.ensure_future(lookup_of(f"file:{listing}", ())())
     while not lookup.done():
-        listing.write_text(f"one:1\ntwo:20{time.monotonic_ns() % 1000}\n")
+        # Written over in place: it is never empty.
+        with listing.open("r+") as file:
+            file.write(f"one:1\ntwo:2{time.monotonic_ns() % 1000:03}")
         await asyncio.sleep(0.005)
     with pytest.raises(ValueError, match="being written"):
         await lookup

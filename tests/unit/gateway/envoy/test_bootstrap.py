@@ -68,6 +68,19 @@ def test_spans_go_where_the_standards_variables_say(
     assert ("UpstreamTlsContext" in text) == endpoint.startswith("https")
 
 
+def test_names_are_looked_up_in_both_families() -> None:
+    tables = OPTIONS["keys by URL"] | {"observability": {"otlp_endpoint": "http://localhost:4317"}}
+    clusters = {
+        cluster["name"]: cluster.get("cluster_type", {}).get("typed_config", {})
+        for cluster in yaml.safe_load(render(tables, "compose"))["static_resources"]["clusters"]
+    }
+    for name in ("traces", "jwks"):
+        # Where localhost is ::1 as well, a receiver on 127.0.0.1 alone is still found.
+        assert clusters[name]["dns_lookup_family"] == "ALL"
+        assert clusters[name]["all_addresses_in_single_endpoint"]
+    assert clusters["gateway_http"]["dns_lookup_family"] == "V4_PREFERRED"
+
+
 @pytest.mark.parametrize("variable", ["OTEL_SDK_DISABLED=true", "OTEL_TRACES_EXPORTER=none"])
 def test_envoy_makes_no_spans_where_services_make_none(
     variable: str, monkeypatch: pytest.MonkeyPatch

@@ -126,15 +126,24 @@ async def test_trailers_without_end_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"not http\r\n\r\n", b"GET / HTTP/1.1\r\ncontent-length: x\r\n\r\n", b"\x16\x03\x01\x02\x00"]
+    ("garbage", "problem"),
+    [
+        (b"not http\r\n\r\n", b"Invalid method encountered"),
+        (b"GET / HTTP/1.1\r\ncontent-length: x\r\n\r\n", b"Invalid character in Content-Length"),
+        (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", b"Duplicate Content-Length"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", b"CONNECT asks for a proxy"),
+        (b"\x16\x03\x01\x02\x00", b"Invalid method encountered"),
+        (b"GET http:// HTTP/1.1\r\n\r\n", b"its target is no path"),
+    ],
 )
-async def test_malformed_requests_get_an_openai_error_and_the_end(garbage: bytes) -> None:
+async def test_malformed_requests_get_an_openai_error_and_the_end(garbage: bytes, problem: bytes) -> None:
     async with served() as (_, server):
         reader, writer = await connect(server)
         writer.write(garbage)
         status, headers, body = await answer(reader)
         assert (status, headers["connection"]) == (400, "close")
         assert b"MALFORMED_BODY" in body
+        assert b"not valid HTTP/1.1: " + problem in body
         assert await reader.read() == b""
         writer.close()
 

@@ -217,6 +217,33 @@ async def test_requests_that_would_switch_protocols_are_answered_in_this_one() -
         writer.close()
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "foo"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_body_of_a_request_that_would_switch_protocols_stays_a_body(
+    protocol: str, chunked: bool
+) -> None:
+    upgrade = ("Connection: Upgrade", f"Upgrade: {protocol}")
+    inner = request("/behind", b"", method="GET")
+    if chunked:
+        head = "\r\n".join(["POST /a HTTP/1.1", *upgrade, "Transfer-Encoding: chunked", "", ""]).encode()
+        stream = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner)
+    else:
+        stream = request("/a", inner, *upgrade)
+    async with served() as (echo, server):
+        for cut in (0, stream.index(inner), stream.index(inner) + 3, len(stream)):
+            reader, writer = await connect(server)
+            writer.write(stream[:cut])
+            # The server reads this piece before the next is there.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            # Another such request behind it is one of its own.
+            writer.write(stream[cut:] * (1 if cut else 2))
+            for _ in range(1 if cut else 2):
+                assert (await answer(reader))[2] == b"POST /a " + inner
+            writer.close()
+        assert set(echo.seen) == {"/a"}
+
+
 async def test_head_has_no_body_and_close_is_kept() -> None:
     async with served() as (_, server):
         reader, writer = await connect(server)

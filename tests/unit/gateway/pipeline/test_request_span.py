@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from contract.chat import Conversation, Message, Role, TokenPrompt, ToolCall
 from contract.outputs import FinishReason
@@ -20,6 +22,7 @@ from gateway.text.delta import ToolCallDelta
 from observability.emit import genai, names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry
+from tests.unit.gateway.pipeline.test_refunds import Leave, leave_over_grpc, leave_over_http
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine
 from tests.unit.gateway.rig.vocabulary import encode
@@ -81,6 +84,8 @@ async def test_content_stays_out_unless_it_is_asked_for_and_steps_are_told(
     async with deployed(telemetry=_telemetry(exporter, capture_content=False)) as stack:
         assert (await stack.chat()).status_code == 200
     span = _request_span(exporter)
+    # Service maps draw an edge to it from its caller.
+    assert span.kind is SpanKind.SERVER
     assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & _attributes(span).keys()
     # On a busy machine a step may take long enough to be a span.
     told = {step[0] for step in json.loads(_attributes(span)[names.STEPS])} | {
@@ -96,6 +101,22 @@ async def test_content_stays_out_unless_it_is_asked_for_and_steps_are_told(
     }
 
 
+@pytest.mark.parametrize("leave", [leave_over_http, leave_over_grpc])
+async def test_a_client_that_leaves_is_told_alike_on_both_faces(
+    exporter: InMemorySpanExporter, leave: Leave
+) -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    async with deployed(engine, telemetry=_telemetry(exporter, capture_content=False)) as stack:
+        await leave(stack, engine)
+        while stack.gateway.num_open:
+            await asyncio.sleep(0.005)
+        engine.gate.set()
+    span = _request_span(exporter)
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "CANCELLED")
+    assert genai.FINISH_REASONS not in _attributes(span)
+
+
 def _count(stack: Deployment, name: str, **labels: str) -> float | None:
     return stack.metrics.registry.get_sample_value(f"{name}_count", labels)
 
@@ -104,10 +125,12 @@ async def test_metrics_of_the_conventions() -> None:
     async with deployed() as stack:
         assert (await stack.chat(max_tokens=3)).status_code == 200
         assert (await stack.chat(model="nobody-serves-this")).status_code == 404
+        assert (await stack.chat(temperature=99)).status_code == 400
         gateway, metrics = stack.gateway, stack
     assert gateway.num_open == 0
     assert _count(metrics, names.GEN_AI_DURATION.name, **LABELS, error_type="") == 1
     assert _count(metrics, names.GEN_AI_DURATION.name, **REFUSED, error_type="MODEL_NOT_FOUND") == 1
+    assert _count(metrics, names.GEN_AI_DURATION.name, **LABELS, error_type="INVALID_ARGUMENT") == 1
     assert _count(metrics, names.GEN_AI_TTFT.name, **LABELS) == 1
     assert _count(metrics, names.GEN_AI_TPOT.name, **LABELS) == 1
 
@@ -152,3 +175,39 @@ def test_an_answer_is_gathered_by_choice_and_the_deltas_stay_as_they_are() -> No
     assert second["parts"] == [{"type": "tool_call", "id": "c1", "name": "add", "arguments": '{"a": 1'}]
     assert second["finish_reason"] == "tool_call"
     assert pieces[0].arguments == '{"a"'
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E00}", "\x01", '"'])
+@pytest.mark.parametrize(
+    ("num_messages", "num_calls", "length"),
+    [(1, 0, 1_000_000), (3, 1, 100_000), (1_000, 0, 300), (1, 500, 300), (20, 20, 2_000)],
+)
+def test_captured_content_is_bounded_and_stays_in_form(
+    num_messages: int, num_calls: int, length: int, letter: str
+) -> None:
+    calls = tuple(
+        ToolCall(id=letter * length, name=letter * length, arguments_json='{"a": 1}')
+        for _ in range(num_calls)
+    )
+    said = [
+        Message(role=Role.ASSISTANT, content=f"{index}{letter * length}", tool_calls=calls)
+        for index in range(num_messages)
+    ]
+    text = transcript.asked(Conversation(messages=(*said, Message(role=Role.USER, content="last"))))
+    assert transcript.MAX_BYTES / 32 < len(text.encode()) <= transcript.MAX_BYTES
+    told = json.loads(text)
+    first = told[0]["parts"][0]
+    assert first["type"] == "text"
+    assert first["content"].startswith("0" + letter)
+    assert told[-1] == {"role": "user", "parts": [{"type": "text", "content": "last"}]}
+    assert "[cut: " in text
+
+
+def test_captured_content_that_fits_is_whole() -> None:
+    prompt = Conversation(messages=(Message(role=Role.USER, content="x" * 60_000),))
+    assert json.loads(transcript.asked(prompt))[0]["parts"][0]["content"] == "x" * 60_000
+
+
+def test_a_model_that_nobody_knows_is_told_in_part() -> None:
+    asked = genai.GenAiRequest(operation="chat", model="x" * 1_000_000)
+    assert genai.request_attributes(asked, "both")[genai.REQUEST_MODEL] == "x" * 256
