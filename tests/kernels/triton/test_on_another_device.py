@@ -105,6 +105,8 @@ class Launches:
     def __init__(self, kernel: Any, counts: Counter[str]) -> None:
         self.name, self.parameters, self.counts = kernel.fn.__name__, set(kernel.arg_names), counts
         self.order = list(kernel.arg_names)
+        given = kernel.signature.parameters.values()
+        self.required = {each.name for each in given if each.default is each.empty}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*given: Any, **named: Any) -> None:
@@ -113,7 +115,8 @@ class Launches:
             assert devices == {"meta"}, (self.name, devices)
             options = {"num_warps", "num_stages"}
             known = [*self.order[: len(given)], *(set(named) - options)]
-            assert sorted(known) == sorted(self.parameters), (self.name, known)
+            assert len(known) == len(set(known)), (self.name, known)
+            assert self.required <= set(known) <= self.parameters, (self.name, known)
             for each in given:
                 if isinstance(each, Tensor):
                     # An operation, which whoever watches those sees.
