@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ class Launches:
     def __init__(self, kernel: Any, counts: Counter[str]) -> None:
         self.name, self.parameters, self.counts = kernel.fn.__name__, set(kernel.arg_names), counts
         self.order = list(kernel.arg_names)
-        given = kernel.signature.parameters.values()
+        given = inspect.signature(kernel.fn).parameters.values()
         self.required = {each.name for each in given if each.default is each.empty}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:

@@ -209,5 +209,5 @@ def test_captured_content_that_fits_is_whole() -> None:
 
 
 def test_a_model_that_nobody_knows_is_told_in_part() -> None:
-    asked = genai.GenAiRequest(operation="chat", model="x" * 1_000_000)
-    assert genai.request_attributes(asked, "both")[genai.REQUEST_MODEL] == "x" * 256
+    asked = genai.of_generation({genai.REQUEST_MODEL: "x" * 1_000_000}, "both")
+    assert asked[genai.REQUEST_MODEL] == "x" * 256
