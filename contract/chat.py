@@ -8,6 +8,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+# What the id of an answer begins with at the OpenAI face; the request's id follows.
+CHAT_ID = "chatcmpl-"
+COMPLETION_ID = "cmpl-"
+
 
 class Role(StrEnum):
     """Who speaks. Names equal OpenAI's, and are what templates compare with."""

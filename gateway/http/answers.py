@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from contract.chat import CHAT_ID, COMPLETION_ID
 from contract.outputs import FinishReason, TokenLogprobs
-from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.text.delta import ToolCallDelta
 from gateway.text.vocabulary import Vocabulary
 

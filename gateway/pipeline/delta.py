@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 
 import msgspec
 
 from contract.grammar import EnforcementReport, Verdict
 from contract.outputs import FinishReason, TokenLogprobs
 from gateway.text.delta import TextDelta
-
-# What the id of an answer begins with at the OpenAI face; the request's id follows.
-CHAT_ID = "chatcmpl-"
-COMPLETION_ID = "cmpl-"
 
 
 class ChoiceDelta(TextDelta, kw_only=True):
@@ -33,14 +28,10 @@ class ChoiceDelta(TextDelta, kw_only=True):
 
     def absorb(self, later: ChoiceDelta) -> None:
         """Adds what came right after this delta of the same choice, which stays as it is."""
-        self.content += later.content
-        self.reasoning += later.reasoning
+        self.absorb_text(later)
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        for piece in later.tool_calls:
-            # Both may still be read.
-            self.add_call(copy(piece))
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.verdict = later.verdict

@@ -12,6 +12,8 @@ import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from contract.chat import (
+    CHAT_ID,
+    COMPLETION_ID,
     ChoiceFormat,
     Conversation,
     EbnfFormat,
@@ -21,7 +23,7 @@ from contract.chat import (
     RegexFormat,
 )
 from gateway.pipeline import transcript
-from gateway.pipeline.delta import CHAT_ID, COMPLETION_ID, TimeToFirstToken, Usage
+from gateway.pipeline.delta import TimeToFirstToken, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.tiers import Tier
 from gateway.types.identity import Identity

@@ -48,7 +48,9 @@ class Transcript:
     def add(self, deltas: Iterable[ChoiceDelta]) -> None:
         """Takes in what is about to be sent."""
         for delta in deltas:
-            self._choices.setdefault(delta.index, ChoiceDelta(index=delta.index)).absorb(delta)
+            said = self._choices.setdefault(delta.index, ChoiceDelta(index=delta.index))
+            said.absorb_text(delta)
+            said.finish_reason = delta.finish_reason
 
     def answered(self) -> str:
         """All choices as `gen_ai.output.messages`; one that was broken off ended with an error."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import msgspec
 
 
@@ -22,6 +24,14 @@ class TextDelta(msgspec.Struct):
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
+
+    def absorb_text(self, later: TextDelta) -> None:
+        """Adds the text that came right after this, which stays as it is."""
+        self.content += later.content
+        self.reasoning += later.reasoning
+        for piece in later.tool_calls:
+            # Both may still be read.
+            self.add_call(copy(piece))
 
     def add_call(self, piece: ToolCallDelta) -> None:
         """Adds a piece of a call, joining it to the previous piece of the same call."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from contract.chat import CHAT_ID, COMPLETION_ID
 from observability.analysis.decode import StoredSpan, decode
 from observability.emit import names
 
@@ -191,7 +192,7 @@ class SpanReader:
             if not trace_id:
                 raise StoreError("the span store is empty; send a request first")
             return self.trace(trace_id)
-        ours = what.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        ours = what.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
         ids = dict.fromkeys((ours, what))
         for trace_id in (*(found for each in ids for found in self.traces_of_request(each)), what):
             spans = self.trace(trace_id)

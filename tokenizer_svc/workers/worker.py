@@ -187,8 +187,9 @@ class Desk:
                 message=error.message, field=error.field, reason=error.reason, metadata=error.metadata
             )
             return WorkerReply(refused=refused)
-        ids = memoryview(packed_ids(list(prompted.token_ids)))
-        return WorkerReply(prompted=msgspec.structs.replace(prompted, token_ids=ids))
+        ids = prompted.token_ids
+        assert not isinstance(ids, memoryview), "packed here"
+        return WorkerReply(prompted=msgspec.structs.replace(prompted, token_ids=memoryview(packed_ids(ids))))
 
 
 def _serve(connection: socket.socket, desk: Desk, memory_limit_bytes: int, *, lowest: bool) -> None:
