@@ -20,7 +20,6 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from observability.emit import names
 from observability.emit.names import Metric
 from services.errors import ConfigError
 
@@ -161,8 +160,3 @@ class Metrics:
             )
             self._families[metric.name] = family
         return family
-
-
-def set_build_info(metrics: Metrics, service: str, version: str, model: str = "") -> None:
-    """Every service's first metric."""
-    metrics.set(names.BUILD_INFO, 1, service=service, version=version, model=model)

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from observability.emit import names
-from observability.emit.metrics import OTHER, Metrics, set_build_info
+from observability.emit.metrics import OTHER, Metrics
 from services.errors import ConfigError
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -93,7 +93,7 @@ def test_gauges_can_be_read_at_scrape_time() -> None:
 
 def test_the_endpoint_serves_and_closes() -> None:
     metrics = Metrics()
-    set_build_info(metrics, "gateway", "1.0", "nano")
+    metrics.set(names.BUILD_INFO, 1, service="gateway", version="1.0", model="nano")
     address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
