@@ -84,13 +84,9 @@ def _implies(context: Context, known: Located, rule: Located) -> bool:
         reference = known[0].get("$ref")
         one = context.resolve(node["$ref"], place)
         other = context.resolve(reference, known[1]) if isinstance(reference, str) else None
-        return one is not None and other is not None and one.node is other.node and not has_rules(node)
+        has_rules = any(key in KEYWORDS or key == "type" for key in node if key != "$ref")
+        return one is not None and other is not None and one.node is other.node and not has_rules
     return False
-
-
-def has_rules(node: dict[str, Any]) -> bool:
-    """Whether there are constraints beside $ref."""
-    return any(key in KEYWORDS or key == "type" for key in node if key != "$ref")
 
 
 def _additional_given(part: Part, given: View) -> Schema:
