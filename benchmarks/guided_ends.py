@@ -27,7 +27,7 @@ from engine.sampling.grammar import BACKEND, GrammarEngine
 from engine.types import GrammarSpec
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest
 from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 
@@ -36,13 +36,10 @@ def grammars(checkpoint: Checkpoint, rows: list[tuple[str, Any]]) -> list[Gramma
     """Those that strict mode accepts."""
     backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
     limits = LimitsConfig()
-    sizes = BuildLimits(
-        max_schema_depth=limits.max_schema_depth, max_artifact_bytes=limits.max_artifact_bytes
-    )
     found = []
     for name, schema in rows:
         form = JsonSchemaFormat(json.dumps(schema), strict=True)
-        built = build(GrammarRequest(response_format=form), backend, sizes).built
+        built = build(GrammarRequest(response_format=form), backend, limits).built
         if built is not None:
             found.append(GrammarSpec(digest=name, payload=built.payload, backend=BACKEND))
     return found

@@ -26,7 +26,7 @@ from benchmarks.stack import write_result
 from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.provider import OwnRandomIds
-from observability.emit.tracing import RequestIdentity, Telemetry, remote_span
+from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
 
 _ROUNDS = 15
 _REQUESTS = 400
@@ -74,7 +74,7 @@ def best_us(
     details: Mapping[str, float] | None = None,
 ) -> float:
     """CPU microseconds a part, in the best round."""
-    parent = remote_span(f"00-{'ab' * 16}-{'cd' * 8}-{flags}", "", _IDENTITY)
+    parent = RemoteSpan(f"00-{'ab' * 16}-{'cd' * 8}-{flags}", "", _IDENTITY)
     best_s = float("inf")
     for _ in range(_ROUNDS):
         started_s = time.process_time()

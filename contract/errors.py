@@ -9,47 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 import grpc
 import msgspec
-
-
-class Reason(StrEnum):
-    """What went wrong, as `google.rpc.ErrorInfo.reason` and as the code in OpenAI's error body."""
-
-    INVALID_ARGUMENT = "INVALID_ARGUMENT"
-    MALFORMED_BODY = "MALFORMED_BODY"
-    UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD"
-    REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
-    TEMPLATE_FAILED = "TEMPLATE_FAILED"
-    GRAMMAR_REFUSED = "GRAMMAR_REFUSED"
-    CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
-    NEVER_FITS = "NEVER_FITS"
-    MISSING_CREDENTIALS = "MISSING_CREDENTIALS"
-    INVALID_CREDENTIALS = "INVALID_CREDENTIALS"
-    CONTEXT_SIGNATURE_INVALID = "CONTEXT_SIGNATURE_INVALID"
-    MODEL_NOT_ALLOWED = "MODEL_NOT_ALLOWED"
-    TIER_NOT_ALLOWED = "TIER_NOT_ALLOWED"
-    TENANT_NOT_ALLOWED = "TENANT_NOT_ALLOWED"
-    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-    ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND"
-    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
-    REQUEST_RATE_EXCEEDED = "REQUEST_RATE_EXCEEDED"
-    TOKEN_RATE_EXCEEDED = "TOKEN_RATE_EXCEEDED"
-    CONCURRENCY_EXCEEDED = "CONCURRENCY_EXCEEDED"
-    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED"
-    QUEUE_LIMIT_EXCEEDED = "QUEUE_LIMIT_EXCEEDED"
-    LIMITS_UNAVAILABLE = "LIMITS_UNAVAILABLE"
-    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
-    CANCELLED = "CANCELLED"
-    VOCABULARY_MISMATCH = "VOCABULARY_MISMATCH"
-    DRAINING = "DRAINING"
-    ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"
-    ENGINE_LOST = "ENGINE_LOST"
-    TOKENIZER_UNAVAILABLE = "TOKENIZER_UNAVAILABLE"
-    POISONED_REQUEST = "POISONED_REQUEST"
-    STEP_FAILED = "STEP_FAILED"
-    INTERNAL = "INTERNAL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,50 +25,67 @@ class FaceMapping:
     openai_type: str
 
 
-_BAD = (grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error")
-_LIMIT = (grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error")
-_DOWN = (grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error")
-_BROKEN = (grpc.StatusCode.INTERNAL, 500, "server_error")
+_BAD = FaceMapping(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error")
+_LARGE = FaceMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error")
+_UNKNOWN = FaceMapping(grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error")
+_FORBIDDEN = FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error")
+_MISSING = FaceMapping(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error")
+_NO_ROUTE = FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 404, "invalid_request_error")
+_NO_METHOD = FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 405, "invalid_request_error")
+_LIMIT = FaceMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error")
+_QUOTA = FaceMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "insufficient_quota")
+_LATE = FaceMapping(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error")
+_LEFT = FaceMapping(grpc.StatusCode.CANCELLED, 499, "cancelled_error")
+_UNFIT = FaceMapping(grpc.StatusCode.FAILED_PRECONDITION, 503, "service_unavailable_error")
+_DOWN = FaceMapping(grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error")
+_BROKEN = FaceMapping(grpc.StatusCode.INTERNAL, 500, "server_error")
 
-TABLE: Mapping[Reason, FaceMapping] = {
-    Reason.INVALID_ARGUMENT: FaceMapping(*_BAD),
-    Reason.MALFORMED_BODY: FaceMapping(*_BAD),
-    Reason.UNSUPPORTED_FIELD: FaceMapping(*_BAD),
-    Reason.TEMPLATE_FAILED: FaceMapping(*_BAD),
-    Reason.GRAMMAR_REFUSED: FaceMapping(*_BAD),
-    Reason.CONTEXT_LENGTH_EXCEEDED: FaceMapping(*_BAD),
-    Reason.NEVER_FITS: FaceMapping(*_BAD),
-    Reason.POISONED_REQUEST: FaceMapping(*_BAD),
-    Reason.REQUEST_TOO_LARGE: FaceMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
-    Reason.MISSING_CREDENTIALS: FaceMapping(grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
-    Reason.INVALID_CREDENTIALS: FaceMapping(grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
-    Reason.CONTEXT_SIGNATURE_INVALID: FaceMapping(
-        grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error"
-    ),
-    Reason.MODEL_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
-    Reason.TIER_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
-    Reason.TENANT_NOT_ALLOWED: FaceMapping(grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error"),
-    Reason.MODEL_NOT_FOUND: FaceMapping(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error"),
-    Reason.ROUTE_NOT_FOUND: FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 404, "invalid_request_error"),
-    Reason.METHOD_NOT_ALLOWED: FaceMapping(grpc.StatusCode.UNIMPLEMENTED, 405, "invalid_request_error"),
-    Reason.REQUEST_RATE_EXCEEDED: FaceMapping(*_LIMIT),
-    Reason.TOKEN_RATE_EXCEEDED: FaceMapping(*_LIMIT),
-    Reason.CONCURRENCY_EXCEEDED: FaceMapping(*_LIMIT),
-    Reason.QUEUE_LIMIT_EXCEEDED: FaceMapping(*_LIMIT),
-    Reason.BUDGET_EXHAUSTED: FaceMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "insufficient_quota"),
-    Reason.DEADLINE_EXCEEDED: FaceMapping(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
-    Reason.CANCELLED: FaceMapping(grpc.StatusCode.CANCELLED, 499, "cancelled_error"),
-    Reason.VOCABULARY_MISMATCH: FaceMapping(
-        grpc.StatusCode.FAILED_PRECONDITION, 503, "service_unavailable_error"
-    ),
-    Reason.LIMITS_UNAVAILABLE: FaceMapping(*_DOWN),
-    Reason.DRAINING: FaceMapping(*_DOWN),
-    Reason.ENGINE_UNAVAILABLE: FaceMapping(*_DOWN),
-    Reason.ENGINE_LOST: FaceMapping(*_DOWN),
-    Reason.TOKENIZER_UNAVAILABLE: FaceMapping(*_DOWN),
-    Reason.STEP_FAILED: FaceMapping(*_BROKEN),
-    Reason.INTERNAL: FaceMapping(*_BROKEN),
-}
+
+class Reason(StrEnum):
+    """What went wrong, as `google.rpc.ErrorInfo.reason` and as the code in OpenAI's error body."""
+
+    mapping: FaceMapping
+
+    def __new__(cls, name: str, mapping: FaceMapping) -> Self:
+        """A member as it is written below."""
+        member = str.__new__(cls, name)
+        member._value_, member.mapping = name, mapping
+        return member
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT", _BAD
+    MALFORMED_BODY = "MALFORMED_BODY", _BAD
+    UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD", _BAD
+    REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE", _LARGE
+    TEMPLATE_FAILED = "TEMPLATE_FAILED", _BAD
+    GRAMMAR_REFUSED = "GRAMMAR_REFUSED", _BAD
+    CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED", _BAD
+    NEVER_FITS = "NEVER_FITS", _BAD
+    MISSING_CREDENTIALS = "MISSING_CREDENTIALS", _UNKNOWN
+    INVALID_CREDENTIALS = "INVALID_CREDENTIALS", _UNKNOWN
+    CONTEXT_SIGNATURE_INVALID = "CONTEXT_SIGNATURE_INVALID", _UNKNOWN
+    MODEL_NOT_ALLOWED = "MODEL_NOT_ALLOWED", _FORBIDDEN
+    TIER_NOT_ALLOWED = "TIER_NOT_ALLOWED", _FORBIDDEN
+    TENANT_NOT_ALLOWED = "TENANT_NOT_ALLOWED", _FORBIDDEN
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND", _MISSING
+    ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND", _NO_ROUTE
+    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED", _NO_METHOD
+    REQUEST_RATE_EXCEEDED = "REQUEST_RATE_EXCEEDED", _LIMIT
+    TOKEN_RATE_EXCEEDED = "TOKEN_RATE_EXCEEDED", _LIMIT
+    CONCURRENCY_EXCEEDED = "CONCURRENCY_EXCEEDED", _LIMIT
+    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED", _QUOTA
+    QUEUE_LIMIT_EXCEEDED = "QUEUE_LIMIT_EXCEEDED", _LIMIT
+    LIMITS_UNAVAILABLE = "LIMITS_UNAVAILABLE", _DOWN
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", _LATE
+    CANCELLED = "CANCELLED", _LEFT
+    VOCABULARY_MISMATCH = "VOCABULARY_MISMATCH", _UNFIT
+    DRAINING = "DRAINING", _DOWN
+    ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE", _DOWN
+    ENGINE_LOST = "ENGINE_LOST", _DOWN
+    TOKENIZER_UNAVAILABLE = "TOKENIZER_UNAVAILABLE", _DOWN
+    POISONED_REQUEST = "POISONED_REQUEST", _BAD
+    STEP_FAILED = "STEP_FAILED", _BROKEN
+    INTERNAL = "INTERNAL", _BROKEN
+
 
 # Domain of google.rpc.ErrorInfo in every status of this suite.
 ERROR_DOMAIN = "millrace"
@@ -138,7 +118,7 @@ class MillraceError(Exception):
     @property
     def mapping(self) -> FaceMapping:
         """Status codes of both faces."""
-        return TABLE[self.reason]
+        return self.reason.mapping
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
-import uvloop
 from millrace.engine.v1 import engine_pb2_grpc
 
 from engine.config import EngineConfig, load
 from engine.service.engine_process import CoreDied, EngineProcess
 from engine.service.servicer import FULL_NAME, EngineServicer
-from observability.emit import logging as json_logging
+from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry, setup
 from services import memory, tls
-from services.config import ModelConfig, SecurityConfig, load_section, read_tables
-from services.errors import ConfigError
+from services.config import ModelConfig, SecurityConfig, load_section
+from services.main import run, say_ready
 from services.server import GrpcServer, wait_for_signal
 
 _log = logging.getLogger(__name__)
@@ -29,12 +26,23 @@ _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
 # How long health stays visibly NOT_SERVING before a process whose core is gone ends, in seconds.
 _LOST_LINGER_S = 1.0
-_EXIT_CONFIG = 2
 _EXIT_LOST = 70
 
 
-async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
-    """Runs one engine until SIGTERM, SIGINT or the loss of its core; returns the exit code."""
+async def _serve(tables: dict[str, Any], observing: ObservabilityConfig) -> int:
+    """Exit code 0 after a drain, 70 when the core was lost."""
+    telemetry = setup(names.ENGINE, observing)
+    try:
+        return await _run(tables, telemetry)
+    except CoreDied as error:
+        print(f"python -m engine: {error}", file=sys.stderr)
+        return _EXIT_LOST
+    finally:
+        telemetry.shutdown()
+
+
+async def _run(tables: dict[str, Any], telemetry: Telemetry) -> int:
+    """Until SIGTERM, SIGINT or the loss of the core."""
     config = load(tables)
     model = load_section(tables, "model", ModelConfig)
     security = load_section(tables, "security", SecurityConfig)
@@ -53,11 +61,9 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
         await engine.stop()
         await server.stop(0)
         return 0
-    ready = f"ready engine grpc={config.listen.rpartition(':')[0]}:{server.port}"
     try:
         await starting
-        if config.metrics_listen:
-            ready += f" metrics={_serve_metrics(engine, config.metrics_listen)}"
+        exposed = engine.metrics.metrics.serve(config.metrics_listen, "engine.metrics_listen")
     except BaseException:
         signalled.cancel()
         await engine.stop()
@@ -66,16 +72,8 @@ async def serve(tables: dict[str, Any], telemetry: Telemetry) -> int:
     # What start-up left behind lives as long as the process; collections need not look at it again.
     memory.settle()
     await server.set_serving(True)
-    print(ready, flush=True)
+    say_ready("engine", grpc=server.address, metrics=exposed)
     return await _until_end(engine, server, signalled, config)
-
-
-def _serve_metrics(engine: EngineProcess, listen: str) -> str:
-    # On a daemon thread of its own, which ends with the process.
-    try:
-        return engine.metrics.metrics.serve(listen).address
-    except OSError as error:
-        raise ConfigError(f"engine.metrics_listen: {listen}: {error}") from error
 
 
 async def _until_end(
@@ -102,27 +100,5 @@ async def _until_end(
     return code
 
 
-def main() -> int:
-    """Exit code 0 after a drain, 2 for a configuration error, 70 when the core was lost."""
-    parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
-    parser.add_argument("--config", type=Path, default=None, help="configuration file (TOML)")
-    arguments = parser.parse_args()
-    try:
-        tables = read_tables(arguments.config)
-        observing = load_section(tables, "observability", ObservabilityConfig)
-        json_logging.configure("engine", observing.log_level)
-        telemetry = setup("engine", observing)
-        try:
-            return uvloop.run(serve(tables, telemetry))
-        finally:
-            telemetry.shutdown()
-    except ConfigError as error:
-        print(f"python -m engine: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    except CoreDied as error:
-        print(f"python -m engine: {error}", file=sys.stderr)
-        return _EXIT_LOST
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("engine", names.ENGINE, __doc__, _serve))

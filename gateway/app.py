@@ -26,7 +26,7 @@ from gateway.pipeline.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.tokenizer.client import TokenizerClient
 from observability.emit import names
-from observability.emit.metrics import Metrics, set_build_info
+from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
 from services.server import GrpcServer
 
@@ -82,9 +82,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Listens, and begins to look for the tokenizer service and engines. Health is NOT_SERVING."""
-        set_build_info(
-            self._metrics, names.GATEWAY, metadata.version("millrace"), self._settings.model.served_name
-        )
+        version, model = metadata.version("millrace"), self._settings.model.served_name
+        self._metrics.set(names.BUILD_INFO, 1, service=names.GATEWAY, version=version, model=model)
         self._metrics.set_function(names.ENGINES_UP, self._num_engines)
         await self._edge.start()
         await self.grpc.start()

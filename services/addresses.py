@@ -16,3 +16,8 @@ def is_this_machine(host: str) -> bool:
 def join(host: str, port: int) -> str:
     """host:port, with an address of IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def with_port(listen: str, port: int) -> str:
+    """`listen` (host:port) with the port that was taken where it asks for any (0)."""
+    return f"{listen.rpartition(':')[0]}:{port}"

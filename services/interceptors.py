@@ -48,21 +48,11 @@ class CallInterceptor(ServerInterceptor):
 
 
 def _wrapped(handler: Any, method: str) -> Any:
-    if handler.response_streaming:
-        call = _wrap_stream(handler.stream_stream or handler.unary_stream, method)
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-    else:
-        call = _wrap_unary(handler.stream_unary or handler.unary_unary, method)
-        make = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-    deserialize = _told if handler.request_streaming else _tolerant
+    asks, deserialize = ("stream", _told) if handler.request_streaming else ("unary", _tolerant)
+    answers, wrap = ("stream", _wrap_stream) if handler.response_streaming else ("unary", _wrap_unary)
+    kind = f"{asks}_{answers}"
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    call = wrap(getattr(handler, kind), method)
     return make(call, deserialize(handler.request_deserializer, method), handler.response_serializer)
 
 
@@ -156,7 +146,8 @@ async def _fail(context: ServicerContext, error: Exception, method: str) -> None
             context, MillraceError(Reason.ROUTE_NOT_FOUND, f"{method} is not implemented by this service")
         )
     _log.error("unexpected failure in %s", method, exc_info=error)
-    await abort(context, _unexpected())
+    what = "an unexpected failure; the service's log has the details under this request's id"
+    await abort(context, MillraceError(Reason.INTERNAL, what))
 
 
 async def abort(context: ServicerContext, error: MillraceError) -> None:
@@ -169,9 +160,3 @@ def _trace_context(context: ServicerContext) -> otel_context.Context:
     metadata = context.invocation_metadata() or ()
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
     return propagate.extract(carrier)
-
-
-def _unexpected() -> MillraceError:
-    return MillraceError(
-        Reason.INTERNAL, "an unexpected failure; the service's log has the details under this request's id"
-    )

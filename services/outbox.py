@@ -33,20 +33,6 @@ class Outbox(Generic[Item]):
     An item beyond MAX_TOGETHER_BYTES goes alone. One item is kept however large it is.
     """
 
-    __slots__ = (
-        "_error",
-        "_is_closed",
-        "_is_writing",
-        "_items",
-        "_last_ticket",
-        "_max_together",
-        "_max_waiting",
-        "_max_waiting_bytes",
-        "_size",
-        "_waiter",
-        "num_bytes",
-    )
-
     def __init__(
         self,
         size: Callable[[Item], int],
@@ -66,16 +52,12 @@ class Outbox(Generic[Item]):
         self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._is_writing = False
-        self._is_closed = False
+        # Whether nothing more is taken in.
+        self.is_closed = False
         self._error: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._items)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more is taken in."""
-        return self._is_closed
 
     @property
     def is_flushed(self) -> bool:
@@ -111,15 +93,15 @@ class Outbox(Generic[Item]):
 
     def close(self, error: Exception | None = None) -> None:
         """The writer ends when it has taken what waits: well, or with `error`."""
-        if not self._is_closed:
-            self._is_closed, self._error = True, error
+        if not self.is_closed:
+            self.is_closed, self._error = True, error
             self._wake()
 
     async def take(self) -> list[Item]:
         """What goes into one message; the one before it is written. Empty when the outbox was closed."""
         self._is_writing = False
         while not self._items:
-            if self._is_closed:
+            if self.is_closed:
                 if self._error is not None:
                     raise self._error
                 return []

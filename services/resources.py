@@ -51,6 +51,12 @@ def available_bytes(cgroups: Path = _CGROUPS) -> int:
     return free
 
 
+def cpuinfo(*keys: str) -> list[str]:
+    """What Linux says of each processor under these keys of /proc/cpuinfo; empty elsewhere."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(keys)]
+
+
 def _read(path: Path) -> str:
     """A file's text; empty where there is none."""
     try:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services import tls
+from services.addresses import with_port
 from services.channels import SERVER_OPTIONS
 from services.errors import ConfigError
 from services.interceptors import CallInterceptor, ServerInterceptor
@@ -41,7 +42,7 @@ class GrpcServer:
 
     def __init__(self, listen: str, *, interceptors: Sequence[ServerInterceptor] = ()) -> None:
         self.listen = listen
-        # Known after start(); differs from `listen` when that asks for port 0.
+        # Known after start().
         self.port = 0
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(), *interceptors], options=SERVER_OPTIONS
@@ -49,6 +50,11 @@ class GrpcServer:
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    @property
+    def address(self) -> str:
+        """host:port, with the real port where `listen` asks for port 0."""
+        return with_port(self.listen, self.port)
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, full_name: str) -> None:
         """Registers a servicer with its generated `add_…_to_server` under its full service name."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+from typing import Any
 
-import uvloop
-
-from observability.emit import logging as json_logging
 from observability.emit import names, tracing
 from observability.emit.config import ObservabilityConfig
-from observability.emit.metrics import Metrics, MetricsServer
+from observability.emit.metrics import Metrics
 from services import memory, tls
-from services.config import load_section, read_tables
 from services.deferred import Deferred
-from services.errors import ConfigError
+from services.main import run, say_ready
 from services.server import GrpcServer, wait_for_signal
-from tokenizer_svc.config import ServiceConfig, TokenizerConfig, load
+from tokenizer_svc.config import load
 from tokenizer_svc.grammar.request import WorkerSetup
 from tokenizer_svc.messages.wire import SERVICE_NAME, add_to_server
 from tokenizer_svc.service.compiler import GrammarCompiler
@@ -32,11 +27,13 @@ _SWITCH_INTERVAL_S = 0.0005
 _KEPT_BYTES = 128 * 1024 * 1024
 
 
-async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> None:
+async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> int:
+    memory.keep_freed_memory(_KEPT_BYTES)
+    config = load(tables)
     settings = config.tokenizer
     secret = b"" if settings.allow_unsigned else config.security.secret()
     tls.use(config.security)
-    telemetry = tracing.setup("tokenizer", observability)
+    telemetry = tracing.setup(names.TOKENIZER, observability)
     metrics = Metrics(max_label_values=observability.max_tenant_labels)
     checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated))
     pool = WorkerPool(
@@ -77,51 +74,21 @@ async def _serve(config: ServiceConfig, observability: ObservabilityConfig) -> N
     server = GrpcServer(settings.listen)
     server.add(add_to_server, servicer, SERVICE_NAME)
     await server.start()
-    metrics_server = _serve_metrics(settings, metrics)
+    exposed = metrics.serve(settings.metrics_listen, "tokenizer.metrics_listen")
     try:
         await pool.start()
         await server.set_serving(True)
-        ready = f"ready tokenizer grpc={settings.listen.rpartition(':')[0]}:{server.port}"
-        if metrics_server is not None:
-            ready += f" metrics={metrics_server.address}"
-        print(ready, flush=True)
+        say_ready("tokenizer", grpc=server.address, metrics=exposed)
         await wait_for_signal()
         await server.stop(settings.drain_limit_s)
     finally:
         preparer.close()
         await pool.close()
-        if metrics_server is not None:
-            metrics_server.close()
+        metrics.close()
         deferred.flush()
         telemetry.shutdown()
-
-
-def _serve_metrics(settings: TokenizerConfig, metrics: Metrics) -> MetricsServer | None:
-    if not settings.metrics_listen:
-        return None
-    try:
-        return metrics.serve(settings.metrics_listen)
-    except OSError as error:
-        raise ConfigError(f"tokenizer.metrics_listen: {settings.metrics_listen}: {error}") from error
-
-
-def main() -> int:
-    """Runs until SIGTERM or SIGINT; 2 when the configuration cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m tokenizer_svc", description=__doc__)
-    parser.add_argument("--config", type=Path, default=None, help="configuration file (TOML)")
-    arguments = parser.parse_args()
-    try:
-        tables = read_tables(arguments.config)
-        config = load(tables)
-        observability = load_section(tables, "observability", ObservabilityConfig)
-        json_logging.configure("tokenizer", observability.log_level)
-        memory.keep_freed_memory(_KEPT_BYTES)
-        uvloop.run(_serve(config, observability))
-    except ConfigError as error:
-        print(f"python -m tokenizer_svc: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("tokenizer_svc", names.TOKENIZER, __doc__, _serve))

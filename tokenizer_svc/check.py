@@ -14,7 +14,7 @@ from services.config import ModelConfig
 from services.errors import ConfigError
 from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
 from tokenizer_svc.refusals import invalid
 from tokenizer_svc.text.checkpoint import load_checkpoint, locate
@@ -66,11 +66,8 @@ def _text(path: Path) -> str:
 
 
 def _build(text: str, backend: Backend, *, strict: bool) -> WorkerReply:
-    defaults = LimitsConfig()
-    limits = BuildLimits(
-        max_schema_depth=defaults.max_schema_depth, max_artifact_bytes=defaults.max_artifact_bytes
-    )
-    return build(GrammarRequest(response_format=JsonSchemaFormat(text, strict=strict)), backend, limits)
+    request = GrammarRequest(response_format=JsonSchemaFormat(text, strict=strict))
+    return build(request, backend, LimitsConfig())
 
 
 def _as_json(strict: WorkerReply, lenient: WorkerReply) -> dict[str, object]:

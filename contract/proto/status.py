@@ -41,7 +41,7 @@ def from_status(status: status_pb2.Status) -> MillraceError:
         bad = error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
         if packed.Unpack(info) and info.domain == ERROR_DOMAIN and info.reason in Reason.__members__:
-            reason = Reason(info.reason)
+            reason = Reason[info.reason]
             metadata = dict(info.metadata)
         elif packed.Unpack(bad) and bad.field_violations:
             field = bad.field_violations[0].field
@@ -81,7 +81,7 @@ def from_detail(detail: error_pb2.ErrorDetail) -> MillraceError:
     """Inverse of to_detail; an unknown reason becomes INTERNAL."""
     known = detail.reason in Reason.__members__
     return MillraceError(
-        Reason(detail.reason) if known else Reason.INTERNAL,
+        Reason[detail.reason] if known else Reason.INTERNAL,
         detail.message,
         field=detail.field,
         metadata=dict(detail.metadata),

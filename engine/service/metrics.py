@@ -20,7 +20,7 @@ from engine.types import (
     TokenEvent,
 )
 from observability.emit import names
-from observability.emit.metrics import NO_EXEMPLAR, Metrics, set_build_info
+from observability.emit.metrics import NO_EXEMPLAR, Metrics
 from observability.emit.names import Metric
 
 # Reasons for which a client, and not the model, ended a request.
@@ -61,7 +61,8 @@ class EngineMetrics:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""
         core = psutil.Process(core_pid)
         self.metrics.set_function(names.MEMORY_PLAN, lambda: _resident_bytes(core), part="resident")
-        set_build_info(self.metrics, names.ENGINE, metadata.version("millrace"), model)
+        version = metadata.version("millrace")
+        self.metrics.set(names.BUILD_INFO, 1, service=names.ENGINE, version=version, model=model)
         self.metrics.set(
             names.CACHE_INFO, 1, block_size=str(memory.block_size), num_blocks=str(memory.num_blocks)
         )

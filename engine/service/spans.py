@@ -9,7 +9,7 @@ from engine.service.neighbours import RecentWork, Work
 from engine.types import ChoiceHistory, FinishReason, FirstTokenTimings, Request, TokenEvent
 from observability.emit import names
 from observability.emit.names import SpanName
-from observability.emit.tracing import RequestIdentity, Telemetry, remote_span
+from observability.emit.tracing import RemoteSpan, RequestIdentity, Telemetry
 
 _COUNT_KEYS = {name: getattr(names, name.upper()) for name in NUMBERS if hasattr(names, name.upper())}
 _DELAY_KEYS = {cause.value: key for cause, key in names.DELAYED_BY_MS.items()}
@@ -28,7 +28,7 @@ class RequestTrace:
         self._span = telemetry.start(
             names.ENGINE_REQUEST,
             kind=SpanKind.SERVER,
-            parent=remote_span(request.traceparent, request.tracestate, identity),
+            parent=RemoteSpan(request.traceparent, request.tracestate, identity),
             start_s=request.arrival_s,
         )
         self._engine_id = engine_id

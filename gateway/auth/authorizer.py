@@ -25,7 +25,7 @@ from gateway.tiers import Tiers
 from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
 from observability.emit import names
 from observability.emit.metrics import NO_EXEMPLAR, Metrics
-from observability.emit.tracing import Telemetry, remote_span
+from observability.emit.tracing import RemoteSpan, Telemetry
 from services.context import CONTEXT_HEADER, sign, to_header
 from services.deferred import Deferred
 
@@ -126,7 +126,7 @@ class Authorizer:
         self._metrics.observe(names.AUTHORIZE_SECONDS, ended_s - started_s, span=NO_EXEMPLAR)
         self._telemetry.step(
             names.GATEWAY_AUTHORIZE,
-            of=remote_span(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
+            of=RemoteSpan(_text(headers, b"traceparent"), _text(headers, b"tracestate")),
             start_s=started_s,
             end_s=ended_s,
             attributes=_told(headers, principal, refusal),

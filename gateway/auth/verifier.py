@@ -12,7 +12,7 @@ from gateway.auth.convert import context_of, identity_from_context, write_tier
 from gateway.tiers import Tier, Tiers
 from gateway.types.caller import Caller
 from gateway.types.identity import MAX_CLIENT_REQUEST_ID, Identity
-from observability.emit.tracing import RequestIdentity, remote_span
+from observability.emit.tracing import RemoteSpan, RequestIdentity
 from services.config import SecurityConfig
 from services.context import CONTEXT_HEADER, from_header, sign, verify
 
@@ -70,7 +70,7 @@ class CallerVerifier:
         return Caller(
             identity=identity,
             received_s=arrival.received_s,
-            trace=remote_span(
+            trace=RemoteSpan(
                 traceparent,
                 tracestate,
                 RequestIdentity(identity.request_id, client_request_id, identity.tenant, identity.tier),

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from contract.errors import TABLE, Reason
+from contract.errors import Reason
 from contract.sampling import RANGES
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
@@ -142,7 +142,7 @@ def _operation(
 def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
     statuses: dict[str, list[str]] = {}
     for reason in reasons:
-        statuses.setdefault(str(TABLE[reason].http_status), []).append(reason.value)
+        statuses.setdefault(str(reason.mapping.http_status), []).append(reason.value)
     return {
         status: _response(status, ", ".join(names) + " and others of this status", _json("Error"))
         for status, names in sorted(statuses.items())

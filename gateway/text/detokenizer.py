@@ -11,7 +11,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from gateway.text.vocabulary import DecoderKind, Vocabulary
+from contract.vocabulary import DecoderKind
+from gateway.text.vocabulary import Vocabulary
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
-
-class DecoderKind(StrEnum):
-    """How token bytes join to text."""
-
-    # Bytes are concatenated.
-    BYTE_LEVEL = "byte_level"
-    # Bytes are concatenated; one leading space of the whole text is dropped.
-    SENTENCEPIECE = "sentencepiece"
-    # Bytes are concatenated; all spaces of the first token are dropped.
-    METASPACE = "metaspace"
+from contract.vocabulary import DecoderKind
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):

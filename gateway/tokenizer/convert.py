@@ -8,14 +8,12 @@ import msgspec
 from millrace.tokenizer.v1 import tokenizer_pb2
 
 from contract.proto.grammar import grammar, report
-from gateway.text.vocabulary import DecoderKind, Vocabulary
+from contract.vocabulary import DecoderKind
+from gateway.text.vocabulary import Vocabulary
 from gateway.types.prepared import Prepared
 
-_DECODERS = {
-    tokenizer_pb2.DECODER_KIND_UNSPECIFIED: DecoderKind.BYTE_LEVEL,
-    tokenizer_pb2.DECODER_KIND_BYTE_LEVEL: DecoderKind.BYTE_LEVEL,
-    tokenizer_pb2.DECODER_KIND_SENTENCEPIECE: DecoderKind.SENTENCEPIECE,
-    tokenizer_pb2.DECODER_KIND_METASPACE: DecoderKind.METASPACE,
+_DECODERS = {tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}"): kind for kind in DecoderKind} | {
+    tokenizer_pb2.DECODER_KIND_UNSPECIFIED: DecoderKind.BYTE_LEVEL
 }
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from observability.analysis.store import SpanReader, StoredSpan, StoreError
-from observability.analysis.terminal import run
+from observability.analysis.terminal import run, table
 from observability.emit import genai, names
 from observability.emit.names import Attribute, length_bucket
 
@@ -191,13 +190,10 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     )
     lines: list[RenderableType] = [Text(head), Text(diagnosis.verdict, style="bold yellow")]
     if diagnosis.slices:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for title in ("dimension", "value"):
-            table.add_column(title)
-        for title in ("requests", "of all", "of slowest", "p95 ms", "elsewhere"):
-            table.add_column(title, justify="right")
+        titles = ("dimension", "value", "requests", "of all", "of slowest", "p95 ms", "elsewhere")
+        rows = table(*titles, num_left=2)
         for found in diagnosis.slices:
-            table.add_row(
+            rows.add_row(
                 found.dimension,
                 found.value,
                 str(found.num_requests),
@@ -206,7 +202,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
                 f"{found.p95_ms:.0f}",
                 f"{found.p95_elsewhere_ms:.0f}",
             )
-        lines += [Text(""), table]
+        lines += [Text(""), rows]
     return Group(*lines)
 
 

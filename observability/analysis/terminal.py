@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from observability.analysis.store import SpanReader, StoreError
 from observability.emit.config import ObservabilityConfig
@@ -22,6 +23,14 @@ Answer = Callable[[SpanReader, argparse.Namespace], RenderableType]
 def console_width() -> int:
     """Columns to draw for: the terminal's, COLUMNS, or a page's width when the output is piped."""
     return shutil.get_terminal_size(_SIZE_WHEN_PIPED).columns
+
+
+def table(*titles: str, num_left: int = 1) -> Table:
+    """With columns of texts, and then of numbers."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for index, title in enumerate(titles):
+        made.add_column(title, justify="left" if index < num_left else "right", no_wrap=True)
+    return made
 
 
 def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str] | None) -> int:

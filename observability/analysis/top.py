@@ -9,14 +9,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from observability.analysis.scrape import Interval, Reading, scrape
-from observability.analysis.terminal import console_width
+from observability.analysis.terminal import console_width, table
 from observability.emit import names
 
 Intervals = Mapping[str, Interval]
@@ -58,7 +58,7 @@ def _summary(gateways: Sequence[Interval], engines: Sequence[Interval]) -> Rende
 
 
 def _tiers(gateways: Sequence[Interval]) -> RenderableType:
-    table = _table("tier", "active", "TTFT p50", "TTFT p95", "TPOT p50", "met %", "refused/s")
+    rows = table("tier", "active", "TTFT p50", "TTFT p95", "TPOT p50", "met %", "refused/s")
     tiers = sorted(
         {
             tier
@@ -71,7 +71,7 @@ def _tiers(gateways: Sequence[Interval]) -> RenderableType:
     for tier in tiers:
         judged = sum(each.rate(names.SLO, tier=tier) for each in gateways)
         met = sum(each.rate(names.SLO, tier=tier, met="true") for each in gateways)
-        table.add_row(
+        rows.add_row(
             tier,
             f"{sum(each.after.value(names.ACTIVE_STREAMS, tier=tier) for each in gateways):.0f}",
             _milliseconds(each.percentile(names.TTFT, 0.5, tier=tier) for each in gateways),
@@ -80,18 +80,18 @@ def _tiers(gateways: Sequence[Interval]) -> RenderableType:
             f"{100 * met / judged:.0f}" if judged else "-",
             f"{sum(each.rate(names.REJECTIONS, tier=tier) for each in gateways):.1f}",
         )
-    return table
+    return rows
 
 
 def _engines(engines: Intervals) -> RenderableType:
-    table = _table(
+    rows = table(
         "engine", "running", "waiting", "oldest s", "KV %", "hit %", "step p50", "tokens/s", "preempted/s"
     )
     for name, each in engines.items():
         now = each.after
         queries, hits = each.rate(names.PREFIX_QUERIES), each.rate(names.PREFIX_HITS)
         usage = now.value(names.KV_USAGE)
-        table.add_row(
+        rows.add_row(
             name,
             f"{now.value(names.REQUESTS_RUNNING):.0f}",
             f"{now.value(names.REQUESTS_WAITING):.0f}",
@@ -102,14 +102,7 @@ def _engines(engines: Intervals) -> RenderableType:
             f"{each.rate(names.GENERATED_TOKENS):.0f}",
             f"{each.rate(names.PREEMPTIONS):.1f}",
         )
-    return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="right" if index else "left", no_wrap=True)
-    return table
+    return rows
 
 
 def _milliseconds(seconds: Iterable[float | None]) -> str:
@@ -133,14 +126,6 @@ async def watch(targets: Mapping[str, str], *, interval_s: float, once: bool) ->
                 return
 
 
-def show(targets: Mapping[str, str], *, interval_s: float = 2.0, once: bool = False) -> None:
-    """Draws until Ctrl-C."""
-    try:
-        asyncio.run(watch(targets, interval_s=interval_s, once=once))
-    except KeyboardInterrupt:
-        return
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for no targets, or one that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m observability.analysis.top", description=__doc__)
@@ -159,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (name and address.rpartition(":")[2].isdigit()):
             print(f"--target {name}={address}: expected NAME=HOST:PORT", file=sys.stderr)
             return 2
-    show(targets, interval_s=parsed.interval, once=parsed.once)
+    # Until Ctrl-C.
+    with suppress(KeyboardInterrupt):
+        asyncio.run(watch(targets, interval_s=parsed.interval, once=parsed.once))
     return 0
 
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 import time
 
 
-def offset_ns() -> int:
-    """What is added to CLOCK_MONOTONIC's nanoseconds, now, to have those since the Unix epoch.
-
-    It is taken anew each time: the two clocks drift apart when the wall clock is corrected.
-    """
-    return time.time_ns() - time.monotonic_ns()
-
-
 def unix_ns(monotonic_s: float) -> int:
     """The moment `monotonic_s` of CLOCK_MONOTONIC (time.monotonic()) in nanoseconds since the Unix epoch.
 
-    CLOCK_MONOTONIC is the same in every process of a machine, so moments may come from another process.
+    CLOCK_MONOTONIC is the same in every process of a machine, so moments may come from another process. The
+    clocks' distance is asked each time: it changes when the wall clock is corrected.
     """
-    return offset_ns() + round(monotonic_s * 1e9)
+    return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)

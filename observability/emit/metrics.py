@@ -20,8 +20,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from observability.emit import names
 from observability.emit.names import Metric
+from services.errors import ConfigError
 
 # For observations that no trace is to be linked to.
 NO_EXEMPLAR = trace.INVALID_SPAN_CONTEXT
@@ -48,22 +48,6 @@ class _Bound:
         return text
 
 
-class MetricsServer:
-    """A Prometheus endpoint on its own thread."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        # host:port, with the real port where 0 was asked for.
-        self.address = f"{server.server_address[0]!s}:{server.server_port}"
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 class Metrics:
     """The metrics of one process. Families appear with their first value; thread-safe.
 
@@ -79,6 +63,7 @@ class Metrics:
         self._series: dict[tuple[Any, ...], Counter | Gauge | Histogram] = {}
         self._bounds = {label: _Bound(max_label_values) for label in _BOUNDED_LABELS}
         self._lock = threading.Lock()
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Adds to a counter. Raises ValueError for what is below 0."""
@@ -121,11 +106,27 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    def serve(self, listen: str) -> MetricsServer:
-        """Serves /metrics on host:port; port 0 takes a free one. Raises OSError when it cannot bind."""
+    def serve(self, listen: str, key: str) -> str:
+        """Serves /metrics on host:port, on a daemon thread; the address, with the port that 0 took. Empty
+        turns it off. Raises ConfigError naming `key` when it cannot bind.
+        """
+        if not listen:
+            return ""
         host, _, port = listen.rpartition(":")
-        server, thread = start_http_server(int(port), host or "127.0.0.1", self.registry)
-        return MetricsServer(server, thread)
+        try:
+            self._server = start_http_server(int(port), host or "127.0.0.1", self.registry)
+        except OSError as error:
+            raise ConfigError(f"{key}: {listen}: {error}") from error
+        server = self._server[0]
+        return f"{server.server_address[0]!s}:{server.server_port}"
+
+    def close(self) -> None:
+        """Stops serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def _one(self, kind: type[_Kind], metric: Metric, labels: dict[str, str]) -> _Kind:
         # The order of the labels is the caller's: two orders are two ways to the same series.
@@ -159,8 +160,3 @@ class Metrics:
             )
             self._families[metric.name] = family
         return family
-
-
-def set_build_info(metrics: Metrics, service: str, version: str, model: str = "") -> None:
-    """Every service's first metric."""
-    metrics.set(names.BUILD_INFO, 1, service=service, version=version, model=model)

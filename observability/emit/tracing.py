@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import msgspec
@@ -48,7 +48,7 @@ _JSON = msgspec.json.Encoder()
 _W3C = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, AttributeValue]
-# A span of this process, or the caller's (`remote_span`), whose identity goes on; or a context that has both,
+# A span of this process, or the caller's (`RemoteSpan`), whose identity goes on; or a context that has both,
 # by default the current one.
 Parent: TypeAlias = Span | Context | None
 
@@ -86,10 +86,13 @@ def current_identity(context: Context | None = None) -> RequestIdentity | None:
 class RemoteSpan(NonRecordingSpan):
     """The caller's span, in another process, with the identity that the spans below it get.
 
-    Its headers are read when somebody asks for them: most short steps of it leave nothing.
+    Its headers are read when somebody asks for them: most short steps of it leave nothing. Below an empty or
+    invalid one spans begin a trace of their own.
     """
 
-    def __init__(self, traceparent: str, tracestate: str, identity: RequestIdentity | None) -> None:
+    def __init__(
+        self, traceparent: str, tracestate: str = "", identity: RequestIdentity | None = None
+    ) -> None:
         super().__init__(INVALID_SPAN_CONTEXT)
         self._headers: tuple[str, str] | None = (traceparent, tracestate)
         self.identity: Attributes = {} if identity is None else identity.attributes()
@@ -101,16 +104,6 @@ class RemoteSpan(NonRecordingSpan):
             self._context = trace.get_current_span(found).get_span_context()
             self._headers = None
         return self._context
-
-
-def remote_span(
-    traceparent: str, tracestate: str = "", identity: RequestIdentity | None = None
-) -> RemoteSpan:
-    """The caller's span, as the parent of this service's; those below it get the identity.
-
-    An empty or invalid header makes them begin a trace of their own.
-    """
-    return RemoteSpan(traceparent, tracestate, identity)
 
 
 def context_from_traceparent(traceparent: str, tracestate: str = "") -> Context:
@@ -235,7 +228,7 @@ class Telemetry:
         It is a span below `of` where it is notable, failed, has links, or took LONG_MS: samplers and
         searches look at spans alone, and what is shorter explains little.
 
-        The caller's span (`remote_span`) takes nothing: below it steps leave spans from DELAY_MS on, and
+        The caller's span (`RemoteSpan`) takes nothing: below it steps leave spans from DELAY_MS on, and
         nothing where they were shorter.
         """
         long_ms = names.LONG_MS if of.is_recording() else names.DELAY_MS
@@ -271,6 +264,7 @@ class Telemetry:
                 steps = self._steps[of] = []
             steps.append((name, unix_ns(start_s), duration_ms, attributes or {}))
 
+    @contextmanager
     def span(
         self,
         name: SpanName,
@@ -278,18 +272,27 @@ class Telemetry:
         parent: Parent = None,
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes | None = None,
-    ) -> CurrentSpan:
+    ) -> Iterator[Span]:
         """A current span around a block of plain or async code (not across a `yield` of a generator).
 
         An exception marks it as failed with the exception's type; the message may hold the client's text and
         stays out of the trace unless content capture is on.
         """
+        span = self.start(name, parent=parent, kind=kind, attributes=attributes)
+        # The request's identity is kept.
         context = parent if isinstance(parent, Context) else None
-        return CurrentSpan(self, self.start(name, parent=parent, kind=kind, attributes=attributes), context)
-
-    def under(self, span: Span, parent: Context | None = None) -> Context:
-        """Context in which `span` is the parent; the request's identity is kept."""
-        return trace.set_span_in_context(span, parent)
+        token = otel_context.attach(trace.set_span_in_context(span, context))
+        error = ""
+        try:
+            yield span
+        except BaseException as failure:
+            error = type(failure).__name__
+            if self.config.capture_content:
+                error = f"{error}: {failure}"
+            raise
+        finally:
+            otel_context.detach(token)
+            self.end(span, error=error)
 
     def flush(self) -> bool:
         """Sends what is queued; whether nothing is left."""
@@ -312,30 +315,6 @@ def _identity_of(span: Span) -> Attributes:
         above = span.attributes
         return {str(key): above[key] for key in names.IDENTITY if key in above}
     return {}
-
-
-class CurrentSpan:
-    """A span that is current within a `with` block and ends with it."""
-
-    __slots__ = ("_parent", "_span", "_telemetry", "_token")
-
-    def __init__(self, telemetry: Telemetry, span: Span, parent: Context | None) -> None:
-        self._telemetry = telemetry
-        self._span = span
-        self._parent = parent
-
-    def __enter__(self) -> Span:
-        self._token = otel_context.attach(self._telemetry.under(self._span, self._parent))
-        return self._span
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        otel_context.detach(self._token)
-        error = "" if kind is None else kind.__name__
-        if error and self._telemetry.config.capture_content:
-            error = f"{error}: {failure}"
-        self._telemetry.end(self._span, error=error)
 
 
 def setup(service: str, config: ObservabilityConfig) -> Telemetry:

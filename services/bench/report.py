@@ -16,6 +16,7 @@ from rich.table import Table
 from services.bench.records import Percentiles, RequestRecord, Summary, Targets, summarize
 from services.bench.workload import Workload
 from services.errors import ConfigError
+from services.resources import cpuinfo
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +81,7 @@ def machine() -> dict[str, str]:
 
 def cpu_name() -> str:
     """What the system calls its processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return next(iter(cpuinfo("model name")), platform.processor() or platform.machine())
 
 
 def write(result: Result, path: Path) -> None:

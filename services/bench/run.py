@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from services.bench.client import REQUEST_LIMIT_S, Client, Target
 from services.bench.records import RequestRecord
@@ -13,6 +13,7 @@ from services.errors import ConfigError
 
 # Called with the record of every request that ended.
 OnProgress = Callable[[RequestRecord], None]
+_Send = Callable[[PlannedRequest], Coroutine[None, None, None]]
 
 
 async def run_workload(
@@ -30,15 +31,21 @@ async def run_workload(
     """
     client = Client(target, limit_s=limit_s)
     requests = plan(workload, model)
+    records: dict[int, RequestRecord] = {}
+
+    async def send(request: PlannedRequest) -> None:
+        records[request.index] = record = await client.run(request)
+        on_progress(record)
+
     try:
         for request in requests[:num_warmup]:
             await client.run(request)
         started = time.perf_counter()
         if workload.arrivals.open_loop:
-            records = await _open_loop(client, requests, started, on_progress)
+            await _open_loop(send, requests, started)
         else:
-            records = await _closed_loop(client, requests, workload.arrivals.concurrency, on_progress)
-        return records, time.perf_counter() - started
+            await _closed_loop(send, requests, workload.arrivals.concurrency)
+        return [records[request.index] for request in requests], time.perf_counter() - started
     finally:
         await client.close()
 
@@ -53,33 +60,19 @@ async def choose_model(target: Target, wanted: str) -> str:
     return models[0]
 
 
-async def _closed_loop(
-    client: Client, requests: Sequence[PlannedRequest], concurrency: int, on_progress: OnProgress
-) -> list[RequestRecord]:
-    records: dict[int, RequestRecord] = {}
+async def _closed_loop(send: _Send, requests: Sequence[PlannedRequest], concurrency: int) -> None:
     queue = iter(requests)
 
     async def work() -> None:
         for request in queue:
-            records[request.index] = record = await client.run(request)
-            on_progress(record)
+            await send(request)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    return [records[request.index] for request in requests]
 
 
-async def _open_loop(
-    client: Client, requests: Sequence[PlannedRequest], started: float, on_progress: OnProgress
-) -> list[RequestRecord]:
-    records: dict[int, RequestRecord] = {}
-
-    async def send(request: PlannedRequest) -> None:
-        records[request.index] = record = await client.run(request)
-        on_progress(record)
-
+async def _open_loop(send: _Send, requests: Sequence[PlannedRequest], started: float) -> None:
     tasks = []
     for request in requests:
         await asyncio.sleep(max(0.0, started + request.start_s - time.perf_counter()))
         tasks.append(asyncio.create_task(send(request)))
     await asyncio.gather(*tasks)
-    return [records[request.index] for request in requests]

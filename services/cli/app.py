@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -213,11 +214,11 @@ def models(url: UrlOption = "") -> None:
 @app.command()
 def doctor() -> None:
     """Show what this machine has, and what Millrace would use of it."""
-    from services.cli.doctor import examine, millrace_version
+    from services.cli.doctor import examine
 
     table = Table.grid(padding=(0, 2))
     marks = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
-    table.add_row("", "millrace", millrace_version())
+    table.add_row("", "millrace", version("millrace"))
     bad = False
     for finding in examine():
         table.add_row(marks[finding.state], finding.subject, finding.text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,14 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from services.compiler import find_compiler
 from services.errors import ConfigError
-from services.resources import num_cores
+from services.resources import cpuinfo, num_cores
 from services.supervisor.config import BUNDLED_MODEL, state_directory
 from services.supervisor.edge import envoy_binary
 from services.supervisor.ports import can_bind
@@ -68,25 +66,12 @@ def _python() -> Finding:
 
 
 def _processor() -> Finding:
-    flags = _cpu_flags()
+    flags = set(" ".join(cpuinfo("flags", "Features")).split())
     usable = [flag for flag in (*_ISA_FLAGS, *_ARM_FLAGS) if flag in flags]
     kind = f"{platform.machine()}, {num_cores()} cores"
     if platform.machine() == "x86_64" and flags and "avx2" not in usable:
         return Finding("processor", "note", f"{kind}; no AVX2, so the slow plain kernels are used")
     return Finding("processor", "good", f"{kind}; {', '.join(usable) or 'instruction sets unknown'}")
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return {
-        flag
-        for line in lines
-        if line.startswith(("flags", "Features"))
-        for flag in line.partition(":")[2].split()
-    }
 
 
 def _memory() -> Finding:
@@ -160,8 +145,3 @@ def _redis() -> Finding:
     if found is None:
         return Finding("redis", "note", "not installed; needed only for limits shared by several gateways")
     return Finding("redis", "good", found)
-
-
-def millrace_version() -> str:
-    """Version of the installed distribution."""
-    return importlib.metadata.version("millrace")

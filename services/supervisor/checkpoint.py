@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from services import hub
 from services.errors import ConfigError
 from services.supervisor.config import ROOT
 
-# What serving needs; other weight formats (pickles, ONNX, ...) are not downloaded.
-_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "*.txt")
-_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "tokenizer*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -26,7 +24,7 @@ def resolve(model: str, *, weights: bool = True) -> Path:
         if candidate.suffix == ".gguf" and candidate.is_file():
             return _with_tokenizer(candidate.resolve(), model)
     if _HUB_ID.fullmatch(model) and not model.startswith("models/"):
-        return _checked(_download(model, _PATTERNS if weights else _TOKENIZER_PATTERNS), model)
+        return _checked(hub.download(model, weights=weights), model)
     # The same place when this is the working directory.
     tried = dict.fromkeys((str(Path(model).expanduser().absolute()), str(ROOT / model)))
     raise ConfigError(
@@ -54,23 +52,3 @@ def _with_tokenizer(path: Path, model: str) -> Path:
             "of the original checkpoint there: the tokenizer inside a GGUF file is not used"
         )
     return path
-
-
-def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"model {hub_id!r}: no directory of that name here, and huggingface.co cannot be reached to "
-            "download it; without internet, copy the checkpoint to this machine and give its directory"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ConfigError(
-            f"model {hub_id!r}: huggingface.co refused the download: {error}; check the name, and set "
-            "HF_TOKEN for a gated model"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"model {hub_id!r}: the download failed: {error}") from error

@@ -58,7 +58,7 @@ async def wait_forwarding(admin: str, limit_s: float) -> None:
     One that it does not know yet would not be there for the requests of one that is lost. Raises TimeoutError
     after `limit_s` seconds.
     """
-    async with asyncio.timeout(limit_s), _client(f"http://{admin}") as client:
+    async with asyncio.timeout(limit_s), local_client(f"http://{admin}") as client:
         while not await _knows_all_gateways(client):
             await asyncio.sleep(_PAUSE_S)
 
@@ -78,13 +78,13 @@ async def _knows_all_gateways(client: httpx.AsyncClient) -> bool:
 
 async def stop_accepting(admin: str) -> None:
     """Closes Envoy's listeners; requests in flight go on."""
-    async with _client(f"http://{admin}") as client:
+    async with local_client(f"http://{admin}") as client:
         await client.post("/drain_listeners")
 
 
 async def wait_for_no_requests(admin: str, limit_s: float) -> None:
     """Returns when no client is in the middle of a request, or after `limit_s` seconds."""
-    async with _client(f"http://{admin}") as client:
+    async with local_client(f"http://{admin}") as client:
         try:
             async with asyncio.timeout(limit_s):
                 while await _num_active(client) > 0:
@@ -93,9 +93,10 @@ async def wait_for_no_requests(admin: str, limit_s: float) -> None:
             return
 
 
-def _client(base_url: str) -> httpx.AsyncClient:
-    # Nothing between this machine and itself is to be asked through a proxy. It is plain HTTP: without this,
-    # the certificates of all authorities are read for every client.
+def local_client(base_url: str = "") -> httpx.AsyncClient:
+    """For plain HTTP on this machine, which is not to be asked through a proxy. Unless told not to verify, it
+    would read the certificates of all authorities.
+    """
     return httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False, verify=False)
 
 

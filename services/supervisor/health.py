@@ -11,6 +11,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.channels import connect
+from services.supervisor.edge import local_client
 from services.supervisor.process import ChildProcess, ProcessEnded
 
 _PAUSE_S = 0.05
@@ -51,9 +52,7 @@ async def _serving(address: str) -> bool:
 
 
 async def _answers(url: str) -> bool:
-    # Nothing between this machine and itself is to be asked through a proxy. It is plain HTTP: without this,
-    # the certificates of all authorities are read for every question.
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
+    async with local_client() as client:
         try:
             return (await client.get(url)).status_code == httpx.codes.OK
         except httpx.HTTPError:

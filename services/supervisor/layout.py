@@ -77,33 +77,25 @@ def plan_layout(options: Options, state: Path, environ: Mapping[str, str] = os.e
     return _Planner(options, config, tables, state, environ).plan()
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        options: Options,
-        config: Path | None,
-        tables: dict[str, Any],
-        state: Path,
-        environ: Mapping[str, str],
-    ) -> None:
-        self._options = options
-        self._config = config
-        self._tables = tables
-        self._state = state
-        self._environ = environ
-        self._settings = load_section(tables, "supervisor", SupervisorConfig)
-        self._num_engines = options.engines or self._settings.engines
-        self._num_gateways = options.gateways or self._settings.gateways
-        self._is_batch = self._schedules_as_batch()
-        self._overrides: dict[str, str] = {}
-        self._addresses: dict[str, dict[str, str]] = {}
+    options: Options
+    config: Path | None
+    tables: dict[str, Any]
+    state: Path
+    environ: Mapping[str, str]
+    overrides: dict[str, str] = field(default_factory=dict)
+    addresses: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def _schedules_as_batch(self) -> bool:
+    def __post_init__(self) -> None:
+        self._settings = load_section(self.tables, "supervisor", SupervisorConfig)
+        self._num_engines = self.options.engines or self._settings.engines
+        self._num_gateways = self.options.gateways or self._settings.gateways
         asked = self._settings.scheduling
-        return asked == "batch" or (asked == "auto" and self._options.simulated)
+        self._is_batch = asked == "batch" or (asked == "auto" and self.options.simulated)
 
     def plan(self) -> Layout:
-        options = self._options
+        options = self.options
         if options.port:
             require_free(options.host, options.port)
         count = 6 + 2 * self._num_engines + 3 * self._num_gateways
@@ -117,17 +109,17 @@ class _Planner:
         engines = tuple(self._plan_engine(index, ports) for index in range(self._num_engines))
         gateways = tuple(self._plan_gateway(index, ports) for index in range(self._num_gateways))
         self._plan_edge(edge, admin)
-        envoy_config = self._state / "envoy.yaml"
+        envoy_config = self.state / "envoy.yaml"
         return Layout(
-            config=self._config,
+            config=self.config,
             settings=self._settings,
-            environment=self._overrides,
+            environment=self.overrides,
             edge=edge,
             edge_admin=admin,
             api_key=api_key,
             model_name=model_name,
             trace_store=self._trace_store if collector else "",
-            state_directory=self._state,
+            state_directory=self.state,
             envoy_config=envoy_config,
             collector=collector,
             tokenizer=tokenizer,
@@ -135,16 +127,14 @@ class _Planner:
             gateways=gateways,
             envoy=self._envoy_spec(envoy_config, admin),
             warnings=self._warnings(),
-            addresses=self._addresses,
+            addresses=self.addresses,
         )
 
     def _warnings(self) -> tuple[str, ...]:
         warnings = []
         # A machine with a GPU computes there.
-        on_cpu = not self._options.simulated and not shutil.which(
-            "nvidia-smi", path=self._environ.get("PATH")
-        )
-        if on_cpu and not find_compiler(self._environ):
+        on_cpu = not self.options.simulated and not shutil.which("nvidia-smi", path=self.environ.get("PATH"))
+        if on_cpu and not find_compiler(self.environ):
             warnings.append(
                 "no C++ compiler (g++ or clang++) is installed: unless the native kernels were built before, "
                 "torch computes instead, several times slower; install one, or name one with CXX"
@@ -163,7 +153,7 @@ class _Planner:
 
     def _set(self, key: str, value: object) -> None:
         """Overrides `table.key`, whatever the configuration says."""
-        self._overrides[_variable(key)] = _toml(value)
+        self.overrides[_variable(key)] = _toml(value)
 
     def _default(self, key: str, value: object) -> None:
         """Sets `table.key` unless the configuration does."""
@@ -171,16 +161,16 @@ class _Planner:
             self._set(key, value)
 
     def _configured(self, key: str) -> Any:
-        value: Any = self._tables
+        value: Any = self.tables
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def _plan_model(self) -> str:
-        section = load_section(self._tables, "model", ModelConfig)
-        asked = self._options.model or section.path
-        path = checkpoint.resolve(asked, weights=not self._options.simulated)
-        name = section.name if not self._options.model and section.name else ""
+        section = load_section(self.tables, "model", ModelConfig)
+        asked = self.options.model or section.path
+        path = checkpoint.resolve(asked, weights=not self.options.simulated)
+        name = section.name if not self.options.model and section.name else ""
         # A download's directory is named by a revision, which says nothing to people.
         name = name or (asked if path.parent.name == "snapshots" else path.name)
         self._set("model.path", str(path))
@@ -191,22 +181,22 @@ class _Planner:
         if not self._configured("security.context_secret_file"):
             self._default("security.context_secret", secrets.token_hex(32))
         for place, local in (
-            ("gateway.ledger.url", f"sqlite:///{self._state / 'ledger.sqlite'}"),
-            ("keys.store", str(self._state / "keys.sqlite")),
+            ("gateway.ledger.url", f"sqlite:///{self.state / 'ledger.sqlite'}"),
+            ("keys.store", str(self.state / "keys.sqlite")),
         ):
             # An empty one says that there shall be none.
             if self._configured(place) is None:
                 self._set(place, local)
-        if not is_this_machine(self._options.host):
+        if not is_this_machine(self.options.host):
             return ""
-        key = development_key(self._environ)
+        key = development_key(self.environ)
         self._default("keys.development_hash", f"sha256:{hashlib.sha256(key.encode()).hexdigest()}")
         return key
 
     @property
     def _trace_store(self) -> str:
         configured = self._configured("observability.store")
-        return str(configured or self._state / "traces.sqlite")
+        return str(configured or self.state / "traces.sqlite")
 
     # --- processes ---
 
@@ -218,16 +208,16 @@ class _Planner:
         self._set("observability.listen", listen)
         # Beside the receiver that OTEL_* variables name, if they do.
         self._set("observability.store_endpoint", listen)
-        self._addresses["collector"] = {"otlp": listen}
+        self.addresses["collector"] = {"otlp": listen}
         return self._spec("collector", "observability", {}, drain_limit_s=5.0)
 
     def _plan_tokenizer(self, ports: Iterator[int]) -> ProcessSpec:
         listen = f"{_LOOPBACK}:{next(ports)}"
         metrics = f"{_LOOPBACK}:{next(ports)}"
         self._set("gateway.tokenizer", listen)
-        self._addresses["tokenizer"] = {"grpc": listen, "metrics": metrics}
+        self.addresses["tokenizer"] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {"tokenizer.listen": listen, "tokenizer.metrics_listen": metrics}
-        if self._options.simulated:
+        if self.options.simulated:
             settings["tokenizer.simulated"] = True
         return self._spec("tokenizer", "tokenizer_svc", settings, health=listen)
 
@@ -235,7 +225,7 @@ class _Planner:
         name = f"engine-{index}"
         listen = f"{_LOOPBACK}:{next(ports)}"
         metrics = f"{_LOOPBACK}:{next(ports)}"
-        self._addresses[name] = {"grpc": listen, "metrics": metrics}
+        self.addresses[name] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {
             "engine.listen": listen,
             "engine.metrics_listen": metrics,
@@ -244,36 +234,36 @@ class _Planner:
         threads = max(1, num_cores() // self._num_engines)
         if not self._configured("engine.num_threads"):
             settings["engine.num_threads"] = threads
-        if self._options.simulated:
+        if self.options.simulated:
             settings["engine.simulated"] = True
-        if self._options.dtype:
-            settings["engine.dtype"] = self._options.dtype
-        if self._options.quantize:
-            settings["engine.quantize"] = self._options.quantize
+        if self.options.dtype:
+            settings["engine.dtype"] = self.options.dtype
+        if self.options.quantize:
+            settings["engine.quantize"] = self.options.quantize
         return self._spec(name, "engine", settings, health=listen, num_threads=threads)
 
     def _plan_gateway(self, index: int, ports: Iterator[int]) -> ProcessSpec:
         name = f"gateway-{index}"
         grpc, http, metrics = (f"{_LOOPBACK}:{next(ports)}" for _ in range(3))
-        self._addresses[name] = {"grpc": grpc, "http": http, "metrics": metrics}
+        self.addresses[name] = {"grpc": grpc, "http": http, "metrics": metrics}
         settings: dict[str, object] = {
             "gateway.grpc_listen": grpc,
             "gateway.http_listen": http,
             "gateway.metrics_listen": metrics,
-            "gateway.engines": [self._addresses[f"engine-{i}"]["grpc"] for i in range(self._num_engines)],
+            "gateway.engines": [self.addresses[f"engine-{i}"]["grpc"] for i in range(self._num_engines)],
             "gateway.drain_limit_s": self._settings.drain_limit_s,
         }
         return self._spec(name, "gateway", settings, health=grpc)
 
     def _plan_edge(self, edge: str, admin: str) -> None:
-        gateways = [self._addresses[f"gateway-{index}"] for index in range(self._num_gateways)]
+        gateways = [self.addresses[f"gateway-{index}"] for index in range(self._num_gateways)]
         self._set("envoy.listen", edge)
         self._set("envoy.admin", admin)
-        self._default("envoy.access_log", str(self._state / "logs" / "access.log"))
+        self._default("envoy.access_log", str(self.state / "logs" / "access.log"))
         self._set("envoy.gateway_grpc", [addresses["grpc"] for addresses in gateways])
         self._set("envoy.gateway_http", [addresses["http"] for addresses in gateways])
         self._set("gateway.limits.expected_gateways", self._num_gateways)
-        self._addresses["envoy"] = {"listen": edge, "admin": admin}
+        self.addresses["envoy"] = {"listen": edge, "admin": admin}
 
     def _envoy_spec(self, envoy_config: Path, admin: str) -> ProcessSpec:
         argv = (
@@ -302,7 +292,7 @@ class _Planner:
         drain_limit_s: float | None = None,
     ) -> ProcessSpec:
         # -P keeps the working directory from hiding the suite's packages.
-        config = ("--config", str(self._config)) if self._config else ()
+        config = ("--config", str(self.config)) if self.config else ()
         own = {_variable(key): _toml(value) for key, value in settings.items()}
         return ProcessSpec(
             name=name,

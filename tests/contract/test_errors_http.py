@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from contract.errors import TABLE, Reason
+from contract.errors import Reason
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 
 CHAT = "/v1/chat/completions"
@@ -141,8 +141,8 @@ async def test_chat_names_the_field(
     response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, **extra})
     error = response.json()["error"]
     assert (error["code"], error["param"]) == (reason.value, field), error["message"]
-    assert response.status_code == TABLE[reason].http_status
-    assert error["type"] == TABLE[reason].openai_type
+    assert response.status_code == reason.mapping.http_status
+    assert error["type"] == reason.mapping.openai_type
     assert (
         field.split("[", maxsplit=1)[0].rsplit(".", maxsplit=1)[-1] in error["message"]
         or reason is Reason.CONTEXT_LENGTH_EXCEEDED

@@ -13,12 +13,13 @@ from contract.chat import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, Rege
 from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
 from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar import request as service
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.text.checkpoint import load_checkpoint
 
-LIMITS = BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 20)
+LIMITS = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20)
 TOOL = service.ToolSpec(name="f", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})
 
 

@@ -11,12 +11,14 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from services.grammar import PARSER_LIMITS
-from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, for_back_end
+from tokenizer_svc.grammar.schema.back_end_patterns import back_end_pattern, with_patterns
 
 # One named grammar: {"name", "lark_grammar"} or {"name", "json_schema"}.
 Grammar = dict[str, Any]
 # Processor time that an engine may need to begin with a grammar: all its answers wait meanwhile.
 _MAX_START_S = 0.4
+# Begins the library's error where no value can match.
+_UNSATISFIABLE = "Unsatisfiable"
 
 
 class Backend:
@@ -91,17 +93,21 @@ def serialize(grammars: list[Grammar]) -> str:
 
 def string_schema_is_empty(parts: list[Any]) -> bool:
     """Whether the library proves that no string matches all `parts` (schemas of strings)."""
-    try:
-        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": for_back_end(parts)})
-    except ValueError:
-        return False
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return bool(failed) and messages[0].startswith("Unsatisfiable")
+    schema = {"type": "string", "allOf": list(map(with_patterns, parts))}
+    return _says(schema).startswith(_UNSATISFIABLE)
 
 
 def pattern_is_readable(pattern: str) -> bool:
     """Whether the library takes the pattern."""
-    schema = {"type": "string", "pattern": back_end_pattern(pattern)}
-    grammar = LLMatcher.grammar_from_json_schema(schema)
+    said = _says({"type": "string", "pattern": back_end_pattern(pattern)})
+    return not said or said.startswith(_UNSATISFIABLE)
+
+
+def _says(schema: dict[str, Any]) -> str:
+    """What the library says against a schema, or ""."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema)
+    except ValueError as error:
+        return str(error) or type(error).__name__
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    return not failed or messages[0].startswith("Unsatisfiable")
+    return messages[0] if failed else ""

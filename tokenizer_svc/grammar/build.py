@@ -25,14 +25,15 @@ from contract.chat import (
     ResponseFormat,
 )
 from contract.grammar import EnforcementReport
+from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.backend import Backend, Grammar, serialize
-from tokenizer_svc.grammar.gbnf import GbnfError, gbnf_to_lark
-from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, WorkerReply
+from tokenizer_svc.grammar.gbnf import gbnf_to_lark
+from tokenizer_svc.grammar.request import Built, GrammarRefused, GrammarRequest, WorkerReply
 from tokenizer_svc.grammar.schema.compiler import LAYOUT, SchemaRefused, compile_schema
 from tokenizer_svc.grammar.schema.divisors import unwritable_divisors
 from tokenizer_svc.grammar.schema.repair import repair
 from tokenizer_svc.grammar.schema.unwritable import culprits, places
-from tokenizer_svc.grammar.tools import ToolsRefused, parameters_field, parameters_path, tool_grammars
+from tokenizer_svc.grammar.tools import parameters_field, parameters_path, tool_grammars
 from tokenizer_svc.text.formats import THINK_CLOSE
 
 # Turns on the flag that makes white space and comments of a regular expression layout.
@@ -51,21 +52,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MAX_REPAIRS = 12
 
 
-class BuildLimits:
-    """Sizes beyond which nothing is built."""
-
-    def __init__(self, *, max_schema_depth: int, max_artifact_bytes: int) -> None:
-        self.max_schema_depth = max_schema_depth
-        self.max_artifact_bytes = max_artifact_bytes
-
-
-class _Refusal(Exception):
-    def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
-        super().__init__(message)
-        self.refused = Refused(message=message, field=field, enforcement=enforcement)
-
-
-def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> WorkerReply:
+def build(request: GrammarRequest, backend: Backend, limits: LimitsConfig) -> WorkerReply:
     """The grammar, or why there is none."""
     start = time.perf_counter()
     try:
@@ -73,13 +60,13 @@ def build(request: GrammarRequest, backend: Backend, limits: BuildLimits) -> Wor
         payload, error = _written(grammars, backend, limits)
         if error:
             payload, enforcement = _without_culprits(request, error, enforcement, backend, limits)
-    except _Refusal as refusal:
+    except GrammarRefused as refusal:
         return WorkerReply(refused=refusal.refused)
     elapsed = time.perf_counter() - start
     return WorkerReply(built=Built(payload=payload.encode(), enforcement=enforcement, compile_s=elapsed))
 
 
-def _written(grammars: list[Grammar], backend: Backend, limits: BuildLimits) -> tuple[str, str]:
+def _written(grammars: list[Grammar], backend: Backend, limits: LimitsConfig) -> tuple[str, str]:
     """The payload, and why it cannot be used or ""; repairs what can be repaired."""
     error = ""
     for _ in range(_MAX_REPAIRS):
@@ -115,11 +102,11 @@ def _without_culprits(
     error: str,
     enforcement: EnforcementReport | None,
     backend: Backend,
-    limits: BuildLimits,
+    limits: LimitsConfig,
 ) -> tuple[str, EnforcementReport | None]:
     """The payload without the keywords of a schema that the back end stops at, and what is enforced then.
 
-    Raises _Refusal when strict, with those keywords, and for all others that it stops at.
+    Raises GrammarRefused when strict, with those keywords, and for all others that it stops at.
     """
     told = _told(error, request.response_format)
     sources = [] if _is_unsatisfiable(error) else _sources(request)
@@ -133,7 +120,7 @@ def _without_culprits(
     kept = [path for source in sources for path in places(source.schema, source.prefix)]
     found = culprits(kept, lambda some: bool(attempt(some)[0]))
     if not found:
-        raise _Refusal(told, _field(request), enforcement)
+        raise GrammarRefused(told, request.field, enforcement)
     payload, report = attempt(found)
     for path in found:
         source = next(each for each in sources if path.startswith(f"{each.prefix}/"))
@@ -143,7 +130,7 @@ def _without_culprits(
             others = f" (and {more} more)" if more else ""
             advice = ", or set strict to false and check the answer" if readable else ""
             what = f"{source.title}{place.rpartition('/')[2]} at {place} cannot be enforced"
-            raise _Refusal(f"{what}: {told}{others}; change the schema{advice}", source.field, report)
+            raise GrammarRefused(f"{what}: {told}{others}; change the schema{advice}", source.field, report)
     return payload, report
 
 
@@ -237,7 +224,7 @@ def _told(error: str, form: ResponseFormat | None) -> str:
 
 def _grammars(
     request: GrammarRequest,
-    limits: BuildLimits,
+    limits: LimitsConfig,
     token_ids: Mapping[str, int],
     left_out: Mapping[str, str] | None = None,
 ) -> tuple[list[Grammar], EnforcementReport | None]:
@@ -246,12 +233,9 @@ def _grammars(
     if request.response_format is not None:
         answer, enforcement = _answer(request.response_format, limits, left_out)
     if request.tools is not None:
-        try:
-            grammars, enforcement = tool_grammars(
-                request.tools, answer, token_ids, limits.max_schema_depth, left_out
-            )
-        except ToolsRefused as refused:
-            raise _Refusal(str(refused), refused.field, refused.enforcement) from refused
+        grammars, enforcement = tool_grammars(
+            request.tools, answer, token_ids, limits.max_schema_depth, left_out
+        )
     else:
         assert answer is not None
         grammars = [{"name": "answer", **answer}]
@@ -284,7 +268,7 @@ def _reasoning_first(then: str, token_ids: Mapping[str, int]) -> Grammar:
 
 
 def _answer(
-    form: ResponseFormat, limits: BuildLimits, left_out: Mapping[str, str] | None
+    form: ResponseFormat, limits: LimitsConfig, left_out: Mapping[str, str] | None
 ) -> tuple[Grammar, EnforcementReport | None]:
     match form:
         case JsonObjectFormat():
@@ -299,20 +283,18 @@ def _answer(
         case LarkFormat(grammar=grammar):
             return {"lark_grammar": grammar}, None
         case EbnfFormat(grammar=grammar):
-            try:
-                return {"lark_grammar": gbnf_to_lark(grammar)}, None
-            except GbnfError as error:
-                raise _Refusal(str(error), "response_format.ebnf") from error
+            return {"lark_grammar": gbnf_to_lark(grammar)}, None
 
 
 def _lark_pattern(pattern: str) -> str:
-    """Raises _Refusal for what the library would write as another pattern."""
+    """Raises GrammarRefused for what the library would write as another pattern."""
     field = "response_format.regex"
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise _Refusal("the pattern ends with a backslash that escapes nothing; remove or double it", field)
+        problem = "the pattern ends with a backslash that escapes nothing; remove or double it"
+        raise GrammarRefused(problem, field)
     if "\n" in pattern and _VERBOSE.search(pattern):
         # It would take line breaks for text, which are layout here, and comments would not end.
-        raise _Refusal(
+        raise GrammarRefused(
             "line breaks in a pattern with the flag x cannot be told apart; write it on one line", field
         )
     return str(llguidance.regex_to_lark(pattern, ""))
@@ -332,31 +314,18 @@ def _read(text: str) -> Any:
 
 
 def _schema_answer(
-    form: JsonSchemaFormat, limits: BuildLimits, left_out: Mapping[str, str] | None
+    form: JsonSchemaFormat, limits: LimitsConfig, left_out: Mapping[str, str] | None
 ) -> tuple[Grammar, EnforcementReport]:
     field = "response_format.json_schema"
     try:
         schema = _read(form.schema_json)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _Refusal(f"the schema is not valid JSON: {reason}", field) from error
+        raise GrammarRefused(f"the schema is not valid JSON: {reason}", field) from error
     try:
         compiled = compile_schema(
             schema, strict=form.strict, max_depth=limits.max_schema_depth, left_out=left_out
         )
     except SchemaRefused as refused:
-        raise _Refusal(str(refused), field, refused.enforcement) from refused
+        raise GrammarRefused(str(refused), field, refused.enforcement) from refused
     return {"json_schema": compiled.schema}, compiled.enforcement
-
-
-def _field(request: GrammarRequest) -> str:
-    if request.response_format is None:
-        return "tools"
-    return {
-        JsonObjectFormat: "response_format",
-        JsonSchemaFormat: "response_format.json_schema",
-        RegexFormat: "response_format.regex",
-        ChoiceFormat: "response_format.choice",
-        LarkFormat: "response_format.lark",
-        EbnfFormat: "response_format.ebnf",
-    }[type(request.response_format)]

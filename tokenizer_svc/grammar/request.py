@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from typing import Any
 
@@ -50,27 +49,31 @@ class GrammarRequest(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     # The prompt leaves a <think> block open: free reasoning precedes the constrained answer.
     reasoning_open: bool = False
 
+    @property
+    def kind(self) -> str:
+        """What is compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for it."""
+        form = self.response_format
+        return "tools" if form is None else str(form.__struct_config__.tag)
+
+    @property
+    def field(self) -> str:
+        """The request's field that asks for it."""
+        return self.kind if self.response_format is None else f"response_format.{self.kind}"
+
     def encoded(self) -> EncodedGrammar:
         """As it crosses to a worker."""
         payload = msgspec.msgpack.encode(self)
-        return EncodedGrammar(payload=payload, kind=_kind(self), key=hashlib.sha256(payload).digest())
+        return EncodedGrammar(payload=payload, kind=self.kind, key=hashlib.sha256(payload).digest())
 
 
 class EncodedGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """A GrammarRequest encoded once: for its address, and for the worker."""
 
     payload: bytes
-    # What is compiled, as a label: json_schema, regex, ...; "tools" where tools alone ask for a grammar.
+    # See GrammarRequest.
     kind: str
     # Content address of the request.
     key: bytes
-
-
-def _kind(request: GrammarRequest) -> str:
-    if request.response_format is None:
-        return "tools"
-    name = type(request.response_format).__name__.removesuffix("Format")
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class ValidationRequest(msgspec.Struct, frozen=True, kw_only=True, tag="validation"):
@@ -152,6 +155,14 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     enforcement: EnforcementReport | None = None
     reason: Reason = Reason.GRAMMAR_REFUSED
     metadata: dict[str, str] = {}
+
+
+class GrammarRefused(Exception):
+    """What is asked for cannot be enforced so; `field` is the request field at fault."""
+
+    def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
+        super().__init__(message)
+        self.refused = Refused(message=message, field=field, enforcement=enforcement)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,22 +12,14 @@ from collections.abc import Mapping
 from itertools import chain
 
 import msgspec
+from msgspec.structs import astuple
 
 from contract.chat import ToolChoiceMode
 from contract.grammar import EnforcementReport, KeywordStatus
 from tokenizer_svc.grammar.backend import Grammar
-from tokenizer_svc.grammar.request import ToolRules, ToolSpec
+from tokenizer_svc.grammar.request import GrammarRefused, ToolRules, ToolSpec
 from tokenizer_svc.grammar.schema.compiler import SchemaRefused, compile_schema
 from tokenizer_svc.text import formats
-
-
-class ToolsRefused(Exception):
-    """The calls cannot be constrained as asked; `field` names the tool."""
-
-    def __init__(self, message: str, field: str, enforcement: EnforcementReport | None = None) -> None:
-        super().__init__(message)
-        self.field = field
-        self.enforcement = enforcement
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +95,12 @@ def tool_grammars(
     """The start grammar, then those of each tool's arguments and of `answer`, the alternative to calls.
 
     `token_ids` are control tokens, which cannot be spelled as text. `left_out` has the paths of keywords that
-    shall not be enforced, see `parameters_path`, with the reason that the report gives. Raises ToolsRefused.
+    shall not be enforced, see `parameters_path`, with the reason that the report gives.
+    Raises GrammarRefused.
     """
     layout = _LAYOUTS.get(rules.format)
     if layout is None:
-        raise ToolsRefused(
+        raise GrammarRefused(
             "the model's chat template has no known tool-call format; use tool_choice none or auto",
             "tool_choice",
         )
@@ -200,7 +193,7 @@ def _arguments_schema(
         compiled = compile_schema(schema, strict=tool.strict, max_depth=max_depth, left_out=here)
     except SchemaRefused as refused:
         message = f"tool {tool.name!r}: {refused}"
-        raise ToolsRefused(message, parameters_field(index), refused.enforcement) from refused
+        raise GrammarRefused(message, parameters_field(index), refused.enforcement) from refused
     return compiled.schema, _under(prefix, compiled.enforcement)
 
 
@@ -208,14 +201,10 @@ def _under(prefix: str, report: EnforcementReport) -> EnforcementReport:
     return EnforcementReport(
         *(
             tuple(KeywordStatus(each.keyword, prefix + each.path, each.note) for each in statuses)
-            for statuses in _parts(report)
+            for statuses in astuple(report)
         )
     )
 
 
 def _joined(reports: list[EnforcementReport]) -> EnforcementReport:
-    return EnforcementReport(*(tuple(chain(*parts)) for parts in zip(*map(_parts, reports), strict=True)))
-
-
-def _parts(report: EnforcementReport) -> tuple[tuple[KeywordStatus, ...], ...]:
-    return report.enforced, report.approximated, report.unenforced
+    return EnforcementReport(*(tuple(chain(*parts)) for parts in zip(*map(astuple, reports), strict=True)))

@@ -12,7 +12,7 @@ import jsonschema_rs
 
 from contract.grammar import Verdict
 from tokenizer_svc.grammar.request import Refused, ValidationRequest, WorkerReply
-from tokenizer_svc.grammar.schema.document import Document, validator_class
+from tokenizer_svc.grammar.schema.document import VALIDATORS, Document
 
 _FIELD = "schema_json"
 
@@ -23,7 +23,7 @@ def validate(request: ValidationRequest, *, max_depth: int) -> WorkerReply:
         schema = json.loads(request.schema_json)
         draft = Document(schema, max_depth=max_depth).draft
         # Nothing is fetched, and messages do not repeat what a model wrote.
-        validator = validator_class(draft)(schema, validate_formats=True, offline=True, mask="the value")
+        validator = VALIDATORS[draft](schema, validate_formats=True, offline=True, mask="the value")
     except (ValueError, RecursionError, jsonschema_rs.ReferencingError) as error:
         return WorkerReply(refused=Refused(message=f"the schema cannot judge answers: {error}", field=_FIELD))
     return WorkerReply(verdicts=tuple(_verdict(validator, text) for text in request.texts))

@@ -13,17 +13,13 @@ from contract.chat import Conversation, JsonSchemaFormat, ResponseFormat
 from contract.errors import MillraceError, Reason
 from contract.proto import chat
 from contract.proto.grammar import grammar_fields, report_message
+from contract.vocabulary import DecoderKind
 from tokenizer_svc.grammar.request import Prepared, Prompted
 from tokenizer_svc.messages.wire import LargeAnswer
 from tokenizer_svc.text.checkpoint import Checkpoint
-from tokenizer_svc.text.vocabulary import DecoderKind
 from tokenizer_svc.types import LengthLimit, Truncation
 
-_DECODERS = {
-    DecoderKind.BYTE_LEVEL: tokenizer_pb2.DECODER_KIND_BYTE_LEVEL,
-    DecoderKind.SENTENCEPIECE: tokenizer_pb2.DECODER_KIND_SENTENCEPIECE,
-    DecoderKind.METASPACE: tokenizer_pb2.DECODER_KIND_METASPACE,
-}
+_DECODERS = {kind: tokenizer_pb2.DecoderKind.Value(f"DECODER_KIND_{kind.name}") for kind in DecoderKind}
 
 
 def conversation(message: chat_pb2.Conversation, *, max_tool_bytes: int) -> Conversation:

@@ -45,16 +45,12 @@ class RequestLimits:
         if self._writes_user_turns:
             # Of other turns templates may leave something out.
             user = sum(
-                _num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER
+                num_bytes(each.content.strip()) for each in conversation.messages if each.role is Role.USER
             )
             self.bytes_against_tokens(user, length, "messages")
         for index, tool in enumerate(conversation.tools):
             if not tool.name:
                 raise invalid(f"tool {index} has no name", f"tools[{index}].function.name")
-
-    def text(self, text: str, length: LengthLimit, field: str) -> None:
-        """The same for a plain prompt."""
-        self.text_size(_num_bytes(text), length, field)
 
     def text_size(self, num_bytes: int, length: LengthLimit, field: str) -> None:
         """The same for a plain prompt of so many bytes."""
@@ -77,7 +73,7 @@ class RequestLimits:
     def large(self, kind: str, num_input_bytes: int, num_format_bytes: int, length: LengthLimit) -> str:
         """What the sizes of a request's fields on the wire tell; the name of the one that holds the prompt.
 
-        Raises like `conversation`, `text` and `format`, which look closer.
+        Raises like `conversation`, `text_size` and `format`, which look closer.
         """
         if num_format_bytes > _MAX_CHARACTER_BYTES * self._config.max_grammar_bytes:
             self.grammar_size(num_format_bytes, "response_format")
@@ -119,7 +115,7 @@ class RequestLimits:
         """Bytes of all texts together; raises REQUEST_TOO_LARGE for too many of either."""
         if len(texts) > self._config.max_batch_texts:
             raise too_large(f"{len(texts)} texts", self._config.max_batch_texts, field)
-        size = sum(map(_num_bytes, texts))
+        size = sum(map(num_bytes, texts))
         self.size(size, field)
         return size
 
@@ -205,11 +201,12 @@ def _spells_spaces(step: dict[str, Any]) -> bool:
 
 
 def _size(message: Message) -> int:
-    calls = sum(_num_bytes(call.arguments_json) for call in message.tool_calls)
-    return _num_bytes(message.content) + _num_bytes(message.reasoning) + calls
+    calls = sum(num_bytes(call.arguments_json) for call in message.tool_calls)
+    return num_bytes(message.content) + num_bytes(message.reasoning) + calls
 
 
-def _num_bytes(text: str) -> int:
+def num_bytes(text: str) -> int:
+    """Of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

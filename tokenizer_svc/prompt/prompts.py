@@ -14,7 +14,7 @@ from contract.chat import Conversation, ResponseFormat, ToolChoiceMode
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.request import GrammarRequest, Prompted, PromptRequest, ToolRules, ToolSpec
 from tokenizer_svc.messages import convert
-from tokenizer_svc.prompt.limits import RequestLimits
+from tokenizer_svc.prompt.limits import RequestLimits, num_bytes
 from tokenizer_svc.refusals import invalid, no_input
 from tokenizer_svc.text import formats
 from tokenizer_svc.text.checkpoint import Checkpoint
@@ -61,7 +61,9 @@ class Prompts:
         ids = self.encoder.encode_rendered(rendered, tenant=asked.tenant).token_ids
         self.limits.length(len(ids), asked.length, "messages")
         encoded_s = time.monotonic()
-        prefix = self._assistant_prefix(conversation, rendered)
+        prefix = ""
+        if self.reasoning_format and not conversation.continue_final_message:
+            prefix = formats.assistant_prefix(rendered, self._control.control)
         grammar = self._grammar_request(conversation, form, prefix) if asked.with_grammar else None
         return Prompted(
             token_ids=ids,
@@ -80,7 +82,7 @@ class Prompts:
         begin_s = time.monotonic()
         match message.WhichOneof("input"):
             case "text":
-                limits.text(message.text, length, "prompt")
+                limits.text_size(num_bytes(message.text), length, "prompt")
                 ids = self.encoder.encode_text(message.text, add_special_tokens=asked.add_special_tokens)
             case "encoded":
                 limits.num_ids(len(message.encoded.ids), length, "prompt")
@@ -100,12 +102,6 @@ class Prompts:
             begin_s=begin_s,
             encode_s=time.monotonic() - begin_s,
         )
-
-    def _assistant_prefix(self, conversation: Conversation, rendered: str) -> str:
-        """What the template wrote of the assistant's turn, for output parsers."""
-        if not self.reasoning_format or conversation.continue_final_message:
-            return ""
-        return formats.assistant_prefix(rendered, self._control.control)
 
     def _grammar_request(
         self, conversation: Conversation, form: ResponseFormat | None, prefix: str

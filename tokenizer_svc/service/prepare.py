@@ -156,8 +156,8 @@ class Preparer:
     async def decode(self, token_ids: list[int]) -> str:
         """Text of token ids; raises INVALID_ARGUMENT for unknown ids."""
         self._limits.ids(token_ids, "token_ids")
-        vocabulary = self.checkpoint.vocabulary
-        return await self._threads.run(len(token_ids), lambda: vocabulary.text(token_ids), "")
+        decode = self._prompts.encoder.decode
+        return await self._threads.run(len(token_ids), lambda: decode(token_ids), "")
 
     async def compile_format(self, form: ResponseFormat, *, tenant: str) -> tuple[Compiled, bool]:
         """Grammar of a response format alone, and whether it was cached."""

@@ -18,10 +18,10 @@ from contract.errors import MillraceError, Reason
 from contract.proto.grammar import report_message, verdict_message
 from observability.emit import names
 from observability.emit.tracing import (
+    RemoteSpan,
     RequestIdentity,
     Telemetry,
     context_from_traceparent,
-    remote_span,
     with_identity,
 )
 from services.config import ModelConfig
@@ -117,7 +117,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         prompted: Prompted,
     ) -> None:
         identity = RequestIdentity(who.request_id, who.client_request_id)
-        parent = remote_span(head.traceparent, head.tracestate, identity)
+        parent = RemoteSpan(head.traceparent, head.tracestate, identity)
         span = self._telemetry.start(
             names.TOKENIZER_PREPARE, kind=SpanKind.SERVER, start_s=begin_s, parent=parent
         )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from services import hub
 from services.config import ModelConfig
 from services.errors import ConfigError
 from services.vocabulary import checkpoint_fingerprint, whole_tokenizer_json
@@ -56,19 +57,7 @@ def locate(model: ModelConfig, *, simulated: bool) -> Path:
         if not (BUNDLED_CHECKPOINT / "tokenizer.json").is_file():
             raise ConfigError(f"model.path: neither {path} nor the bundled {BUNDLED_CHECKPOINT} is there")
         return BUNDLED_CHECKPOINT
-    return _download(model.path)
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.jinja", "*.model"]))
-    except Exception as error:
-        raise ConfigError(
-            f"model.path: {hub_id} is not a directory and cannot be fetched from the hub ({error}); "
-            "give the directory of a checkpoint in Hugging Face format"
-        ) from error
+    return hub.download(model.path, weights=False)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -161,12 +150,7 @@ def _eos_ids(
     generation: dict[str, Any],
     model: dict[str, Any],
 ) -> tuple[int, ...]:
-    found: dict[int, None] = {}
     declared = generation.get("eos_token_id", model.get("eos_token_id"))
-    for value in declared if isinstance(declared, list) else [declared]:
-        if isinstance(value, int):
-            found[value] = None
+    listed = declared if isinstance(declared, list) else [declared]
     named = ids.get(special_tokens.get("eos_token", ""))
-    if named is not None:
-        found[named] = None
-    return tuple(found)
+    return tuple(dict.fromkeys(each for each in (*listed, named) if isinstance(each, int)))

@@ -22,9 +22,11 @@ from tokenizers import Tokenizer
 KNOWN_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 
 
-def _secret_text(num_characters: int = 10) -> str:
-    # Private-use characters have no case and are no white space, so templates pass them through.
-    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(num_characters))
+def secret_text() -> str:
+    """What no text holds. Private-use characters have no case and are no white space, so templates pass them
+    through.
+    """
+    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(10))
 
 
 def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -52,7 +54,7 @@ class ControlTokens:
             if token["content"] not in control
             and (token["content"] in template_text or token["content"] in KNOWN_MARKUP)
         }
-        self.mark = _secret_text()
+        self.mark = secret_text()
         self.control = frozenset(control)
         self.markup = frozenset(markup)
         self._control_pattern = _alternatives(control)
@@ -95,9 +97,7 @@ class ProtectedEncoder:
         description = json.loads(tokenizer_json)
         self._mark = mark
         ordinary = Tokenizer.from_str(tokenizer_json)
-        name_of: dict[str, str] = {}
-        for token in description["added_tokens"]:
-            name_of[token["content"]] = _secret_text()
+        name_of = {token["content"]: secret_text() for token in description["added_tokens"]}
         ids: dict[str, int] = ordinary.get_vocab(with_added_tokens=True)
         original = {name: ids[content] for content, name in name_of.items()}
         for token in description["added_tokens"]:
@@ -112,7 +112,8 @@ class ProtectedEncoder:
             for name, token_id in original.items()
             if (renamed := self._tokenizer.token_to_id(name)) is not None
         }
-        self._control_ids = frozenset(original.values())
+        # Ids that the model itself gives, and must not.
+        self._forbidden_ids = frozenset(original.values()) - self._original_ids.keys()
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of the text without markers; only unmarked spellings became control tokens."""
@@ -121,22 +122,16 @@ class ProtectedEncoder:
             text = self._pattern.sub(lambda match: self._name_of[match.group()], text)
         text = text.replace(self._mark, "")
         encoded = ids_of(self._tokenizer, text)
-        ids = [self._original_ids.get(token_id, token_id) for token_id in encoded]
-        if any(
-            token_id in self._control_ids and encoded[index] not in self._original_ids
-            for index, token_id in enumerate(ids)
-        ):
+        if not self._forbidden_ids.isdisjoint(encoded):
             return self._without_vocabulary_hits(text)
-        return ids
+        return [self._original_ids.get(token_id, token_id) for token_id in encoded]
 
     def _without_vocabulary_hits(self, text: str) -> list[int]:
         # Unigram and whole-word models may hold control tokens in the model itself, beside the added tokens:
         # their spelling is cut in two, so that the model cannot see it whole.
         ids: list[int] = []
-        spellings = _alternatives(self._name_of)
-        assert spellings is not None
         start = 0
-        for match in spellings.finditer(text):
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
             ids += self._encode_part(text[start : match.start() + 1])
             start = match.start() + 1
         return ids + self._encode_part(text[start:])

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
 from tokenizer_svc.text.checkpoint import Checkpoint
-from tokenizer_svc.text.control import ControlTokens, ProtectedEncoder, ids_of
+from tokenizer_svc.text.control import ControlTokens, ProtectedEncoder, ids_of, secret_text
 from tokenizer_svc.types import Truncation
 
 # Below this, encoding at once is as fast as looking pieces up.
@@ -70,6 +69,8 @@ class TextEncoder:
         self._front = _front_tokens(self._tokenizer)
         self._protected = ProtectedEncoder(checkpoint.tokenizer_json, control.mark)
         self._cache = TurnCache(turn_cache_tokens)
+        # Stands in no text, as nobody knows it.
+        self._edge = secret_text()
         self._cuts = _cut_tokens(checkpoint.description, "\n".join(checkpoint.templates.values()))
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -80,6 +81,11 @@ class TextEncoder:
         """Several plain prompts, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids without control tokens; invalid UTF-8 becomes U+FFFD."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def truncated(self, ids: list[int], max_tokens: int | None, truncation: Truncation) -> list[int]:
         """At most `max_tokens` ids from the end that is kept.
@@ -123,9 +129,9 @@ class TextEncoder:
 
     def _split(self, text: str) -> list[str]:
         """Pieces that each begin with a control token, except perhaps the first."""
-        starts = sorted({position for cut in self._cuts for position in _occurrences(text, cut)})
-        edges = [0, *(start for start in starts if start > 0), len(text)]
-        return [text[begin:end] for begin, end in pairwise(edges) if begin < end]
+        for cut in self._cuts:
+            text = text.replace(cut, self._edge + cut)
+        return [piece for piece in text.split(self._edge) if piece]
 
 
 def _front_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -164,12 +170,3 @@ def _may_overlap(token: str, other: str) -> bool:
         return True
     longest = min(len(token), len(other))
     return any(token.endswith(other[:n]) or other.endswith(token[:n]) for n in range(1, longest))
-
-
-def _occurrences(text: str, part: str) -> list[int]:
-    positions = []
-    position = text.find(part)
-    while position >= 0:
-        positions.append(position)
-        position = text.find(part, position + len(part))
-    return positions

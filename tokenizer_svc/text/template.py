@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -121,12 +122,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _Shape:
+class _Shape(msgspec.Struct, frozen=True, kw_only=True):
     """How a template wants the arguments and the missing content of turns with tool calls."""
 
-    def __init__(self, *, arguments_as_text: bool = False, empty_content: str = "empty") -> None:
-        self.arguments_as_text = arguments_as_text
-        self.empty_content = empty_content
+    arguments_as_text: bool = False
+    empty_content: str = "empty"
 
     def apply_empty_content(self, message: dict[str, Any]) -> None:
         """Writes the absence of content in the template's way."""
@@ -233,12 +233,9 @@ class ChatTemplates:
                 Role.ASSISTANT: (question, named, question),
             }.get(role, (named, question))
             variables = self._variables(Conversation(messages=messages))
+            turns = [self._message(each, self._shape) for each in messages]
             try:
-                rendered = self._run(
-                    self._templates[template],
-                    [self._message(each, self._shape) for each in messages],
-                    variables,
-                )
+                rendered = self._run(self._templates[template], turns, variables)
             except MillraceError:
                 # Not a conversation for this template: nothing is known.
                 continue
@@ -256,11 +253,8 @@ class ChatTemplates:
             )
         if name not in self._templates:
             known = ", ".join(sorted(self._templates)) or "none; send a prompt instead of messages"
-            raise MillraceError(
-                Reason.TEMPLATE_FAILED,
-                f"the model has no chat template {name!r}; templates: {known}",
-                field="conversation.template_name" if conversation.template_name else "messages",
-            )
+            field = "conversation.template_name" if conversation.template_name else "messages"
+            raise _failed(f"the model has no chat template {name!r}; templates: {known}", field)
         return name
 
     def _refuse_names(self, conversation: Conversation, nameless: frozenset[Role]) -> None:
@@ -293,10 +287,9 @@ class ChatTemplates:
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         for key in conversation.template_options:
             if key in _RESERVED_OPTIONS:
-                raise MillraceError(
-                    Reason.INVALID_ARGUMENT,
+                raise invalid(
                     f"template option {key!r} is set by the service; remove it",
-                    field=f"conversation.template_options.{key}",
+                    f"conversation.template_options.{key}",
                 )
         protect = self._control.protect_value
         options = protect(conversation.template_options, allow_markup=False)
@@ -367,28 +360,16 @@ class ChatTemplates:
                 pieces.append(piece)
                 size += len(piece)
                 if size > limits.max_rendered_bytes:
-                    raise MillraceError(
-                        Reason.TEMPLATE_FAILED,
-                        f"the chat template writes more than {limits.max_rendered_bytes} bytes; "
-                        "shorten the conversation",
-                        field="messages",
-                    )
+                    most = f"writes more than {limits.max_rendered_bytes} bytes"
+                    raise _failed(f"the chat template {most}; shorten the conversation")
                 if time.monotonic() > deadline:
-                    raise MillraceError(
-                        Reason.TEMPLATE_FAILED,
-                        f"the chat template takes longer than {limits.max_render_s:g} s; "
-                        "shorten the conversation",
-                        field="messages",
-                    )
+                    most = f"takes longer than {limits.max_render_s:g} s"
+                    raise _failed(f"the chat template {most}; shorten the conversation")
         except MillraceError:
             raise
         except Exception as error:
             text = str(error).replace(self._control.mark, "") or type(error).__name__
-            raise MillraceError(
-                Reason.TEMPLATE_FAILED,
-                f"the model's chat template refuses this conversation: {text}",
-                field="messages",
-            ) from error
+            raise _failed(f"the model's chat template refuses this conversation: {text}") from error
         return "".join(pieces)
 
     def _run_continuing(
@@ -398,21 +379,22 @@ class ChatTemplates:
         # whether the template trims messages.
         tag = self._control.mark * 2 + " "
         if not messages:
-            raise MillraceError(
-                Reason.INVALID_ARGUMENT, "there is no final message to continue", field="messages"
-            )
+            raise invalid("there is no final message to continue", "messages")
         messages[-1]["content"] = (messages[-1]["content"] or "") + tag
         rendered = self._run(template, messages, variables)
         found = rendered.rfind(tag.strip())
         if found < 0:
-            raise MillraceError(
-                Reason.TEMPLATE_FAILED,
+            raise _failed(
                 "the model's chat template does not write the final message as it is, so it cannot be "
                 "continued; unset continue_final_message",
-                field="conversation.continue_final_message",
+                "conversation.continue_final_message",
             )
         kept = rendered[:found]
         return kept if rendered[found:].startswith(tag) else kept.rstrip()
+
+
+def _failed(message: str, field: str = "messages") -> MillraceError:
+    return MillraceError(Reason.TEMPLATE_FAILED, message, field=field)
 
 
 def _unread(field: str, problem: str) -> MillraceError:

@@ -8,25 +8,14 @@ model's text whatever the cut.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
-from itertools import groupby
 from typing import Any
 
 import msgspec
 
+from contract.vocabulary import DecoderKind
 from services.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class DecoderKind(StrEnum):
-    """How token bytes join to text."""
-
-    BYTE_LEVEL = "byte_level"
-    # The same, and one leading space of the whole text is dropped.
-    SENTENCEPIECE = "sentencepiece"
-    # The same, and all spaces of the first token are dropped.
-    METASPACE = "metaspace"
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,34 +27,6 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     special_ids: tuple[int, ...]
     # Tokens that stand for one byte beside tokens that are whole text (<0xNN>).
     byte_ids: frozenset[int] = frozenset()
-
-    def text(self, token_ids: list[int]) -> str:
-        """The text of the ids without control tokens; invalid UTF-8 becomes U+FFFD.
-
-        As in the library's byte fallback, a run of byte tokens is valid as a whole or not at all.
-        """
-        special = frozenset(self.special_ids)
-        shown = [token_id for token_id in token_ids if token_id not in special]
-        joined = b"".join(
-            _byte_run(b"".join(self.tokens[token_id] for token_id in run))
-            if are_bytes
-            else b"".join(self.tokens[token_id] for token_id in run)
-            for are_bytes, run in groupby(shown, self.byte_ids.__contains__)
-        )
-        if self.decoder is DecoderKind.METASPACE and shown and shown[0] not in self.byte_ids:
-            first = self.tokens[shown[0]]
-            joined = first.replace(b" ", b"") + joined[len(first) :]
-        elif self.decoder is DecoderKind.SENTENCEPIECE and joined.startswith(b" "):
-            joined = joined[1:]
-        return joined.decode("utf-8", errors="replace")
-
-
-def _byte_run(run: bytes) -> bytes:
-    try:
-        run.decode()
-    except UnicodeDecodeError:
-        return "\ufffd".encode() * len(run)
-    return run
 
 
 def byte_of_character() -> dict[str, int]:

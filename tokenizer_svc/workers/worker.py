@@ -29,7 +29,7 @@ from contract.chat import JsonSchemaFormat
 from contract.errors import MillraceError, Reason
 from services.memory import give_back, one_heap
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import (
     GrammarRequest,
     PromptRequest,
@@ -140,9 +140,6 @@ class Desk:
         self._limits = setup.limits
         self._backend = backend
         self._prompts = prompts
-        self._build_limits = BuildLimits(
-            max_schema_depth=setup.limits.max_schema_depth, max_artifact_bytes=setup.limits.max_artifact_bytes
-        )
         self._decoder = msgspec.msgpack.Decoder(WorkRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self._yielding = Yielding()
@@ -175,7 +172,7 @@ class Desk:
             return validate(request, max_depth=self._limits.max_schema_depth)
         if isinstance(request, PromptRequest):
             return self._prepared(request)
-        return build(request, self._backend, self._build_limits)
+        return build(request, self._backend, self._limits)
 
     def _prepared(self, request: PromptRequest) -> WorkerReply:
         try:

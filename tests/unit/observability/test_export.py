@@ -26,7 +26,7 @@ from observability.emit.config import ObservabilityConfig
 random.seed(0)
 telemetry = tracing.setup("gateway", ObservabilityConfig(**json.loads(sys.argv[1])))
 for _ in range(int(sys.argv[2])):
-    span = telemetry.start(names.GATEWAY_REQUEST, parent=tracing.remote_span(sys.argv[3]))
+    span = telemetry.start(names.GATEWAY_REQUEST, parent=tracing.RemoteSpan(sys.argv[3]))
     telemetry.end(span, attributes={"first": 1, "second": 2})
 print(tracing.traceparent_of(span)[0])
 telemetry.shutdown()

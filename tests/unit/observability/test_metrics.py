@@ -11,7 +11,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from observability.emit import names
-from observability.emit.metrics import OTHER, Metrics, set_build_info
+from observability.emit.metrics import OTHER, Metrics
+from services.errors import ConfigError
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -92,15 +93,15 @@ def test_gauges_can_be_read_at_scrape_time() -> None:
 
 def test_the_endpoint_serves_and_closes() -> None:
     metrics = Metrics()
-    set_build_info(metrics, "gateway", "1.0", "nano")
-    server = metrics.serve("127.0.0.1:0")
+    metrics.set(names.BUILD_INFO, 1, service="gateway", version="1.0", model="nano")
+    address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
     try:
-        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
             assert b'millrace_build_info{model="nano",service="gateway",version="1.0"} 1.0' in response.read()
-        with pytest.raises(OSError):
-            metrics.serve(server.address)
+        with pytest.raises(ConfigError, match=r"gateway\.metrics_listen"):
+            Metrics().serve(address, "gateway.metrics_listen")
     finally:
-        server.close()
+        metrics.close()
 
 
 def test_values_that_come_with_every_token_are_those_of_their_series() -> None:
@@ -142,13 +143,13 @@ def test_nothing_is_lost_while_threads_count_and_others_look() -> None:
 def test_one_name_alone_can_be_scraped_and_is_up_to_date() -> None:
     metrics = Metrics()
     metrics.add(names.COST, 3, tier="t", tenant="a")
-    server = metrics.serve("127.0.0.1:0")
+    address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
     try:
-        url = f"http://{server.address}/metrics?name[]={names.COST.name}"
+        url = f"http://{address}/metrics?name[]={names.COST.name}"
         with urllib.request.urlopen(url, timeout=10) as response:
             assert b'{tenant="a",tier="t"} 3.0' in response.read()
     finally:
-        server.close()
+        metrics.close()
 
 
 def test_a_counter_does_not_go_down() -> None:

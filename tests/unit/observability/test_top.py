@@ -61,11 +61,11 @@ async def test_endpoints_are_read_and_a_missing_one_is_named() -> None:
     metrics = Metrics()
     metrics.set(names.KV_USAGE, 0.97)
     metrics.set(names.REQUESTS_WAITING, 7)
-    server = metrics.serve("127.0.0.1:0")
+    address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
     try:
-        readings = await scrape({"engine-0": server.address, "engine-1": "127.0.0.1:1"})
+        readings = await scrape({"engine-0": address, "engine-1": "127.0.0.1:1"})
     finally:
-        server.close()
+        metrics.close()
     assert readings["engine-0"].value(names.KV_USAGE) == 0.97
     assert readings["engine-1"].error
     output = io.StringIO()
@@ -98,9 +98,9 @@ def test_bad_targets_are_named(target: str, capsys: pytest.CaptureFixture[str]) 
 def test_once_prints_one_view(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics()
     metrics.set(names.REQUESTS_RUNNING, 3)
-    server = metrics.serve("127.0.0.1:0")
+    address = metrics.serve("127.0.0.1:0", "gateway.metrics_listen")
     try:
-        assert top.main(["--target", f"engine-0={server.address}", "--once", "--interval", "0.05"]) == 0
+        assert top.main(["--target", f"engine-0={address}", "--once", "--interval", "0.05"]) == 0
     finally:
-        server.close()
+        metrics.close()
     assert "engine-0" in capsys.readouterr().out

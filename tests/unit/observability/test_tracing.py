@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -63,7 +64,7 @@ def test_every_span_carries_the_identity_however_it_is_made(
     identity = RequestIdentity("r-1", client_request_id="mine", tenant="acme", tier="gold")
     context = tracing.with_identity(identity)
     root = telemetry.start(names.GATEWAY_REQUEST, parent=context)
-    under = telemetry.under(root, context)
+    under = trace.set_span_in_context(root, context)
     with telemetry.span(names.GATEWAY_PREPARE, parent=under):
         assert tracing.current_identity() == identity
         with telemetry.span(names.GATEWAY_ROUTE):
@@ -80,7 +81,7 @@ def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     identity = RequestIdentity("r-1", client_request_id="mine", tenant="acme", tier="gold")
-    remote = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-01", "", identity)
+    remote = tracing.RemoteSpan(f"00-{'a' * 32}-{'b' * 16}-01", "", identity)
     request = telemetry.start(names.ENGINE_REQUEST, parent=remote)
     telemetry.record(names.ENGINE_QUEUE, start_s=1.0, end_s=2.0, parent=request)
     with telemetry.span(names.ENGINE_PREFILL, parent=request):
@@ -103,7 +104,7 @@ def test_spans_below_spans_carry_the_callers_trace_and_the_identity(
 def test_below_a_trace_that_is_not_recorded_nothing_is_and_the_next_service_is_told_so(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
-    parent = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-00")
+    parent = tracing.RemoteSpan(f"00-{'a' * 32}-{'b' * 16}-00")
     request = telemetry.start(names.ENGINE_REQUEST, parent=parent)
     telemetry.record(names.ENGINE_QUEUE, start_s=1.0, end_s=2.0, parent=request, error="lost")
     telemetry.step(names.ENGINE_PREFILL, of=request, start_s=1.0, end_s=1.0)
@@ -126,7 +127,7 @@ def test_short_steps_are_one_attribute_and_what_explains_something_is_a_span(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     identity = RequestIdentity("r-1", tenant="acme")
-    request = telemetry.start(names.GATEWAY_REQUEST, parent=tracing.remote_span("", "", identity))
+    request = telemetry.start(names.GATEWAY_REQUEST, parent=tracing.RemoteSpan("", "", identity))
     start_s, long_s = time.monotonic(), names.LONG_MS / 1000
     short = {"of": request, "start_s": start_s, "end_s": start_s + long_s / 2}
     telemetry.step(names.GATEWAY_RESERVE, **short, attributes={names.POOL: "a"})  # type: ignore[arg-type]
@@ -154,7 +155,7 @@ def test_short_steps_are_one_attribute_and_what_explains_something_is_a_span(
 def test_short_steps_below_the_callers_span_leave_nothing(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
-    parent = tracing.remote_span(f"00-{'a' * 32}-{'b' * 16}-01")
+    parent = tracing.RemoteSpan(f"00-{'a' * 32}-{'b' * 16}-01")
     telemetry.step(names.GATEWAY_AUTHORIZE, of=parent, start_s=1.0, end_s=1.0)
     telemetry.step(names.GATEWAY_AUTHORIZE, of=parent, start_s=1.0, end_s=1.0, error="INVALID_CREDENTIALS")
     (refused,) = exporter.get_finished_spans()
@@ -164,7 +165,7 @@ def test_short_steps_below_the_callers_span_leave_nothing(
 
 def test_a_callers_state_goes_on(telemetry: Telemetry) -> None:
     header = f"00-{'a' * 32}-{'b' * 16}-01"
-    span = telemetry.start(names.ENGINE_REQUEST, parent=tracing.remote_span(header, "vendor=1"))
+    span = telemetry.start(names.ENGINE_REQUEST, parent=tracing.RemoteSpan(header, "vendor=1"))
     assert tracing.traceparent_of(span)[1] == "vendor=1"
     telemetry.end(span)
 
@@ -206,7 +207,7 @@ def test_a_bad_traceparent_starts_a_new_trace(
         names.ENGINE_REQUEST, start_s=0, end_s=1, parent=tracing.context_from_traceparent(header)
     )
     assert _parent_id(_by_name(exporter)[names.ENGINE_REQUEST]) == 0
-    assert not tracing.remote_span(header).get_span_context().is_valid
+    assert not tracing.RemoteSpan(header).get_span_context().is_valid
 
 
 def test_an_exception_marks_the_span_but_its_message_stays_out(

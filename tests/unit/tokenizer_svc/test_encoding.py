@@ -181,7 +181,7 @@ def test_the_configuration_says_which_tokens_are_added_and_how(tmp_path: Path) -
     written = "<s>[INST]  hello</s> [/INST] the[TOOL_CALLS]"
     ids = text.encoder.encode_text(written, add_special_tokens=False)
     assert ids == oracle(written, add_special_tokens=False)["input_ids"]
-    assert text.checkpoint.vocabulary.text(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert text.encoder.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert text.control.control == {"<s>", "</s>", "[INST]", "[TOOL_CALLS]"}
 
 

@@ -21,8 +21,9 @@ from contract.chat import (
 )
 from services.grammar import PARSER_LIMITS
 from tests.unit.tokenizer_svc.families import make
+from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
 from tokenizer_svc.text.checkpoint import load_checkpoint
 from tokenizer_svc.text.formats import tool_call_format
@@ -42,7 +43,7 @@ class Family:
         self.backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
 
     def build(self, request: GrammarRequest) -> Built | Refused:
-        reply = build(request, self.backend, BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 20))
+        reply = build(request, self.backend, LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 20))
         outcome = reply.built or reply.refused
         assert outcome is not None
         return outcome

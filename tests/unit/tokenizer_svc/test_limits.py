@@ -61,7 +61,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_encoded(
 
     monkeypatch.setattr(TextEncoder, "encode_text", encode)
     with pytest.raises(MillraceError, match="at least") as caught:
-        limits.text("word " * 10_000, length, "prompt")
+        limits.text_size(50_000, length, "prompt")
     assert caught.value.reason is Reason.CONTEXT_LENGTH_EXCEEDED
     with pytest.raises(MillraceError, match="at least"):
         limits.conversation(conversation([{"role": "user", "content": "word " * 10_000}]), length)

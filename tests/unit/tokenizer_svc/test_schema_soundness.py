@@ -10,16 +10,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from contract.chat import JsonSchemaFormat
-from tokenizer_svc.config import BUNDLED_CHECKPOINT
+from tokenizer_svc.config import BUNDLED_CHECKPOINT, LimitsConfig
 from tokenizer_svc.grammar.backend import Backend
-from tokenizer_svc.grammar.build import BuildLimits, build
+from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import GrammarRequest, WorkerReply
-from tokenizer_svc.grammar.schema.document import Draft, validator_class
+from tokenizer_svc.grammar.schema.document import VALIDATORS, Draft
 
 _TOKENIZER_JSON = (BUNDLED_CHECKPOINT / "tokenizer.json").read_text(encoding="utf-8")
 _TOKENIZER = LLTokenizer(_TOKENIZER_JSON)
 _BACKEND = Backend(_TOKENIZER_JSON, ())
-_LIMITS = BuildLimits(max_schema_depth=64, max_artifact_bytes=1 << 24)
+_LIMITS = LimitsConfig(max_schema_depth=64, max_artifact_bytes=1 << 24)
 
 
 def reply(schema: Any, *, strict: bool = True) -> WorkerReply:
@@ -49,7 +49,7 @@ def accepts(schema: Any, value: Any) -> bool:
 )
 def test_formats_mean_what_the_specification_says(name: str, invalid: list[str], valid: list[str]) -> None:
     schema = {"type": "string", "format": name}
-    judge = validator_class(Draft.DRAFT2020_12)(schema, validate_formats=True)
+    judge = VALIDATORS[Draft.DRAFT2020_12](schema, validate_formats=True)
     for value in [*invalid, *valid]:
         assert judge.is_valid(value) == (value in valid), value
         assert accepts(schema, value) == (value in valid), value
@@ -81,7 +81,7 @@ def test_a_format_concerns_strings_alone() -> None:
     ],
 )
 def test_a_property_may_have_no_name(schema: Any) -> None:
-    judge = validator_class(Draft.DRAFT2020_12)(schema)
+    judge = VALIDATORS[Draft.DRAFT2020_12](schema)
     for value in ({"": 1}, {}, {"": 1, "a": 1}, {"a": 1}, {"b": 1}, {"": 1, "b": 1}):
         assert accepts(schema, value) <= judge.is_valid(value), value
 
@@ -98,7 +98,7 @@ def test_a_property_may_have_no_name(schema: Any) -> None:
 )
 def test_a_complement_holds_as_the_draft_reads_it(draft: int, schema: Any, value: Any) -> None:
     schema = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **schema}
-    assert not validator_class(Draft(draft))(schema).is_valid(value)
+    assert not VALIDATORS[Draft(draft)](schema).is_valid(value)
     assert not accepts(schema, value)
 
 

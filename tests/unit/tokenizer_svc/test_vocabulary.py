@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from millrace.tokenizer.v1.tokenizer_pb2 import GetVocabularyResponse
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import TokenTexts, decode
 from gateway.tokenizer.convert import vocabulary
 from services.errors import ConfigError
@@ -17,8 +18,13 @@ from tests.unit.tokenizer_svc.building import Text
 from tests.unit.tokenizer_svc.checkpoints import metaspace, write
 from tests.unit.tokenizer_svc.families import FAMILIES, GEMMA, make
 from tokenizer_svc.messages.convert import vocabulary_response
-from tokenizer_svc.text.checkpoint import load_checkpoint
-from tokenizer_svc.text.vocabulary import DecoderKind
+from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
+
+
+def told(checkpoint: Checkpoint, ids: list[int]) -> str:
+    """The text as a gateway writes it by what it is told of the vocabulary."""
+    message = GetVocabularyResponse.FromString(vocabulary_response(checkpoint, "", "").SerializeToString())
+    return decode(TokenTexts(vocabulary(message)), ids)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -32,8 +38,7 @@ def test_random_ids_decode_as_the_library_does(text: Text, picks: list[int]) -> 
     tokenizer = Tokenizer.from_str(text.checkpoint.tokenizer_json)
     ids = [pick % len(text.checkpoint.vocabulary.tokens) for pick in picks]
     expected = tokenizer.decode(ids, skip_special_tokens=True)
-    mine = text.checkpoint.vocabulary.text(ids)
-    assert mine == expected
+    assert told(text.checkpoint, ids) == expected
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -41,9 +46,9 @@ def test_random_ids_decode_as_the_library_does(text: Text, picks: list[int]) -> 
 def test_texts_survive(text: Text, written: str) -> None:
     ids = text.encoder.encode_text(written, add_special_tokens=False)
     tokenizer = Tokenizer.from_str(text.checkpoint.tokenizer_json)
-    assert text.checkpoint.vocabulary.text(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert told(text.checkpoint, ids) == tokenizer.decode(ids, skip_special_tokens=True)
     if not written.startswith(" "):
-        assert text.checkpoint.vocabulary.text(ids) == written
+        assert told(text.checkpoint, ids) == written
 
 
 def test_kinds(text: Text) -> None:
@@ -84,10 +89,7 @@ def test_added_pieces_decode_as_the_library_does(with_added_pieces: Text, picks:
     # Every other one is among the last, which are the added ones.
     ids = [num_tokens - 1 - pick // 2 % 6 if pick % 2 else pick // 2 % num_tokens for pick in picks]
     expected = Tokenizer.from_str(checkpoint.tokenizer_json).decode(ids, skip_special_tokens=True)
-    assert checkpoint.vocabulary.text(ids) == expected
-    # And so do gateways, by what they are told.
-    told = GetVocabularyResponse.FromString(vocabulary_response(checkpoint, "", "").SerializeToString())
-    assert decode(TokenTexts(vocabulary(told)), ids) == expected
+    assert told(checkpoint, ids) == expected
 
 
 @pytest.mark.parametrize(

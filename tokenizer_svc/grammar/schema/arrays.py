@@ -6,8 +6,8 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
-from tokenizer_svc.grammar.schema.context import Context, Place
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, any_of, for_type, key_of, type_of_value
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.shapes import Schema, any_of, for_type, key_of, type_of_value
 from tokenizer_svc.grammar.schema.strings import listed
 
 # Arrangements written out for uniqueItems, and positions tried for contains.
@@ -16,25 +16,22 @@ _MAX_POSITIONS = 8
 _MAX_DEPTH = 8
 
 
-def unique_items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def unique_items(part: Part) -> Schema:
     """Every arrangement of a small set of values, or nothing to do for arrays of at most one item."""
-    longest = node.get("maxItems")
+    node, longest = part.node, part.node.get("maxItems")
     if isinstance(longest, int) and longest <= 1:
         return True
-    values = finite_values(context, node.get("items", True), place.at("items"))
+    values = finite_values(part.context, node.get("items", True), part.place.at("items"))
     if values is None or "prefixItems" in node or isinstance(node.get("items"), list):
-        return context.give_up(
-            "uniqueItems", place, "has no exact equivalent unless the items are a small set"
-        )
+        return part.give_up("uniqueItems", "has no exact equivalent unless the items are a small set")
     most = min(len(values), longest if isinstance(longest, int) else len(values))
     least = node.get("minItems", 0)
-    least = least if isinstance(least, int) else 0
-    if sum(perm(len(values), size) for size in range(least, most + 1)) > _MAX_ARRANGEMENTS:
-        return context.give_up(
-            "uniqueItems", place, f"more than {_MAX_ARRANGEMENTS} arrangements of {len(values)} values"
-        )
-    arrangements = [list(chosen) for size in range(least, most + 1) for chosen in permutations(values, size)]
-    return for_type("array", types, {"enum": arrangements} if arrangements else False)
+    sizes = range(least if isinstance(least, int) else 0, most + 1)
+    if sum(perm(len(values), size) for size in sizes) > _MAX_ARRANGEMENTS:
+        note = f"more than {_MAX_ARRANGEMENTS} arrangements of {len(values)} values"
+        return part.give_up("uniqueItems", note)
+    arrangements = [list(chosen) for size in sizes for chosen in permutations(values, size)]
+    return for_type("array", part.types, {"enum": arrangements} if arrangements else False)
 
 
 def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> list[Any] | None:
@@ -46,12 +43,7 @@ def finite_values(context: Context, node: Any, place: Place, depth: int = 0) -> 
     listed_here = _listed_here(context, node, place)
     if listed_here is not None:
         return listed_here
-    parts = [(each, place.at("allOf", index)) for index, each in enumerate(node.get("allOf", ()))]
-    if isinstance(node.get("$ref"), str):
-        target = context.resolve(node["$ref"], context.enter(node, place))
-        if target is not None:
-            parts.append((target.node, Place(target.path, target.base)))
-    for part, inside in parts:
+    for part, inside in context.conjuncts(node, context.enter(node, place)):
         values = finite_values(context, part, inside, depth + 1)
         if values is not None:
             return values
@@ -75,14 +67,15 @@ def _listed_here(context: Context, node: dict[str, Any], place: Place) -> list[A
     return None
 
 
-def contains(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def contains(part: Part) -> Schema:
     """At least one matching item: by position where few items are possible."""
+    node = part.node
     if "minContains" in node or "maxContains" in node:
         keyword = "minContains" if "minContains" in node else "maxContains"
-        return context.give_up(keyword, place, "counting matches has no exact equivalent")
-    wanted = context.positive(node["contains"], place.at("contains"), ALL_TYPES)
+        return part.give_up(keyword, "counting matches has no exact equivalent")
+    wanted = part.inside(node["contains"], "contains")
     if wanted is False:
-        return for_type("array", types, False)
+        return for_type("array", part.types, False)
     items = node.get("items", True)
     if wanted is True or (isinstance(items, dict) and key_of(items) == key_of(node["contains"])):
         return {"minItems": 1}
@@ -91,5 +84,5 @@ def contains(context: Context, node: dict[str, Any], place: Place, types: frozen
         positions = [
             {"minItems": index + 1, "prefixItems": [*[True] * index, wanted]} for index in range(longest)
         ]
-        return for_type("array", types, any_of(positions))
-    return context.give_up("contains", place, "has no exact equivalent without a small maxItems")
+        return for_type("array", part.types, any_of(positions))
+    return part.give_up("contains", "has no exact equivalent without a small maxItems")

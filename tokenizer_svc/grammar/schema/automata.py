@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from tokenizer_svc.grammar.schema.regex_tree import (
@@ -24,6 +25,7 @@ from tokenizer_svc.grammar.schema.regex_tree import (
     Items,
     LookAhead,
     Repeat,
+    escaped,
     parse,
     walk,
 )
@@ -244,10 +246,6 @@ def _without(ranges: Ranges) -> Ranges:
     return tuple(left)
 
 
-def _number(node: Node) -> int:
-    return node.number
-
-
 def _cat(left: Node, right: Node) -> Node:
     if _NOTHING in (left, right):
         return _NOTHING
@@ -261,21 +259,20 @@ def _cat(left: Node, right: Node) -> Node:
 
 
 def _or(parts: tuple[Node, ...]) -> Node:
-    flat = {each for part in parts for each in (part[1] if part[0] == "or" else (part,))} - {_NOTHING}
-    if _ALL in flat:
-        return _ALL
-    if not flat:
-        return _NOTHING
-    return flat.pop() if len(flat) == 1 else _node("or", tuple(sorted(flat, key=_number)))
+    return _flat("or", parts, neutral=_NOTHING, absorbing=_ALL)
 
 
 def _and(parts: tuple[Node, ...]) -> Node:
-    flat = {each for part in parts for each in (part[1] if part[0] == "and" else (part,))} - {_ALL}
-    if _NOTHING in flat:
-        return _NOTHING
-    if not flat:
-        return _ALL
-    return flat.pop() if len(flat) == 1 else _node("and", tuple(sorted(flat, key=_number)))
+    return _flat("and", parts, neutral=_ALL, absorbing=_NOTHING)
+
+
+def _flat(kind: str, parts: tuple[Node, ...], *, neutral: Node, absorbing: Node) -> Node:
+    flat = {each for part in parts for each in (part[1] if part[0] == kind else (part,))} - {neutral}
+    if absorbing in flat:
+        return absorbing
+    if len(flat) < 2:
+        return flat.pop() if flat else neutral
+    return _node(kind, tuple(sorted(flat, key=attrgetter("number"))))
 
 
 def _not(node: Node) -> Node:
@@ -413,9 +410,9 @@ def _group(text: str) -> str:
 def _class(ranges: Sequence[tuple[int, int]]) -> str:
     joined = _joined(ranges)
     if len(joined) == 1 and joined[0][0] == joined[0][1]:
-        return _escaped(joined[0][0])
+        return escaped(chr(joined[0][0]))
     parts = (
-        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
+        escaped(chr(low)) if low == high else f"{escaped(chr(low))}-{escaped(chr(high))}"
         for low, high in (piece for each in joined for piece in _apart_from_surrogates(each))
     )
     return "[" + "".join(parts) + "]"
@@ -426,10 +423,3 @@ def _apart_from_surrogates(each: tuple[int, int]) -> tuple[tuple[int, int], ...]
     if low <= 0xD7FF and high >= 0xE000:
         return ((low, 0xD7FF), (0xE000, high))
     return (each,)
-
-
-def _escaped(code: int) -> str:
-    character = chr(code)
-    if code < 0x20 or code == 0x7F:
-        return f"\\x{code:02X}"
-    return character if not character.isascii() or character.isalnum() else f"\\{character}"

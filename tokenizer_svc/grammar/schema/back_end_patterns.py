@@ -16,7 +16,6 @@ _NO_SPACES = (
     "\\x00-\\x08\\x0e-\\x1f!-\u009f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e"
     "\u2060-\u2fff\u3001-\ufefe\uff00-\U0010ffff"
 )
-_CONTROL = re.compile(r"\\c([A-Za-z])")
 # One item of a class, or one end of a range.
 _ITEM = re.compile(
     r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[ux]\{[0-9A-Fa-f]+\}|c[A-Za-z]|[pP](?:\{[^}]*\}|[A-Za-z])|.)|[^\\]",
@@ -25,7 +24,12 @@ _ITEM = re.compile(
 _NAMED = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "0": 0}
 _SET_ESCAPES = "dDwWsSpP"
 _QUOTE, _BACKSLASH = 0x22, 0x5C
-_NUL = re.compile(r"\\(?:x00|u0000|[ux]\{0+\}|0)|\x00")
+# A class, one that nobody closes or of nothing or of all, U+0000, and escapes.
+_PIECE = re.compile(
+    r"\[(?P<body>\^?+(?!\])(?:\\.|[^\\\]])+)\]|(?P<odd>\[)|(?P<nul>\\(?:x00|u0000|[ux]\{0+\}|0)|\x00)"
+    r"|\\c(?P<control>[A-Za-z])|\\.",
+    re.DOTALL,
+)
 # Keywords with patterns.
 PATTERNS = frozenset({"pattern", "patternProperties"})
 _NEVER = "[^\\x00-\U0010ffff]"
@@ -44,54 +48,25 @@ def with_patterns(node: dict[str, Any]) -> dict[str, Any]:
     return written
 
 
-def for_back_end(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for several nodes without others in them."""
-    return [with_patterns(each) for each in nodes]
-
-
 @lru_cache(4096)
 def back_end_pattern(pattern: str) -> str:
     """One pattern. What cannot be read here is left to the back end's judgement."""
     if "[" not in pattern and "\\" not in pattern:
         return pattern
-    # Beside a class a U+0000 of its own would make it one of every control character again.
-    nul = _NEVER if "[" in pattern else None
-    out: list[str] = []
-    index = 0
-    while index < len(pattern):
-        character = pattern[index]
-        if character == "[":
-            end = _class_end(pattern, index)
-            if end < 0:
-                return pattern
-            out.append(_class(pattern[index + 1 : end]))
-            index = end + 1
-        elif nul and (lone := _NUL.match(pattern, index)) is not None:
-            out.append(nul)
-            index = lone.end()
-        elif character == "\\":
-            control = _CONTROL.match(pattern, index)
-            escape = pattern[index : index + 2]
-            if control is not None:
-                out.append(f"\\x{ord(control.group(1)) % 32:02X}")
-                index += 1
-            else:
-                out.append({"\\s": f"[{_SPACES}]", "\\S": f"[^{_SPACES}]"}.get(escape, escape))
-            index += 2
-        else:
-            out.append(character)
-            index += 1
-    return "".join(out)
+    if any(piece["odd"] for piece in _PIECE.finditer(pattern)):
+        return pattern
 
+    def written(piece: re.Match[str]) -> str:
+        if piece["body"]:
+            return _class(piece["body"])
+        if piece["nul"] and "[" in pattern:
+            # Beside a class a U+0000 of its own would make it one of every control character again.
+            return _NEVER
+        if piece["control"]:
+            return f"\\x{ord(piece['control']) % 32:02X}"
+        return {"\\s": f"[{_SPACES}]", "\\S": f"[^{_SPACES}]"}.get(piece[0], piece[0])
 
-def _class_end(pattern: str, begin: int) -> int:
-    """Index of the bracket that closes a class; -1 without one, and for the classes of nothing and of all."""
-    index = begin + 2 if pattern[begin + 1 : begin + 2] == "^" else begin + 1
-    if pattern[index : index + 1] == "]":
-        return -1
-    while index < len(pattern) and pattern[index] != "]":
-        index += 2 if pattern[index] == "\\" else 1
-    return index if index < len(pattern) else -1
+    return _PIECE.sub(written, pattern)
 
 
 def _class(body: str) -> str:

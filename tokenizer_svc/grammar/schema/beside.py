@@ -6,11 +6,13 @@ left away, which keeps the union small, and exact where the shared part has no c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from tokenizer_svc.grammar.schema.context import Context, Place
+from msgspec import structs
+
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.negative import (
     KEYWORDS,
@@ -46,19 +48,16 @@ def _ruled_out(given: View, node: dict[str, Any], keyword: str, value: Any) -> b
     return keyword in _SCALARS and not isinstance(flag, bool) and given.states(keyword, value)
 
 
-def _required_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    missing = [name for name in node["required"] if name not in given.required()]
-    return required(context, {"required": missing}, place, types)
+def _required_given(part: Part, given: View) -> Schema:
+    missing = [name for name in part.node["required"] if name not in given.required()]
+    return required(structs.replace(part, node={"required": missing}))
 
 
-def _properties_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
+def _properties_given(part: Part, given: View) -> Schema:
     options = []
-    for name, rule in node["properties"].items():
-        inside = place.at("properties", name)
+    context = part.context
+    for name, rule in part.node["properties"].items():
+        inside = part.place.at("properties", name)
         known = given.property(name)
         if any(_implies(context, each, (rule, inside)) for each in known):
             continue
@@ -85,19 +84,13 @@ def _implies(context: Context, known: Located, rule: Located) -> bool:
         reference = known[0].get("$ref")
         one = context.resolve(node["$ref"], place)
         other = context.resolve(reference, known[1]) if isinstance(reference, str) else None
-        return one is not None and other is not None and one.node is other.node and not has_rules(node)
+        has_rules = any(key in KEYWORDS or key == "type" for key in node if key != "$ref")
+        return one is not None and other is not None and one.node is other.node and not has_rules
     return False
 
 
-def has_rules(node: dict[str, Any]) -> bool:
-    """Whether there are constraints beside $ref."""
-    return any(key in KEYWORDS or key == "type" for key in node if key != "$ref")
-
-
-def _additional_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    names = given.names()
+def _additional_given(part: Part, given: View) -> Schema:
+    node, names = part.node, given.names()
     if names is not None and names <= set(node.get("properties", {})):
         return False
     if given.states_all(node, ("additionalProperties", "properties", "patternProperties")):
@@ -105,53 +98,44 @@ def _additional_given(
     if names is not None and node["additionalProperties"] is False and not node.get("patternProperties"):
         # Only the names that `given` admits can be there.
         more = sorted(names - set(node.get("properties", {})))
-        return any_of(typed("object", types, {"required": [name]}) for name in more)
-    return additional(context, node, place, types)
+        return any_of(typed("object", part.types, {"required": [name]}) for name in more)
+    return additional(part)
 
 
-def _items_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    known = given.states_all(node, ("items", "prefixItems", "additionalItems"))
-    return False if known else items(context, node, place, types)
+def _items_given(part: Part, given: View) -> Schema:
+    known = given.states_all(part.node, ("items", "prefixItems", "additionalItems"))
+    return False if known else items(part)
 
 
-def _reference_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    target = context.resolve(node["$ref"], place)
+def _reference_given(part: Part, given: View) -> Schema:
+    context = part.context
+    target = context.resolve(part.node["$ref"], part.place)
     if target is None:
-        return reference(context, node, place, types)
+        return reference(part)
     if any(rule is target.node for rule in given.rules):
         return False
     # Written out, because the complement holds only beside `given`.
     if context.depth_of_given >= _MAX_FOLLOWED:
-        return reference(context, node, place, types)
+        return reference(part)
     context.depth_of_given += 1
     try:
-        return beside(context, target.node, Place(target.path, target.base), types, given)
+        return beside(context, target.node, Place(target.path, target.base), part.types, given)
     finally:
         context.depth_of_given -= 1
 
 
-def _all_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    return any_of(
-        beside(context, each, place.at("allOf", index), types, given)
-        for index, each in enumerate(node["allOf"])
-    )
+def _all_given(part: Part, given: View) -> Schema:
+    return any_of(_each_given(part, "allOf", given))
 
 
-def _any_given(
-    context: Context, node: dict[str, Any], place: Place, types: frozenset[str], given: View
-) -> Schema:
-    if given.states("anyOf", node["anyOf"]):
-        return False
-    return all_of(
-        beside(context, each, place.at("anyOf", index), types, given)
-        for index, each in enumerate(node["anyOf"])
-    )
+def _any_given(part: Part, given: View) -> Schema:
+    known = given.states("anyOf", part.node["anyOf"])
+    return False if known else all_of(_each_given(part, "anyOf", given))
+
+
+def _each_given(part: Part, keyword: str, given: View) -> Iterator[Schema]:
+    for index, each in enumerate(part.node[keyword]):
+        yield beside(part.context, each, part.place.at(keyword, index), part.types, given)
 
 
 _WITH_GIVEN: dict[str, Callable[..., Schema]] = {

@@ -51,17 +51,46 @@ class Cases:
         self._rules: list[Rule] = []
         self._num_leaves = 0
 
-    def add(
-        self, condition: Any, place: Place, then: Callable[[], Schema], otherwise: Callable[[], Schema]
-    ) -> bool:
-        """Adds a rule; False when its condition asks for more than presence and listed values."""
-        test = self.test(condition, place)
-        if test is not None:
-            self._rules.append(Rule(test, cache(then), cache(otherwise)))
-        return test is not None
+    def take(self, node: dict[str, Any], place: Place) -> set[str]:
+        """Adds the conditions of a schema that ask for no more than presence and listed values; their
+        keywords.
+        """
+        taken: set[str] = set()
+        draft = self._context.document.draft
+        if "if" in node and draft >= Draft.DRAFT7 and ("then" in node or "else" in node):
+            test = self.test(node["if"], place.at("if"))
+            if test is not None:
+                branches = (self._asked(node.get(key, True), place.at(key)) for key in ("then", "else"))
+                self._rules.append(Rule(test, *branches))
+                taken |= {"if", "then", "else"} & set(node)
+        if "not" in node and (test := self.test(node["not"], place.at("not"))) is not None:
+            self._require(_negated(test))
+            taken.add("not")
+        if isinstance(node.get("oneOf"), list):
+            tests = [self.test(each, place.at("oneOf", index)) for index, each in enumerate(node["oneOf"])]
+            known = [test for test in tests if test is not None]
+            if known and len(known) == len(tests):
+                self._require(partial(_exactly_one, known))
+                taken.add("oneOf")
+        for keyword, since in _DEPENDENCIES.items():
+            if isinstance(node.get(keyword), dict) and draft >= since:
+                self._take_dependencies(node[keyword], place.at(keyword))
+                taken.add(keyword)
+        return taken
 
-    def add_test(self, test: Test) -> None:
-        """Adds a condition that must hold."""
+    def _take_dependencies(self, value: dict[str, Any], place: Place) -> None:
+        for name, wanted in value.items():
+            rule = {"required": wanted} if isinstance(wanted, list) else wanted
+            test = self.test(rule, place.at(name))
+            if test is not None:
+                self._require(partial(_any, [_negated(_present(name)), test]))
+            else:
+                self._rules.append(Rule(_present(name), self._asked(rule, place.at(name)), lambda: True))
+
+    def _asked(self, node: Any, place: Place) -> Callable[[], Schema]:
+        return cache(partial(self._context.positive, node, place, frozenset({"object"})))
+
+    def _require(self, test: Test) -> None:
         self._rules.append(Rule(test, lambda: True, lambda: False))
 
     @property
@@ -207,30 +236,6 @@ class Cases:
         return schema
 
 
-def gather(context: Context, node: dict[str, Any], place: Place) -> Gathered:
-    """Takes the conditions of an object's schema, and of its allOf, that are decided by finite cases."""
-    cases = Cases(context)
-    taken = Gathered()
-    types = frozenset({"object"})
-    _take(cases, context, node, place, types, taken.keywords)
-    for index, each in enumerate(node.get("allOf", ())):
-        if isinstance(each, dict) and not set(each) - _CONDITIONAL - _ANNOTATIONS:
-            keywords: set[str] = set()
-            _take(cases, context, each, place.at("allOf", index), types, keywords)
-            if keywords >= set(each) - _ANNOTATIONS:
-                taken.members.add(index)
-            elif keywords:
-                # Half of it cannot be taken: leave everything to the general way.
-                return Gathered()
-    if cases.num_rules < 2 and "oneOf" not in taken.keywords:
-        return Gathered()
-    union = cases.union()
-    if union is None:
-        return Gathered()
-    taken.union = union
-    return taken
-
-
 class Gathered:
     """Keywords and members of allOf that `union` stands for."""
 
@@ -240,44 +245,22 @@ class Gathered:
         self.union: Schema = True
 
 
-def _take(
-    cases: Cases, context: Context, node: dict[str, Any], place: Place, types: frozenset[str], taken: set[str]
-) -> None:
-    if "if" in node and context.document.draft >= Draft.DRAFT7 and ("then" in node or "else" in node):
-        then, otherwise = (
-            lambda: context.positive(node.get("then", True), place.at("then"), types),
-            lambda: context.positive(node.get("else", True), place.at("else"), types),
-        )
-        if cases.add(node["if"], place.at("if"), then, otherwise):
-            taken |= {"if", "then", "else"} & set(node)
-    if "not" in node and (test := cases.test(node["not"], place.at("not"))) is not None:
-        cases.add_test(_negated(test))
-        taken.add("not")
-    if isinstance(node.get("oneOf"), list):
-        tests = [cases.test(each, place.at("oneOf", index)) for index, each in enumerate(node["oneOf"])]
-        known = [test for test in tests if test is not None]
-        if known and len(known) == len(tests):
-            cases.add_test(lambda values: _exactly_one(known, values))
-            taken.add("oneOf")
-    for keyword, since in _DEPENDENCIES.items():
-        if isinstance(node.get(keyword), dict) and context.document.draft >= since:
-            _take_dependencies(cases, context, node[keyword], place.at(keyword), types)
-            taken.add(keyword)
-
-
-def _take_dependencies(
-    cases: Cases, context: Context, value: dict[str, Any], place: Place, types: frozenset[str]
-) -> None:
-    for name, wanted in value.items():
-        rule = {"required": wanted} if isinstance(wanted, list) else wanted
-        inside = place.at(name)
-        test = cases.test(rule, inside)
-        if test is not None:
-            absent = _negated(_present(name))
-            cases.add_test(partial(_any, [absent, test]))
-        else:
-            asked = partial(context.positive, rule, inside, types)
-            cases.add({"required": [name]}, inside, asked, lambda: True)
+def gather(context: Context, node: dict[str, Any], place: Place) -> Gathered:
+    """Takes the conditions of an object's schema, and of its allOf, that are decided by finite cases."""
+    cases, taken = Cases(context), Gathered()
+    taken.keywords = cases.take(node, place)
+    for index, each in enumerate(node.get("allOf", ())):
+        if isinstance(each, dict) and not set(each) - _CONDITIONAL - _ANNOTATIONS:
+            keywords = cases.take(each, place.at("allOf", index))
+            if keywords >= set(each) - _ANNOTATIONS:
+                taken.members.add(index)
+            elif keywords:
+                # Half of it cannot be taken: leave everything to the general way.
+                return Gathered()
+    if cases.num_rules < 2 and "oneOf" not in taken.keywords:
+        return Gathered()
+    taken.union = cases.union()
+    return Gathered() if taken.union is None else taken
 
 
 def _exactly_one(tests: list[Test], known: Known) -> Verdict:

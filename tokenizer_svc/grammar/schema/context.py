@@ -9,8 +9,8 @@ import msgspec
 
 from contract.grammar import KeywordStatus
 from tokenizer_svc.grammar.schema.back_end_numbers import BEYOND, BOUNDS, ROUNDED, is_beyond, is_rounded
-from tokenizer_svc.grammar.schema.document import Document, Target, UnresolvedReference
-from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, type_of_value, types_of_keyword
+from tokenizer_svc.grammar.schema.document import Document, Target
+from tokenizer_svc.grammar.schema.shapes import ALL_TYPES, Schema, list_of, type_of_value, types_of_keyword
 
 # Rewriting may multiply; beyond this many nodes the schema is refused.
 MAX_NODES = 60_000
@@ -18,16 +18,6 @@ _MAX_LOOK = 8
 _NUMERIC = frozenset({"const", "enum", *BOUNDS})
 # What tells types beside the keyword itself.
 _NARROWING = frozenset({"const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
-# Definitions that the back end is handed by their own address.
-METASCHEMAS = frozenset(
-    {
-        "http://json-schema.org/draft-04/schema",
-        "http://json-schema.org/draft-06/schema",
-        "http://json-schema.org/draft-07/schema",
-        "https://json-schema.org/draft/2019-09/schema",
-        "https://json-schema.org/draft/2020-12/schema",
-    }
-)
 
 
 class TooLarge(Exception):
@@ -177,14 +167,19 @@ class Context:
 
     def resolve(self, reference: str, place: Place) -> Target | None:
         """The target; None when there is none."""
-        try:
-            return self.document.resolve(reference, place.base)
-        except UnresolvedReference:
-            return None
+        return self.document.resolve(reference, place.base)
 
     def enter(self, node: Any, place: Place) -> Place:
         """`place` with the base that applies inside `node`."""
         return place.under(self.document.base_of(node, place.base))
+
+    def conjuncts(self, node: dict[str, Any], place: Place) -> list[tuple[Any, Place]]:
+        """Schemas that hold besides, in an entered place: the members of allOf, and what $ref leads to."""
+        parts = [(each, place.at("allOf", index)) for index, each in enumerate(list_of(node.get("allOf")))]
+        target = self.resolve(node["$ref"], place) if isinstance(node.get("$ref"), str) else None
+        if target is not None:
+            parts.append((target.node, Place(target.path, target.base)))
+        return parts
 
     def define(self, target: Target, kind: str, types: frozenset[str], rewrite: Rewrite) -> str:
         """Name of the definition that holds the rewritten target; rewritten once per kind and types."""
@@ -230,23 +225,14 @@ class Context:
             types &= {type_of_value(node["const"])}
         if isinstance(node.get("enum"), list):
             types &= {type_of_value(value) for value in node["enum"]}
-        if isinstance(node.get("$ref"), str):
-            target = self.resolve(node["$ref"], place)
-            if target is not None:
-                types &= self.types_of(target.node, Place(target.path, target.base), depth + 1)
-        for index, each in enumerate(_list(node.get("allOf"))):
-            types &= self.types_of(each, place.at("allOf", index), depth + 1)
+        for each, inside in self.conjuncts(node, place):
+            types &= self.types_of(each, inside, depth + 1)
         for keyword in ("anyOf", "oneOf"):
             if isinstance(node.get(keyword), list):
-                union: frozenset[str] = frozenset()
-                for index, each in enumerate(node[keyword]):
-                    union |= self.types_of(each, place.at(keyword, index), depth + 1)
-                types &= union
+                branches = enumerate(node[keyword])
+                found = (self.types_of(each, place.at(keyword, index), depth + 1) for index, each in branches)
+                types &= frozenset().union(*found)
         return types
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 class Part(msgspec.Struct):
@@ -264,9 +250,9 @@ class Part(msgspec.Struct):
         """See Context."""
         self.context.met(keyword, self.place)
 
-    def give_up(self, keyword: str, note: str) -> None:
+    def give_up(self, keyword: str, note: str) -> Schema:
         """See Context."""
-        self.context.give_up(keyword, self.place, note)
+        return self.context.give_up(keyword, self.place, note)
 
     def inside(self, node: Any, *steps: str | int) -> Schema:
         """The schema of an item or property, which stands at these steps from here."""
@@ -275,3 +261,11 @@ class Part(msgspec.Struct):
     def beside(self, node: Any, *steps: str | int) -> Schema:
         """The schema of the same value, which stands there."""
         return self.context.positive(node, self.place.at(*steps), self.types)
+
+    def outside(self, node: Any, *steps: str | int) -> Schema:
+        """What the item or property at these steps is where it breaks its schema."""
+        return self.context.negative(node, self.place.at(*steps), ALL_TYPES)
+
+    def unlike(self, node: Any, *steps: str | int) -> Schema:
+        """The same value where it breaks the schema that stands there."""
+        return self.context.negative(node, self.place.at(*steps), self.types)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tokenizer_svc.grammar.backend import string_schema_is_empty
@@ -29,12 +30,8 @@ class View:
         place = context.enter(node, place)
         self.rules.append(node)
         self.places.append(place)
-        if isinstance(node.get("$ref"), str):
-            target = context.resolve(node["$ref"], place)
-            if target is not None:
-                self.add(context, target.node, Place(target.path, target.base), depth + 1)
-        for index, each in enumerate(node.get("allOf", ())):
-            self.add(context, each, place.at("allOf", index), depth + 1)
+        for each, inside in context.conjuncts(node, place):
+            self.add(context, each, inside, depth + 1)
 
     def required(self) -> set[str]:
         names: set[str] = set()
@@ -83,14 +80,6 @@ class View:
             types &= context.types_of(rule, place)
         return types
 
-    def numbers(self, *keywords: str) -> list[float]:
-        return [
-            rule[keyword]
-            for rule in self.rules
-            for keyword in keywords
-            if isinstance(rule.get(keyword), int | float) and not isinstance(rule.get(keyword), bool)
-        ]
-
 
 def disjoint(
     context: Context,
@@ -122,7 +111,7 @@ def disjoint(
         first.add(context, *around)
     return all(
         _apart(context, kind, first, second, left_values, right_values, depth) for kind in common - {FRACTION}
-    ) and (FRACTION not in common or _ranges_apart(first, second))
+    ) and (FRACTION not in common or _ranges_apart((first, second)))
 
 
 def _unions_apart(context: Context, view: View, other: Located, types: frozenset[str], depth: int) -> bool:
@@ -156,37 +145,35 @@ def _apart(
                 for other in second.property(name) or [(True, Place("", ""))]
             )
         case "array":
-            return _sizes_apart(first, second, "minItems", "maxItems")
+            return _sizes_apart((first, second), "minItems", "maxItems")
         case "string":
-            return _sizes_apart(first, second, "minLength", "maxLength") or _strings_apart(
+            return _sizes_apart((first, second), "minLength", "maxLength") or _strings_apart(
                 first, second, left_values, right_values
             )
         case "integer":
-            return _ranges_apart(first, second)
+            return _ranges_apart((first, second))
     return False
 
 
-def _sizes_apart(first: View, second: View, least: str, most: str) -> bool:
-    views = (first, second)
-    lower = max((each for view in views for each in view.numbers(least)), default=0)
-    upper = min((each for view in views for each in view.numbers(most)), default=float("inf"))
-    return lower > upper
-
-
-def _ranges_apart(first: View, second: View) -> bool:
-    views = (first, second)
-    lower = max(
-        (each for view in views for each in view.numbers("minimum", "exclusiveMinimum")), default=None
-    )
-    upper = min(
-        (each for view in views for each in view.numbers("maximum", "exclusiveMaximum")), default=None
-    )
-    if lower is None or upper is None:
-        return False
-    exclusive = lower in [x for view in views for x in view.numbers("exclusiveMinimum")] or upper in [
-        x for view in views for x in view.numbers("exclusiveMaximum")
+def _numbers(views: tuple[View, View], *keywords: str) -> list[float]:
+    return [
+        rule[keyword]
+        for view in views
+        for rule in view.rules
+        for keyword in keywords
+        if isinstance(rule.get(keyword), int | float) and not isinstance(rule.get(keyword), bool)
     ]
-    return lower > upper or (exclusive and lower == upper)
+
+
+def _sizes_apart(views: tuple[View, View], least: str, most: str) -> bool:
+    return max(_numbers(views, least), default=0) > min(_numbers(views, most), default=math.inf)
+
+
+def _ranges_apart(views: tuple[View, View]) -> bool:
+    lower = max(_numbers(views, "minimum", "exclusiveMinimum"), default=-math.inf)
+    upper = min(_numbers(views, "maximum", "exclusiveMaximum"), default=math.inf)
+    is_open = lower in _numbers(views, "exclusiveMinimum") or upper in _numbers(views, "exclusiveMaximum")
+    return lower > upper or (is_open and lower == upper)
 
 
 def _strings_apart(

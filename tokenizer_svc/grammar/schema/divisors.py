@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from tokenizer_svc.grammar.schema.finished import schemas_in
-from tokenizer_svc.grammar.schema.shapes import NUMBERS, Schema, types_of_keyword
+from tokenizer_svc.grammar.schema.shapes import NUMBERS, Schema, list_of, types_of_keyword
 
 _REFERENCE = "#/$defs/"
 # 100,003 take a quarter of a second, 390,625 a whole one; powers of two are cheaper.
@@ -46,8 +46,20 @@ _NONE = _Divisor(1, 0)
 
 
 def unwritable_divisors(schema: Schema) -> str:
-    """Why the divisors of a finished schema cannot be told, or ""."""
-    return _Divisors(schema).error(schema)
+    """Why the divisors of a finished schema cannot be told, or ""; of the first part that has an error."""
+    divisors, pending = _Divisors(schema), [schema] if isinstance(schema, dict) else []
+    while pending:
+        node = pending.pop()
+        divisor = divisors.together(node)
+        if divisor.num_remainders > _MAX_REMAINDERS:
+            return (
+                f"multiples have too many remainders to tell: {divisor.num_remainders} for the divisors "
+                f"that hold together; the limit is {_MAX_REMAINDERS}"
+            )
+        if divisor.digits > _MAX_DIGITS:
+            return f"the least common multiple of the divisors that hold together is beyond {_MAX_DIGITS}"
+        pending += schemas_in(node)
+    return ""
 
 
 class _Divisors:
@@ -56,23 +68,7 @@ class _Divisors:
         # By the node's id: the least common multiple of the divisors for its values. Open: none.
         self._known: dict[int, _Divisor] = {}
 
-    def error(self, schema: Schema) -> str:
-        """The error of the first part of the schema that has one."""
-        pending = [schema] if isinstance(schema, dict) else []
-        while pending:
-            node = pending.pop()
-            divisor = self._together(node)
-            if divisor.num_remainders > _MAX_REMAINDERS:
-                return (
-                    f"multiples have too many remainders to tell: {divisor.num_remainders} for the divisors "
-                    f"that hold together; the limit is {_MAX_REMAINDERS}"
-                )
-            if divisor.digits > _MAX_DIGITS:
-                return f"the least common multiple of the divisors that hold together is beyond {_MAX_DIGITS}"
-            pending += schemas_in(node)
-        return ""
-
-    def _together(self, node: Any) -> _Divisor:
+    def together(self, node: Any) -> _Divisor:
         if not isinstance(node, dict):
             return _NONE
         known = self._known.get(id(node))
@@ -80,11 +76,11 @@ class _Divisors:
             return known
         self._known[id(node)] = _NONE
         value, reference = node.get("multipleOf"), node.get("$ref")
-        parts = [self._together(each) for each in _list(node.get("allOf"))]
         # Automata of alternatives run side by side, which multiplies their states as well.
-        parts += [self._together(each) for each in _list(node.get("anyOf"))]
+        inner = (*list_of(node.get("allOf")), *list_of(node.get("anyOf")))
+        parts = [self.together(each) for each in inner]
         if isinstance(reference, str) and reference.startswith(_REFERENCE):
-            parts.append(self._together(self._definitions.get(reference.removeprefix(_REFERENCE))))
+            parts.append(self.together(self._definitions.get(reference.removeprefix(_REFERENCE))))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
             parts.append(_divisor(value))
         result = _NONE
@@ -100,7 +96,3 @@ def _divisor(value: float) -> _Divisor:
     number = int("".join(map(str, digits)))
     whole = int(exponent) >= 0
     return _Divisor(number * 10 ** int(exponent), 0) if whole else _Divisor(number, -int(exponent))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

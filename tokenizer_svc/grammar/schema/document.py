@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 import jsonschema_rs
@@ -26,8 +25,7 @@ class Draft(IntEnum):
     DRAFT2020_12 = 2020
 
 
-_DRAFT_OF = {
-    "http://json-schema.org/draft-03/schema": Draft.DRAFT4,
+DRAFTS = {
     "http://json-schema.org/draft-04/schema": Draft.DRAFT4,
     "http://json-schema.org/draft-06/schema": Draft.DRAFT6,
     "http://json-schema.org/draft-07/schema": Draft.DRAFT7,
@@ -36,7 +34,8 @@ _DRAFT_OF = {
 }
 
 
-_CLASSES: dict[Draft, Any] = {
+# The independent validators.
+VALIDATORS: dict[Draft, Any] = {
     Draft.DRAFT4: jsonschema_rs.Draft4Validator,
     Draft.DRAFT6: jsonschema_rs.Draft6Validator,
     Draft.DRAFT7: jsonschema_rs.Draft7Validator,
@@ -62,24 +61,12 @@ _LEADING_ON = frozenset({"$ref", *_SAME_LEVEL})
 _WHOLE = "http://schema.invalid/whole"
 
 
-def validator_class(draft: Draft) -> Any:
-    """The independent validator of a draft."""
-    return _CLASSES[draft]
-
-
-class UnresolvedReference(Exception):
-    """A $ref points to nothing in the document."""
-
-
-class Target:
+class Target(NamedTuple):
     """What a reference resolves to: the schema, where it is, and the base of references inside it."""
 
-    __slots__ = ("base", "node", "path")
-
-    def __init__(self, node: Any, path: str, base: str) -> None:
-        self.node = node
-        self.path = path
-        self.base = base
+    node: Any
+    path: str
+    base: str
 
 
 class Document:
@@ -89,16 +76,15 @@ class Document:
         self.root = root
         declared = root.get("$schema") if isinstance(root, dict) else None
         name = declared.rstrip("#") if isinstance(declared, str) else ""
-        self.draft = _DRAFT_OF.get(
-            name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-"),
-            Draft.DRAFT2020_12,
-        )
+        name = name.replace("https://json-schema.org/draft-", "http://json-schema.org/draft-")
+        # The third is read as the fourth.
+        self.draft = DRAFTS.get(name.replace("draft-03", "draft-04"), Draft.DRAFT2020_12)
         self.base = self.base_of(root, _BASE)
         whole = Target(root, "", self.base)
         self._resources: dict[str, Target] = {_BASE: whole, self.base: whole}
         self._anchors: dict[tuple[str, str], Target] = {}
         # Every reference that was resolved, by the base it stands under.
-        self._found: dict[tuple[str, str], Target] = {}
+        self._found: dict[tuple[str, str], Target | None] = {}
         # Identifiers inside the schema are looked for when a reference needs them.
         self._is_indexed = False
         # For the validator; made when it is needed.
@@ -113,13 +99,12 @@ class Document:
                 return urldefrag(urljoin(base, identifier)).url
         return base
 
-    def resolve(self, reference: str, base: str) -> Target:
-        """Raises UnresolvedReference."""
+    def resolve(self, reference: str, base: str) -> Target | None:
+        """The target; None for what points outside the schema, or to nothing."""
         key = (base, reference)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._resolve(reference, base)
-        return found
+        if key not in self._found:
+            self._found[key] = self._resolve(reference, base)
+        return self._found[key]
 
     def endless_reference(self) -> str:
         """A resolved reference that leads back to itself without going into a property or item; else "".
@@ -128,7 +113,7 @@ class Document:
         """
         state: dict[int, bool] = {}
         found = list(self._found.items())
-        return next((key[1] for key, target in found if self._loops(target, state)), "")
+        return next((key[1] for key, target in found if target and self._loops(target, state)), "")
 
     def _loops(self, target: Target, state: dict[int, bool]) -> bool:
         """Whether the target leads to one that is open; `state` has them by id: open, or known not to."""
@@ -145,9 +130,8 @@ class Document:
     def _same_level(self, target: Target) -> Iterator[Target]:
         """The schemas that judge the same value as the target does."""
         node, path = target.node, target.path
-        if isinstance(node.get("$ref"), str):
-            with contextlib.suppress(UnresolvedReference):
-                yield self.resolve(node["$ref"], target.base)
+        if isinstance(node.get("$ref"), str) and (referred := self.resolve(node["$ref"], target.base)):
+            yield referred
         for keyword in _SAME_LEVEL:
             value = node.get(keyword)
             for each in value if isinstance(value, list) else [value]:
@@ -160,12 +144,12 @@ class Document:
             if self._registry is None:
                 self._registry = jsonschema_rs.Registry([(_WHOLE, self.root)])
             target = {"$ref": f"{_WHOLE}#{quote(path)}"}
-            validator = validator_class(self.draft)(target, registry=self._registry, validate_formats=True)
+            validator = VALIDATORS[self.draft](target, registry=self._registry, validate_formats=True)
             return validator.is_valid  # type: ignore[no-any-return]
         except (ValueError, jsonschema_rs.ReferencingError):
             return None
 
-    def _resolve(self, reference: str, base: str) -> Target:
+    def _resolve(self, reference: str, base: str) -> Target | None:
         # A fragment alone stays in the resource, whatever scheme its address has.
         local = not reference or reference.startswith("#")
         url, fragment = (base, reference[1:]) if local else urldefrag(urljoin(base, reference))
@@ -175,15 +159,10 @@ class Document:
             self._is_indexed = True
             self._index(self.root, "", _BASE)
         resource = self._resources.get(url) or self._resources.get(url.rstrip("#"))
-        if resource is None:
-            raise UnresolvedReference(f"{reference!r} points outside the schema, and nothing is fetched")
-        if not fragment or fragment == "/":
+        if resource is None or not fragment or fragment == "/":
             return resource
         if is_anchor:
-            anchor = self._anchors.get((resource.base, fragment))
-            if anchor is None:
-                raise UnresolvedReference(f"{reference!r}: there is no such anchor")
-            return anchor
+            return self._anchors.get((resource.base, fragment))
         node, path, inner = resource.node, resource.path, resource.base
         for part in fragment[1:].split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
@@ -192,7 +171,7 @@ class Document:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                raise UnresolvedReference(f"{reference!r} points to nothing")
+                return None
             path = f"{path}/{part}"
             inner = self.base_of(node, inner)
         return Target(node, path, inner)

@@ -76,7 +76,7 @@ def schemas_in(node: dict[str, Any]) -> list[Any]:
     return [each for each in found if isinstance(each, dict)]
 
 
-def with_change(schema: Schema, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Schema:
+def with_change(schema: Schema, change: Callable[[dict[str, Any]], Schema]) -> Schema:
     """`schema` with `change` made to each of its nodes, the inner ones first.
 
     `change` copies what it changes; of a schema that stays as it is, so do all its objects.

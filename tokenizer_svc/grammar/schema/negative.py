@@ -13,7 +13,7 @@ from typing import Any
 from tokenizer_svc.grammar.schema.arrays import finite_values
 from tokenizer_svc.grammar.schema.automata import outside
 from tokenizer_svc.grammar.schema.back_end_numbers import ROUNDED, is_rounded
-from tokenizer_svc.grammar.schema.context import Context, Place
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
 from tokenizer_svc.grammar.schema.document import SINCE, Draft
 from tokenizer_svc.grammar.schema.shapes import (
     ALL_TYPES,
@@ -38,8 +38,8 @@ _MAX_LISTED = 4
 # Other names are annotations, which nothing breaks.
 _FORMATS = BACKEND_FORMATS | OTHER_FORMATS | set(STANDARD_FORMATS)
 
-# (context, node, place, types) → values of `types` that break one keyword of the node.
-Complement = Callable[[Context, dict[str, Any], Place, frozenset[str]], Schema]
+# Values of the types of a schema object that break one of its keywords.
+Complement = Callable[[Part], Schema]
 
 
 def negative(context: Context, node: Any, place: Place, types: frozenset[str]) -> Schema:
@@ -70,6 +70,7 @@ def complement(
         types &= admitted
     if not types:
         return any_of(options)
+    part = Part(context, node, place, types)
     for keyword in node:
         if context.document.draft < SINCE.get(keyword, Draft.DRAFT4):
             continue
@@ -77,7 +78,7 @@ def complement(
         if broken is not None:
             context.met(keyword, place)
             if _KINDS.get(keyword, "") in {"", *types}:
-                options.append(broken(context, node, place, types))
+                options.append(broken(part))
     return any_of(options)
 
 
@@ -98,14 +99,14 @@ def typed(kind: str, types: frozenset[str], rules: dict[str, Schema]) -> Schema:
     return {"type": kind, **rules} if kind in types else False
 
 
-def _const(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return _values(context, "const", [node["const"]], place, types)
+def _const(part: Part) -> Schema:
+    return _values(part.context, "const", [part.node["const"]], part.place, part.types)
 
 
-def _enum(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if not isinstance(node["enum"], list):
-        return context.give_up("enum", place, "must be a list")
-    return _values(context, "enum", node["enum"], place, types)
+def _enum(part: Part) -> Schema:
+    if not isinstance(part.node["enum"], list):
+        return part.give_up("enum", "must be a list")
+    return _values(part.context, "enum", part.node["enum"], part.place, part.types)
 
 
 def _values(context: Context, keyword: str, values: list[Any], place: Place, types: frozenset[str]) -> Schema:
@@ -172,79 +173,81 @@ def _described(value: Any) -> Schema:
 
 
 def _bound(keyword: str, opposite: str) -> Callable[..., Schema]:
-    def complement(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-        limit = node[keyword]
+    def complement(part: Part) -> Schema:
+        limit = part.node[keyword]
         if isinstance(limit, bool):
             # Draft 4: a flag beside minimum or maximum, which looks at it.
             return False
-        exclusive = node.get("exclusive" + keyword[0].upper() + keyword[1:]) is True
+        exclusive = part.node.get("exclusive" + keyword[0].upper() + keyword[1:]) is True
         plain = {"exclusiveMaximum": "maximum", "exclusiveMinimum": "minimum"}
-        return typed("number", types, {plain[opposite] if exclusive else opposite: limit})
+        return typed("number", part.types, {plain[opposite] if exclusive else opposite: limit})
 
     return complement
 
 
 def _size(kind: str, keyword: str, opposite: str, step: int) -> Callable[..., Schema]:
-    def complement(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-        limit = int(node[keyword]) + step
+    def complement(part: Part) -> Schema:
+        limit = int(part.node[keyword]) + step
         if limit < 0:
             return False
         if kind == "object" and opposite == "minProperties" and limit >= 2:
-            context.approximate(keyword, place, "names that occur twice are counted twice")
-        return typed(kind, types, {opposite: limit})
+            part.context.approximate(keyword, part.place, "names that occur twice are counted twice")
+        return typed(kind, part.types, {opposite: limit})
 
     return complement
 
 
 def _no_form(kind: str, keyword: str, note: str) -> Callable[..., Schema]:
-    def complement(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-        relevant = types & NUMBERS if kind == "number" else types & {kind}
-        if not relevant or node[keyword] is False:
+    def complement(part: Part) -> Schema:
+        relevant = part.types & NUMBERS if kind == "number" else part.types & {kind}
+        if not relevant or part.node[keyword] is False:
             return False
-        context.give_up(keyword, place, note)
-        return _of_types(context, relevant, place)
+        part.give_up(keyword, note)
+        return _of_types(part.context, relevant, part.place)
 
     return complement
 
 
-def _pattern(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    texts = listed(node["pattern"]) if isinstance(node["pattern"], str) else None
+def _pattern(part: Part) -> Schema:
+    pattern = part.node["pattern"]
+    texts = listed(pattern) if isinstance(pattern, str) else None
     if texts is not None:
         return {"type": "string", "pattern": excluding(texts)}
-    rest = outside(node["pattern"]) if isinstance(node["pattern"], str) else None
+    rest = outside(pattern) if isinstance(pattern, str) else None
     if rest is not None:
         return {"type": "string", "pattern": rest}
-    context.give_up("pattern", place, "strings outside the pattern have no small exact form")
+    part.give_up("pattern", "strings outside the pattern have no small exact form")
     return {"type": "string"}
 
 
-def _format(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if node["format"] not in _FORMATS:
+def _format(part: Part) -> Schema:
+    if part.node["format"] not in _FORMATS:
         return False
-    context.give_up("format", place, "strings outside a format have no exact form")
+    part.give_up("format", "strings outside a format have no exact form")
     return {"type": "string"}
 
 
-def required(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return any_of(typed("object", types, {"properties": {name: False}}) for name in node["required"])
+def required(part: Part) -> Schema:
+    names = part.node["required"]
+    return any_of(typed("object", part.types, {"properties": {name: False}}) for name in names)
 
 
-def _properties(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+def _properties(part: Part) -> Schema:
     options = []
-    for name, rule in node["properties"].items():
-        outside = context.negative(rule, place.at("properties", name), ALL_TYPES)
+    for name, rule in part.node["properties"].items():
+        outside = part.outside(rule, "properties", name)
         if outside is not False:
             options.append({"type": "object", "properties": {name: outside}, "required": [name]})
     return any_of(options)
 
 
-def additional(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    rule = node["additionalProperties"]
+def additional(part: Part) -> Schema:
+    rule = part.node["additionalProperties"]
     if rule is True or rule == {}:
         return False
-    names = list(node.get("properties", {}))
-    if rule is not False or node.get("patternProperties") or len(names) > _MAX_LISTED:
-        context.give_up("additionalProperties", place, "that some other property breaks it has no exact form")
+    names = list(part.node.get("properties", {}))
+    if rule is not False or part.node.get("patternProperties") or len(names) > _MAX_LISTED:
+        part.give_up("additionalProperties", "that some other property breaks it has no exact form")
         return {"type": "object", "minProperties": 1}
     # One property more than those listed that are there, for every choice of these.
     options = []
@@ -262,31 +265,31 @@ def additional(context: Context, node: dict[str, Any], place: Place, types: froz
     return any_of(options)
 
 
-def _patterns(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    rules = node["patternProperties"]
+def _patterns(part: Part) -> Schema:
+    rules = part.node["patternProperties"]
     if all(rule is True or rule == {} for rule in rules.values()):
         return False
-    context.give_up("patternProperties", place, "that some property breaks it has no exact form")
+    part.give_up("patternProperties", "that some property breaks it has no exact form")
     return {"type": "object", "minProperties": 1}
 
 
-def items(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    keyword = "items" if isinstance(node.get("items"), list) else "prefixItems"
-    first: list[Any] = node.get(keyword, [])
+def items(part: Part) -> Schema:
+    keyword = "items" if isinstance(part.node.get("items"), list) else "prefixItems"
+    first: list[Any] = part.node.get(keyword, [])
     options = [
         {
             "type": "array",
             "minItems": index + 1,
-            "prefixItems": [*[True] * index, context.negative(rule, place.at(keyword, index), ALL_TYPES)],
+            "prefixItems": [*[True] * index, part.outside(rule, keyword, index)],
         }
         for index, rule in enumerate(first)
     ]
-    rest_keyword = "additionalItems" if isinstance(node.get("items"), list) else "items"
-    rest = node.get(rest_keyword, True)
+    rest_keyword = "additionalItems" if isinstance(part.node.get("items"), list) else "items"
+    rest = part.node.get(rest_keyword, True)
     if isinstance(rest, list) or rest is True or rest == {}:
         return any_of(options)
-    outside = context.negative(rest, place.at(rest_keyword), ALL_TYPES)
-    longest = node.get("maxItems")
+    outside = part.outside(rest, rest_keyword)
+    longest = part.node.get("maxItems")
     if outside is True:
         options.append({"type": "array", "minItems": len(first) + 1})
     elif outside is not False and isinstance(longest, int) and longest <= 2 * _MAX_LISTED:
@@ -296,97 +299,88 @@ def items(context: Context, node: dict[str, Any], place: Place, types: frozenset
             for index in range(len(first), longest)
         ]
     elif outside is not False:
-        context.give_up(rest_keyword, place, "that some item breaks it has no exact form")
+        part.give_up(rest_keyword, "that some item breaks it has no exact form")
         options.append({"type": "array", "minItems": len(first) + 1})
     return any_of(options)
 
 
-def _contains(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    if "minContains" in node or "maxContains" in node:
-        context.give_up("contains", place, "counting matches has no exact equivalent")
+def _contains(part: Part) -> Schema:
+    if "minContains" in part.node or "maxContains" in part.node:
+        part.give_up("contains", "counting matches has no exact equivalent")
         return {"type": "array"}
-    return {"type": "array", "items": context.negative(node["contains"], place.at("contains"), ALL_TYPES)}
+    return {"type": "array", "items": part.outside(part.node["contains"], "contains")}
 
 
-def _names(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    rule = node["propertyNames"]
+def _names(part: Part) -> Schema:
+    rule = part.node["propertyNames"]
     inner = rule.get("not") if isinstance(rule, dict) and set(rule) == {"not"} else None
-    listed = finite_values(context, inner, place.at("propertyNames", "not")) if inner is not None else None
-    if listed is not None and isinstance(inner, dict) and set(inner) <= {"const", "enum"}:
+    names = finite_values(part.context, inner, part.place.at("propertyNames", "not"))
+    if names is not None and isinstance(inner, dict) and set(inner) <= {"const", "enum"}:
         # Some name breaks it when one of the few forbidden ones is there.
-        return any_of({"type": "object", "required": [each]} for each in listed if isinstance(each, str))
-    outside = context.negative(rule, place.at("propertyNames"), frozenset({"string"}))
+        return any_of({"type": "object", "required": [each]} for each in names if isinstance(each, str))
+    outside = part.context.negative(rule, part.place.at("propertyNames"), frozenset({"string"}))
     if outside is False:
         return False
     if outside is not True and outside != {"type": ["string"]}:
-        context.give_up("propertyNames", place, "that some name breaks it has no exact form")
+        part.give_up("propertyNames", "that some name breaks it has no exact form")
     return {"type": "object", "minProperties": 1}
 
 
-def _any(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return all_of(_each(context, node["anyOf"], place, "anyOf", types))
+def _any(part: Part) -> Schema:
+    return all_of(_each(part, "anyOf"))
 
 
-def _all(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return any_of(_each(context, node["allOf"], place, "allOf", types))
+def _all(part: Part) -> Schema:
+    return any_of(_each(part, "allOf"))
 
 
-def _one(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    branches = node["oneOf"]
-    none = all_of(_each(context, branches, place, "oneOf", types))
-    positives = [
-        context.positive(each, place.at("oneOf", index), types) for index, each in enumerate(branches)
-    ]
-    return any_of([none, *(all_of(pair) for pair in combinations(positives, 2))])
+def _one(part: Part) -> Schema:
+    positives = [part.beside(each, "oneOf", index) for index, each in enumerate(part.node["oneOf"])]
+    return any_of([all_of(_each(part, "oneOf")), *(all_of(pair) for pair in combinations(positives, 2))])
 
 
-def _each(
-    context: Context, nodes: list[Any], place: Place, keyword: str, types: frozenset[str]
-) -> list[Schema]:
-    return [context.negative(each, place.at(keyword, index), types) for index, each in enumerate(nodes)]
+def _each(part: Part, keyword: str) -> list[Schema]:
+    return [part.unlike(each, keyword, index) for index, each in enumerate(part.node[keyword])]
 
 
-def _not(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    return _restricted(context, context.positive(node["not"], place.at("not"), types), types, place)
-
-
-def _restricted(context: Context, schema: Schema, types: frozenset[str], place: Place) -> Schema:
-    if types == ALL_TYPES or schema is False:
+def _not(part: Part) -> Schema:
+    schema = part.beside(part.node["not"], "not")
+    if part.types == ALL_TYPES or schema is False:
         return schema
-    names = type_names(types)
+    names = type_names(part.types)
     # Fractions alone have no name; what surrounds the schema keeps whole numbers out.
     return all_of([{"type": names}, schema]) if names is not None else schema
 
 
-def _condition(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    met = context.positive(node["if"], place.at("if"), types)
+def _condition(part: Part) -> Schema:
+    met = part.beside(part.node["if"], "if")
     options = []
-    if "then" in node:
-        options.append(all_of([met, context.negative(node["then"], place.at("then"), types)]))
-    if "else" in node:
-        unmet = context.negative(node["if"], place.at("if"), types)
-        options.append(all_of([unmet, context.negative(node["else"], place.at("else"), types)]))
+    if "then" in part.node:
+        options.append(all_of([met, part.unlike(part.node["then"], "then")]))
+    if "else" in part.node:
+        unmet = part.unlike(part.node["if"], "if")
+        options.append(all_of([unmet, part.unlike(part.node["else"], "else")]))
     return any_of(options)
 
 
 def _dependencies(keyword: str) -> Complement:
-    def complement(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
+    def complement(part: Part) -> Schema:
         options = []
-        for name, wanted in node[keyword].items():
+        for name, wanted in part.node[keyword].items():
             rule = {"required": wanted} if isinstance(wanted, list) else wanted
-            broken = context.negative(rule, place.at(keyword, name), frozenset({"object"}))
+            broken = part.context.negative(rule, part.place.at(keyword, name), frozenset({"object"}))
             options.append(all_of([{"type": "object", "required": [name]}, broken]))
         return any_of(options)
 
     return complement
 
 
-def reference(context: Context, node: dict[str, Any], place: Place, types: frozenset[str]) -> Schema:
-    target = context.resolve(node["$ref"], place)
+def reference(part: Part) -> Schema:
+    target = part.context.resolve(part.node["$ref"], part.place)
     if target is None:
-        return context.give_up("$ref", place, "points outside the schema, or to nothing")
-    name = context.define(target, "n", types, context.negative)
-    definition = context.definitions[name]
+        return part.give_up("$ref", "points outside the schema, or to nothing")
+    name = part.context.define(target, "n", part.types, part.context.negative)
+    definition = part.context.definitions[name]
     return definition if isinstance(definition, bool) else {"$ref": f"#/$defs/{name}"}
 
 
@@ -418,9 +412,7 @@ KEYWORDS: dict[str, Complement] = {
     "additionalProperties": additional,
     "patternProperties": _patterns,
     "items": items,
-    "prefixItems": lambda context, node, place, types: (
-        False if "items" in node else items(context, node, place, types)
-    ),
+    "prefixItems": lambda part: False if "items" in part.node else items(part),
     "uniqueItems": _no_form("array", "uniqueItems", "arrays with repeated items have no exact form"),
     "contains": _contains,
     "propertyNames": _names,

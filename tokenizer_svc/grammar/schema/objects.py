@@ -17,7 +17,7 @@ _MAX_CASES = 300
 
 def count_properties(part: Part) -> None:
     """minProperties and maxProperties beside optional properties, as cases of which of these are there."""
-    if "object" not in part.types or not ("minProperties" in part.out or "maxProperties" in part.out):
+    if not ("minProperties" in part.out or "maxProperties" in part.out):
         return
     properties = part.out.get("properties", {})
     required = list(dict.fromkeys(part.out.get("required", ())))
@@ -63,8 +63,6 @@ def property_names(part: Part) -> None:
     rule = part.node["propertyNames"]
     inside = part.place.at("propertyNames")
     if rule is True or rule == {}:
-        return
-    if "object" not in part.types:
         return
     allowed = part.context.positive(rule, inside, frozenset({"string"}))
     if allowed is False:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenizer_svc.grammar.schema.beside import beside
-from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.context import Part
 from tokenizer_svc.grammar.schema.disjoint import Located, View, disjoint
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, any_of, key_of
 
@@ -32,7 +30,7 @@ def one_of(part: Part) -> None:
         others = [
             beside(part.context, value[other], places[other], part.types, given)
             for other in live
-            if other != index and not _apart(part.context, value, places, part.types, index, other, around)
+            if other != index and not _apart(part, index, other, around)
         ]
         options.append(all_of([branches[index], _all_of_unions(others)]))
     union = any_of(options)
@@ -54,20 +52,13 @@ def _all_of_unions(unions: list[Schema]) -> Schema:
     return any_of([*(keyed[0][key] for key in keyed[0] if key in shared), rest])
 
 
-def _apart(
-    context: Context,
-    value: list[Any],
-    places: list[Place],
-    types: frozenset[str],
-    one: int,
-    other: int,
-    around: Located,
-) -> bool:
+def _apart(part: Part, one: int, other: int, around: Located) -> bool:
+    branches = part.node["oneOf"]
     first, second = min(one, other), max(one, other)
-    key = (places[first].path, second)
-    known = context.apart.get(key)
+    places = [part.place.at("oneOf", index) for index in (first, second)]
+    key = (places[0].path, second)
+    known = part.context.apart.get(key)
     if known is None:
-        left, right = (value[first], places[first]), (value[second], places[second])
-        known = disjoint(context, left, right, types, around=around)
-        context.apart[key] = known
+        left, right = (branches[first], places[0]), (branches[second], places[1])
+        known = part.context.apart[key] = disjoint(part.context, left, right, part.types, around=around)
     return known

@@ -12,8 +12,8 @@ from tokenizer_svc.grammar.schema.automata import plain
 from tokenizer_svc.grammar.schema.back_end_numbers import BOUNDS, is_rounded
 from tokenizer_svc.grammar.schema.cases import gather
 from tokenizer_svc.grammar.schema.conditions import conditional, dependencies
-from tokenizer_svc.grammar.schema.context import METASCHEMAS, Context, Part, Place
-from tokenizer_svc.grammar.schema.document import SINCE, Draft, Target
+from tokenizer_svc.grammar.schema.context import Context, Part, Place
+from tokenizer_svc.grammar.schema.document import DRAFTS, SINCE, Draft, Target
 from tokenizer_svc.grammar.schema.objects import count_properties, property_names, unevaluated_properties
 from tokenizer_svc.grammar.schema.one_of import one_of
 from tokenizer_svc.grammar.schema.shapes import (
@@ -282,7 +282,7 @@ def _reference(part: Part, keyword: str, value: Any) -> None:
         return
     target = part.context.resolve(value, part.place)
     if target is None:
-        if value.rstrip("#") in METASCHEMAS:
+        if value.rstrip("#") in DRAFTS:
             part.out["$ref"] = value
         else:
             part.give_up("$ref", f"{value!r} points outside the schema, or to nothing")
@@ -359,15 +359,15 @@ def _rewritten(part: Part, keyword: str, value: Any) -> None:
         case "oneOf":
             one_of(part)
         case "not":
-            part.extra.append(part.context.negative(value, part.place.at("not"), part.types))
+            part.extra.append(part.unlike(value, "not"))
         case "if":
-            part.extra.append(conditional(part.context, part.node, part.place, part.types))
+            part.extra.append(conditional(part))
         case "dependencies" | "dependentRequired" | "dependentSchemas" if "object" in part.types:
-            part.extra += dependencies(part.context, keyword, value, part.place, part.types)
+            part.extra += dependencies(part, keyword)
         case "uniqueItems" if value is True and "array" in part.types:
-            part.extra.append(unique_items(part.context, part.node, part.place, part.types))
+            part.extra.append(unique_items(part))
         case "contains" if "array" in part.types:
-            part.extra.append(contains(part.context, part.node, part.place, part.types))
+            part.extra.append(contains(part))
         case "unevaluatedItems" if "array" in part.types and value is not True:
             part.give_up(keyword, "has no exact equivalent")
         case "$dynamicRef" | "$recursiveRef":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 # Names of the classes \d, \w, \s, \D, \W and \S.
 Category: TypeAlias = Literal["DIGIT", "WORD", "SPACE", "NOT_DIGIT", "NOT_WORD", "NOT_SPACE"]
@@ -81,14 +81,7 @@ class Other:
 Item: TypeAlias = Class | Dot | Anchor | Group | Branch | LookAhead | Repeat | Other
 Items: TypeAlias = tuple[Item, ...]
 
-_CATEGORIES: dict[Any, Category] = {
-    sre.CATEGORY_DIGIT: "DIGIT",
-    sre.CATEGORY_WORD: "WORD",
-    sre.CATEGORY_SPACE: "SPACE",
-    sre.CATEGORY_NOT_DIGIT: "NOT_DIGIT",
-    sre.CATEGORY_NOT_WORD: "NOT_WORD",
-    sre.CATEGORY_NOT_SPACE: "NOT_SPACE",
-}
+_CATEGORIES: dict[Any, Category] = {getattr(sre, f"CATEGORY_{name}"): name for name in get_args(Category)}
 _ANCHORS = {sre.AT_BEGINNING: Anchor("begin"), sre.AT_END: Anchor("end")}
 
 
@@ -110,6 +103,15 @@ def parse(pattern: str) -> Tree:
         warnings.simplefilter("ignore", FutureWarning)
         parsed = _parser.parse(pattern)
     return Tree(_items(parsed), bool(parsed.state.flags & ~int(re.UNICODE)))
+
+
+def escaped(character: str) -> str:
+    """One character as a literal in a pattern."""
+    if character.isascii() and (character.isalnum() or character in " _"):
+        return character
+    if ord(character) < 0x20 or character == "\x7f":
+        return f"\\x{ord(character):02X}"
+    return f"\\{character}" if character.isascii() else character
 
 
 def walk(items: Items) -> Iterator[Item]:

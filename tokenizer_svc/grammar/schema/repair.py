@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tokenizer_svc.grammar.schema.finished import with_change
 from tokenizer_svc.grammar.schema.shapes import Schema, all_of, key_of
 
 _PREFIX = "#/$defs/"
@@ -36,21 +37,20 @@ def repair(schema: Schema, error: str) -> Schema | None:
 
 
 def _without(schema: dict[str, Any], name: str) -> Schema:
+    aside, body = _parted(schema)
+    definitions = {key: value for key, value in aside["$defs"].items() if key != name}
     target = _PREFIX + name
+    written = with_change(
+        {"$defs": definitions, "allOf": [body]}, lambda node: False if node.get("$ref") == target else node
+    )
+    (body,) = written["allOf"]
+    return {**(body if isinstance(body, dict) else {"enum": []}), **aside, "$defs": written["$defs"]}
 
-    def replaced(node: Any) -> Any:
-        if isinstance(node, dict):
-            if node.get("$ref") == target:
-                return False
-            return {
-                key: value if key in ("enum", "const") else replaced(value) for key, value in node.items()
-            }
-        return [replaced(each) for each in node] if isinstance(node, list) else node
 
-    definitions = {key: replaced(value) for key, value in schema["$defs"].items() if key != name}
-    body = replaced({key: value for key, value in schema.items() if key not in _ASIDE})
-    aside = {key: value for key, value in schema.items() if key in _ASIDE} | {"$defs": definitions}
-    return {**(body if isinstance(body, dict) else {"enum": []}), **aside}
+def _parted(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What stands beside a schema, and the schema itself."""
+    body = {key: value for key, value in schema.items() if key not in _ASIDE}
+    return {key: value for key, value in schema.items() if key in _ASIDE}, body
 
 
 class _TooMany(Exception):
@@ -68,11 +68,10 @@ class _Unroller:
 
     def run(self, schema: dict[str, Any]) -> Schema:
         """The whole schema, rewritten."""
-        body = {key: value for key, value in schema.items() if key not in _ASIDE}
+        aside, body = _parted(schema)
         result = self._rewritten(body)
         for name in sorted(self._original):
             self._new[name] = self._rewritten(self._original[name])
-        aside = {key: value for key, value in schema.items() if key in _ASIDE}
         return {**(result if isinstance(result, dict) else {"allOf": [result]}), **aside, "$defs": self._new}
 
     def _rewritten(self, node: Any) -> Any:

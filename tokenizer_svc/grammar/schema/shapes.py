@@ -42,6 +42,11 @@ def type_of_value(value: Any) -> str:
     return _KINDS.get(type(value), "object")
 
 
+def list_of(value: Any) -> list[Any]:
+    """A list as it is; none where there is something else."""
+    return value if isinstance(value, list) else []
+
+
 def type_names(types: frozenset[str]) -> list[str] | None:
     """Names for `type`; None when the set is not expressible (all fractions but no whole numbers)."""
     if FRACTION in types and "integer" not in types:

@@ -15,6 +15,7 @@ from tokenizer_svc.grammar.schema.regex_tree import (
     Item,
     Items,
     Repeat,
+    escaped,
     parse,
 )
 
@@ -70,19 +71,6 @@ STANDARD_FORMATS = {
 _ANY = "(?s:.)"
 
 
-def escape(text: str) -> str:
-    """`text` as a literal in a pattern."""
-    return "".join(_escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
-    if character.isascii() and (character.isalnum() or character in " _"):
-        return character
-    if ord(character) < 0x20 or character == "\x7f":
-        return f"\\x{ord(character):02X}"
-    return f"\\{character}" if character.isascii() else character
-
-
 def excluding(texts: Iterable[str]) -> str:
     """A pattern that matches every string but these."""
     root: dict[str, dict[str, object]] = {}
@@ -102,14 +90,14 @@ def _outside(node: dict[str, dict[str, object]]) -> str:
     options = [] if "" in node else [""]
     options.append("[^" + "".join(map(_escape_in_class, following)) + f"]{_ANY}*")
     options += [
-        escape(character) + _outside(node[character])  # type: ignore[arg-type]
+        escaped(character) + _outside(node[character])  # type: ignore[arg-type]
         for character in following
     ]
     return "(?:" + "|".join(options) + ")"
 
 
 def _escape_in_class(character: str) -> str:
-    return "\\" + character if character in "\\]^-[&~" else _escape(character)
+    return "\\" + character if character in "\\]^-[&~" else escaped(character)
 
 
 _BEGIN, _END = "\ue000", "\ue001"
@@ -183,9 +171,8 @@ def split_lookaheads(pattern: str) -> list[str] | None:
         end = _closing(rest)
         if end < 0:
             return None
-        part: str | None = f"^(?:{rest[3:end]})"
-        if match.group(1) == "!":
-            part = outside(f"^(?:{rest[3:end]})")
+        ahead = f"^(?:{rest[3:end]})"
+        part = outside(ahead) if match.group(1) == "!" else ahead
         if part is None:
             return None
         parts.append(part)
@@ -196,28 +183,15 @@ def split_lookaheads(pattern: str) -> list[str] | None:
     return parts
 
 
+# An escape, a class, and parentheses that stand outside of both.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|[()]", re.DOTALL)
+
+
 def _closing(text: str) -> int:
     """Index of the parenthesis that closes the first one; -1 when there is none."""
     depth = 0
-    in_class = False
-    index = 0
-    while index < len(text):
-        character = text[index]
-        if character == "\\":
-            index += 1
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-            if text[index + 1 : index + 2] == "^":
-                index += 1
-            if text[index + 1 : index + 2] == "]":
-                index += 1
-        elif character == "(":
-            depth += 1
-        elif character == ")":
-            depth -= 1
-            if depth == 0:
-                return index
-        index += 1
+    for piece in _PIECE.finditer(text):
+        depth += {"(": 1, ")": -1}.get(piece[0], 0)
+        if depth == 0 and piece[0] == ")":
+            return piece.start()
     return -1

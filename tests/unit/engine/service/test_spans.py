@@ -21,7 +21,7 @@ from engine.types import (
     TokenEvent,
 )
 from observability.emit.config import ObservabilityConfig
-from observability.emit.tracing import Telemetry, remote_span
+from observability.emit.tracing import RemoteSpan, Telemetry
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -100,7 +100,7 @@ def test_lost_time_links_to_those_whose_work_took_it() -> None:
     recent = RecentWork()
     traces = {name: f"{number:032x}" for number, name in enumerate(("holder", "long", "past"), start=1)}
     contexts = {
-        name: remote_span(f"00-{trace}-{PARENT}-01").get_span_context() for name, trace in traces.items()
+        name: RemoteSpan(f"00-{trace}-{PARENT}-01").get_span_context() for name, trace in traces.items()
     }
     recent.prefilled(contexts["past"], 90.0, 91.0).end_s = 95.0
     recent.prefilled(contexts["holder"], 99.0, 99.9).end_s = 100.5

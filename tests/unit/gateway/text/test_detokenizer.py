@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import TokenTexts, decode, detokenizer
-from gateway.text.vocabulary import DecoderKind, Vocabulary
+from gateway.text.vocabulary import Vocabulary
 from tests.unit.gateway.rig.vocabulary import END_ID, SPECIAL_IDS, TOKENS
 
 VOCABULARY = Vocabulary(

@@ -1,0 +1,44 @@
+"""How a service's process begins: one option, one configuration file, one line when it cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import uvloop
+
+from observability.emit import logging as json_logging
+from observability.emit.config import ObservabilityConfig
+from services.config import load_section, read_tables
+from services.errors import ConfigError
+
+EXIT_CONFIG = 2
+
+# Given all tables and `[observability]`; serves until SIGTERM or SIGINT and returns the exit code.
+Serve: TypeAlias = Callable[[dict[str, Any], ObservabilityConfig], Coroutine[Any, Any, int]]
+
+
+def run(module: str, service: str, about: str | None, serve: Serve) -> int:
+    """Exit code of `serve`, or 2 when it raises ConfigError. `service` is what logs say, `about` what --help
+    says.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--config", type=Path, help="configuration file (TOML)")
+    arguments = parser.parse_args()
+    try:
+        tables = read_tables(arguments.config)
+        config = load_section(tables, "observability", ObservabilityConfig)
+        json_logging.configure(service, config.log_level)
+        return uvloop.run(serve(tables, config))
+    except ConfigError as error:
+        print(f"python -m {module}: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def say_ready(service: str, **addresses: str) -> None:
+    """The line that the supervisor waits for; an empty address is left out."""
+    told = " ".join(f"{name}={address}" for name, address in addresses.items() if address)
+    print(f"ready {service} {told}", flush=True)
