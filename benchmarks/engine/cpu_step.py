@@ -247,7 +247,7 @@ def main() -> None:
     def tell(*said: object) -> None:
         print(f"{time.perf_counter() - began:4.0f} s", *said, flush=True)
 
-    tell("measuring what memory and products give, then making", arguments.checkpoint, "in", folder)
+    tell("compiling kernels if need be, measuring memory and products, making the checkpoint in", folder)
     machine = measure_machine(rows=_RATE_ROWS)
     tell(f"memory reads {machine.read_bytes_per_s / 1e9:.1f} GB/s")
     bench = Bench(arguments.checkpoint, arguments.ours, folder)

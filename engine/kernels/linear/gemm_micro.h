@@ -117,7 +117,7 @@ struct HalfKind : FloatSums {
 struct KeepingKind : HalfKind {};
 
 // 8-bit weights (stored without sign, as w + 128 or as the level of a 4-bit one) and int8 rows, by fours, exact. With
-// AVX2 rows have 16 bits, too, and lie as `place` says: the bytes of a weight fall into even and odd ones.
+// AVX2 rows have 16 bits, too, and lie as `arrange` says: the bytes of a weight fall into even and odd ones.
 // Sums are those of the stored weights; what that adds is a multiple of the row's own sum.
 struct ByteKind {
   using Weight = uint8_t;
@@ -127,7 +127,7 @@ struct ByteKind {
   using Row = int8_t;
   using Sum = __m512i;
   static constexpr int kParts = 1;
-  static int64_t place(int64_t i) { return i; }
+  static void arrange(Row*, int64_t) {}
   static Sum none() { return _mm512_setzero_si512(); }
   static Sum resume(const Total* from) { return _mm512_loadu_si512(from); }
   static void save(Total* to, Sum value) { _mm512_storeu_si512(to, value); }
@@ -145,7 +145,13 @@ struct ByteKind {
   using Row = int16_t;
   using Sum = __m256i;
   static constexpr int kParts = 2;
-  static int64_t place(int64_t i) { return (i & ~int64_t{3}) + (i & 1) * 2 + (i >> 1 & 1); }
+  // Four inputs become 0, 2, 1, 3; `count` is a multiple of four.
+  static void arrange(Row* row, int64_t count) {
+    for (Row* four = row; four < row + count; four += 4) {
+      const __m128i inputs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(four));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(four), _mm_shufflelo_epi16(inputs, 0xD8));
+    }
+  }
   static Sum none() { return _mm256_setzero_si256(); }
   static Sum resume(const Total* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void save(Total* to, Sum value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value); }

@@ -115,9 +115,10 @@ inline float quantize_row(const float* from, ByteKind::Row* to, int64_t inputs, 
   if (rounding.inverse > 0.0f) {
     for (int64_t i = 0; i < inputs; ++i) {
       const int32_t level = level_of(from[i], rounding.inverse, 127);
-      to[ByteKind::place(i)] = static_cast<ByteKind::Row>(level);
+      to[i] = static_cast<ByteKind::Row>(level);
       total += level;
     }
+    ByteKind::arrange(to, padded);
   }
   *sum = total;
   return rounding.scale;

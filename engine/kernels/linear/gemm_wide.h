@@ -192,7 +192,8 @@ inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* pa
 }
 #else
 inline void store_wide(WideRow* row, int64_t, const int32_t* levels, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) row[ByteKind::place(i)] = static_cast<WideRow>(levels[i]);
+  for (int64_t i = 0; i < count; ++i) row[i] = static_cast<WideRow>(levels[i]);
+  ByteKind::arrange(row, (count + 3) / 4 * 4);
 }
 
 // As `multiply_wide`, of weights of Kind.

@@ -172,9 +172,7 @@ def test_a_level_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "machine_levels", lambda: ["avx2", "avx512"])
     monkeypatch.setenv("NATIVE_KERNELS_LEVEL", "amx")
     monkeypatch.setattr(library, "_found", cache(library._found.__wrapped__))
-    said = (
-        "NATIVE_KERNELS_LEVEL = 'amx': this machine has the levels avx2, avx512; name one of them"
-    )
+    said = "NATIVE_KERNELS_LEVEL = 'amx': this machine has the levels avx2, avx512; name one of them"
     for _ in range(2):
         with pytest.raises(UnknownLevelError, match=said):
             library.load_native()
