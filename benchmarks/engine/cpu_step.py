@@ -6,7 +6,9 @@ kernels, "read" that of the weights alone at the memory's measured rate (a last 
 faster). The second table says to which ops that time goes (products by outputs x inputs) and at what rate
 they read and multiply. The third is a prompt of 2,048 tokens, beside the measured rate of multiplication,
 attention's operations counted; rates are the better of two measurements, before and after. "others" says how
-many CPUs other programs took meanwhile: above 0.05, measure again.
+many CPUs other programs took meanwhile: above 0.05, measure again. Lines say what was found as
+it goes; tables follow. NATIVE_KERNELS_LEVEL forces a level of instructions below the machine's best. Needs
+what `make dev` installs: transformers makes the checkpoint.
 
     python -m benchmarks.engine.cpu_step [--checkpoint llama-40m] [--ours bf16] [--sequences 1 32]
         [--environments DIR] [--json OUT]
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import random
 import time
@@ -55,6 +58,10 @@ _PROMPT = 256
 _NUM_TOKENS = 128
 _LONG_PROMPT = 2048
 _ROUNDS = 3
+# No round of a row begins that would end later than this.
+_ROW_S = 10.0
+# Rows of the products that show the machine's rate: torch's may run at a hundredth of it.
+_RATE_ROWS = 512
 _KV_BYTES = 2 << 30
 # Ops that take less of a step are left out.
 _LEAST_MS = 0.01
@@ -128,7 +135,7 @@ class Bench:
         runner, self.memory, self.facts = build_here(self.config, self.model, lambda stage, part: None)
         assert isinstance(runner, ModelRunner)
         assert isinstance(runner.model, NativeDecoder), "there are no native kernels here"
-        self.runner = runner
+        self.runner, self.level = runner, runner.model.library.level
         self.watch = _Watch()
         self.watch.around(runner.model.library, "run_pool", "native")
         self.watch.around(runner, "launch", "launch")
@@ -170,9 +177,11 @@ class Bench:
             return self._decode_row(num_sequences, machine, "baseline: anew" if anew else "ours")
 
     def _decode_row(self, num_sequences: int, machine: Machine, name: str) -> Row:
-        self.run(num_sequences, _PROMPT, 8)
+        self.run(num_sequences, 16, 8)
         self.watch.parts.clear()
-        runs = [self.run(num_sequences, _PROMPT, _NUM_TOKENS) for _ in range(_ROUNDS)]
+        runs, began = [self.run(num_sequences, _PROMPT, _NUM_TOKENS)], time.perf_counter()
+        while len(runs) < _ROUNDS and time.perf_counter() - began < _ROW_S - runs[-1][0]:
+            runs.append(self.run(num_sequences, _PROMPT, _NUM_TOKENS))
         weights = matrix_parameters(self.checkpoint) * precision_of(f"millrace-{self.precision}").weight_bytes
         row: dict[str, str | float | int] = {"sequences": num_sequences, "steps": name}
         for part in ("plan", "launch", "native", "results", "publish", "step"):
@@ -229,25 +238,40 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=Path("build/peers"))
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("transformers, which makes the checkpoint, is not installed: run `make dev`")
     folder = arguments.environments.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    machine = measure_machine()
+    began = time.perf_counter()
+
+    def tell(*said: object) -> None:
+        print(f"{time.perf_counter() - began:4.0f} s", *said, flush=True)
+
+    tell("compiling kernels if need be, measuring memory and products, making the checkpoint in", folder)
+    machine = measure_machine(rows=_RATE_ROWS)
+    tell(f"memory reads {machine.read_bytes_per_s / 1e9:.1f} GB/s")
     bench = Bench(arguments.checkpoint, arguments.ours, folder)
     # As the core does before it serves.
     gc.collect()
     gc.freeze()
     prefill = bench.prefill_row(machine)
-    decode = [
-        bench.decode_row(count, machine, anew=anew) for count in arguments.sequences for anew in (True, False)
-    ]
-    ops = [row for count in arguments.sequences for row in bench.op_rows(count)]
-    machine = machine.best(measure_machine())
+    tell(prefill)
+    decode: list[Row] = []
+    ops: list[Row] = []
+    for count in arguments.sequences:
+        for anew in (True, False):
+            decode.append(bench.decode_row(count, machine, anew=anew))
+            tell(decode[-1])
+        found = bench.op_rows(count)
+        tell(", ".join(f"{row['op']} {row['ms']} ms" for row in found))
+        ops += found
+    machine = machine.best(measure_machine(rows=_RATE_ROWS))
     rate = precision_of(f"millrace-{arguments.ours}").flops_per_s(machine)
     measured = float(prefill["TFLOP/s"])
     prefill = {**prefill, "baseline: products TFLOP/s": rate / 1e12, "share %": 100e12 * measured / rate}
     notes = (
-        f"{arguments.checkpoint}, {arguments.ours}, {os.cpu_count()} CPUs, memory read at "
-        f"{machine.read_bytes_per_s / 1e9:.1f} GB/s"
+        f"{arguments.checkpoint}, {arguments.ours}, level {bench.level}, {os.cpu_count()} CPUs, "
+        f"memory read at {machine.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     publish("A decode step on the CPU, medians", decode, arguments.json, notes)
     ops_json = arguments.json and arguments.json.with_stem(f"{arguments.json.stem}_ops")

@@ -1,12 +1,13 @@
 """Paged attention on the CPU: native kernels beside the torch back end, and what the machine gives.
 
-`python -m benchmarks.kernels.attention_cpu [--threads N] [--output FILE]`
+`python -m benchmarks.kernels.attention_cpu [--threads N] [--baseline LIBRARY] [--output FILE]`
 
 Shapes of a 0.6 B model (16 query heads, 8 kv heads of 128) and of a 40 M one (8, 4 of 64). "cold" cases go
 through as many layers' caches as do not fit into the last-level cache, as steps of a large model do. Decode
 is judged by the bytes of keys and values that a step must read, prefill by the operations that causality
 leaves. Best of a few runs; what a machine's memory gives changes from minute to minute, so cold cases take
-turns with plain reading of the same tensors from end to end.
+turns with plain reading of the same tensors from end to end. A baseline is a library of the same level from
+another checkout, LEVEL-….so as `engine.kernels.native.build` prints it; it takes turns with this one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks.peers.roofline import measure_machine
 from engine.kernels.attention import AttentionOptions, NativeAttention, RaggedBatch, TiledAttention
-from engine.kernels.native import Op
+from engine.kernels.native import NativeLibrary, Op, load_native
 from engine.kernels.native.mirror import structure
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from services.bench.report import machine
@@ -112,6 +113,8 @@ class Result:
     gflop_per_s: float
     # Of plain reading in turns with a cold case.
     plain_gb_per_s: float | None = None
+    # Of the baseline's library, in turns.
+    baseline_ms: float | None = None
 
 
 def make_cache(case: Case) -> tuple[LayerCache, np.ndarray]:
@@ -163,8 +166,8 @@ def best_of(work: Callable[[], object], *, seconds: float = 0.3) -> float:
     return 1e3 * best
 
 
-def measure(case: Case, num_threads: int) -> Result:
-    """Runs one case on both back ends."""
+def measure(case: Case, num_threads: int, baseline: NativeLibrary | None = None) -> Result:
+    """Runs one case on both back ends, and on another library's kernels."""
     shape = case.shape
     num_layers = -(-COLD_BYTES // case.kv_bytes) if case.cold else 1
     layers = [make_cache(case) for _ in range(num_layers)]
@@ -190,8 +193,11 @@ def measure(case: Case, num_threads: int) -> Result:
     def timed(backend: NativeAttention | TiledAttention) -> float:
         return best_of(step_of(backend)) / num_layers
 
-    native, plain = NativeAttention(**heads, num_threads=num_threads), None
-    if case.cold:
+    native, plain, baseline_ms = NativeAttention(**heads, num_threads=num_threads), None, None
+    if baseline is not None:
+        other = NativeAttention(**heads, num_threads=num_threads, library=baseline)
+        native_ms, baseline_ms = (ms / num_layers for ms in best_in_turns(step_of(native), step_of(other)))
+    elif case.cold:
         tensors = [tensor for cache, _ in layers for tensor in cache.tensors()]
         times = best_in_turns(step_of(native), lambda: read_plainly(native, tensors))
         native_ms = times[0] / num_layers
@@ -209,6 +215,7 @@ def measure(case: Case, num_threads: int) -> Result:
         read_gb_per_s=case.kv_bytes / native_ms / 1e6,
         gflop_per_s=4 * shape.heads * shape.dim * pairs / native_ms / 1e6,
         plain_gb_per_s=plain,
+        baseline_ms=baseline_ms,
     )
 
 
@@ -229,7 +236,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=0, help="0 is one per core")
     parser.add_argument("--output", type=Path, help="write the figures there")
+    parser.add_argument("--baseline", type=Path, help="a library of another checkout")
     arguments = parser.parse_args()
+    baseline = arguments.baseline and NativeLibrary("baseline", arguments.baseline)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     num_threads = torch.get_num_threads()
@@ -240,23 +249,25 @@ def main() -> int:
         f"{num_threads} threads; memory reads {read:.1f} GB/s, 64 MiB again and again {cached:.1f} GB/s, "
         f"bfloat16 products reach {gemm:.0f} GFLOP/s"
     )
-    print(f"{'':36}{'native ms':>10}{'torch ms':>10}{'unshared':>10}{'GB/s':>8}{'plain':>8}{'GFLOP/s':>9}")
+    names = ("native ms", "torch ms", "unshared", "baseline")
+    print(" " * 36 + "".join(f"{name:>10}" for name in names) + f"{'GB/s':>8}{'plain':>8}{'GFLOP/s':>9}")
     results = []
     for case in CASES:
-        result = measure(case, num_threads)
+        result = measure(case, num_threads, baseline)
         results.append(result)
-        torch_ms, unshared, plain = (
+        torch_ms, unshared, before, plain = (
             "" if value is None else f"{value:.2f}"
-            for value in (result.torch_ms, result.unshared_ms, result.plain_gb_per_s)
+            for value in (result.torch_ms, result.unshared_ms, result.baseline_ms, result.plain_gb_per_s)
         )
         print(
-            f"{result.case:36}{result.native_ms:10.2f}{torch_ms:>10}{unshared:>10}"
+            f"{result.case:36}{result.native_ms:10.2f}{torch_ms:>10}{unshared:>10}{before:>10}"
             f"{result.read_gb_per_s:8.1f}{plain:>8}{result.gflop_per_s:9.0f}",
             flush=True,
         )
     if arguments.output:
         cached_rate = {"cached_read_bytes_per_s": cached * 1e9}
         report = {"machine": machine() | asdict(rates) | cached_rate, "threads": num_threads}
+        report["level"] = load_native().level
         report["results"] = [asdict(result) for result in results]
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import EngineConfig
-from engine.kernels.native import NativeLibrary, NativeUnavailableError, load_native
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, UnknownLevelError, load_native
 from engine.model.checkpoint import LoadRequest
 from engine.model.forward_batch import ForwardBatch
 from engine.model.loader import Progress, load_here
@@ -54,12 +54,14 @@ Load = Callable[[LoadRequest, NativeLibrary, Progress], ModelRecord]
 def native_library(config: EngineConfig, spec: ModelSpec, device: str) -> NativeLibrary | None:
     """The kernels that compute this model, or None when torch does; a log line says why.
 
-    Raises ConfigError when `engine.native` requires them.
+    Raises ConfigError when `engine.native` requires them, or the environment a level that is not there.
     """
     reason = _why_not_native(config, spec, device)
     if not reason:
         try:
             library = load_native()
+        except UnknownLevelError as error:
+            raise ConfigError(str(error)) from error
         except NativeUnavailableError as error:
             reason = str(error)
         else:

@@ -27,7 +27,7 @@ constexpr int64_t kNearInputs = 64;
 // where the second cache is fast enough, and for tile instructions.
 template <class Kind>
 constexpr int64_t kNearBlock =
-    std::is_same_v<Kind, HalfKind> || kTileRows == 32 ? 0 : 256 / sizeof(typename Kind::Weight);
+    (std::is_same_v<Kind, HalfKind> && kLanes == 16) || kTileRows == 32 ? 0 : 256 / sizeof(typename Kind::Weight);
 // Inputs of a block that one tile multiplies, half of the columns after the other.
 constexpr int64_t kTileInputs = 256;
 // How far ahead of its expansion a weight is asked for, in bytes.
@@ -100,8 +100,9 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
                         const typename Kind::Weight* panel, int64_t width, int64_t inputs,
                         typename Kind::Total* totals, const Fetch& fetch) {
   const int64_t line = width * static_cast<int64_t>(sizeof(typename Kind::Weight));
-  // One tile reads a weight once; several find a block of inputs in the nearest cache.
-  const bool near = kNearBlock<Kind> != 0 && num_rows > kFewRows;
+  // One tile of whole lines reads a weight once; several tiles, or passes over the columns, find a block of inputs in
+  // the nearest cache.
+  const bool near = kNearBlock<Kind> != 0 && num_rows > (kLanes == 16 ? kFewRows : 1);
   const int64_t block = near ? kNearBlock<Kind> : kInputBlock;
   for (int64_t begin = 0; begin < inputs; begin += block) {
     const int64_t count = std::min(block, inputs - begin);
@@ -111,6 +112,7 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
       const auto* weights = reinterpret_cast<const char*>(panel);
       some.next = near ? far_ahead(fetch, weights, begin, line) : weights + (begin + count) * line;
       some.bytes = count * line;
+      some.is_stream = some.is_stream && !near;
     }
     if (!last) some.out = nullptr;
     multiply_rows<Kind>(rows + begin, stride, num_rows, panel + begin * width, width, count / Kind::kGroup, totals,
@@ -118,8 +120,7 @@ inline void plain_panel(const typename Kind::Row* rows, int64_t stride, int64_t 
   }
 }
 
-#if !defined(__AVX512BF16__) && !defined(__AVX512FP16__)
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(__AVX512BF16__) && !defined(__AVX512FP16__)
 // Most rows of one tile that leaves no expanded weights: twelve took half again as long as two tiles.
 constexpr int64_t kMostInOneTile = 8;
 
@@ -148,7 +149,6 @@ inline void one_tile_panel(const float* rows, int64_t stride, int64_t num_rows, 
   if (num_rows == 7) return with(std::integral_constant<int, 7>());
   with(std::integral_constant<int, 8>());
 }
-#endif
 
 // The same sums as plain_panel<HalfKind> bit for bit: rows are floats in both. By blocks of inputs, whose weights
 // the first tile expands for the others.
@@ -258,8 +258,9 @@ inline void wide_panel(const Rows& rows, int64_t first_row, int64_t num_rows, co
     const int64_t bytes = count * width / density;
     // What lies so far ahead in the stream is asked for: not less than a block, as some rows pass it several times.
     const char* next = here + std::max(num_rows <= kFewRows ? kAhead : kFarAhead, bytes);
-    if (kPairsOfLevels && four && num_rows <= kFewRows) {
-      few_levels(some, num_rows, weights, width, count / 4, by, totals, block == 0, next, bytes);
+    if (four && num_rows <= kRowsOfLevels) {
+      few_levels(some, num_rows, weights, width, count / 4, by, totals, block == 0, scratch.sums, next,
+                 fetch.next ? bytes : 0);
     } else {
       if (four) {
         expand_levels(weights, width, count, scratch.levels);
@@ -306,13 +307,11 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
         fp16_panel<16>(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
         break;
 #else
-#if !defined(__AVX512BF16__)
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
         if (num_rows > kFewRows && num_rows <= kMostInOneTile) {
           one_tile_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
           break;
         }
-#endif
         if (num_rows > kFewRows) {
           expanded_panel(from, rows.stride, num_rows, halves, width, weight.padded_inputs, totals, fetch);
           break;
@@ -331,8 +330,8 @@ inline void panel_product(const PackedWeight& weight, const Results& results, co
 #endif
       case kInt8Dynamic: {
         auto* sums = reinterpret_cast<int32_t*>(totals);
-        plain_panel<ByteKind>(static_cast<const int8_t*>(rows.data) + first * rows.stride, rows.stride, num_rows,
-                              static_cast<const uint8_t*>(weight.data) + offset, width, weight.padded_inputs, sums,
+        plain_panel<ByteKind>(static_cast<const ByteKind::Row*>(rows.data) + first * rows.stride, rows.stride,
+                              num_rows, static_cast<const uint8_t*>(weight.data) + offset, width, weight.padded_inputs, sums,
                               fetch);
         for (int64_t row = 0; row < num_rows; ++row)
           settle_row(sums + row * kPanel, rows.sums[first + row], 128, width);

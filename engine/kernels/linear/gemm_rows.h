@@ -44,7 +44,7 @@ inline bool converts(const PackedWeight& weight, int64_t num_rows) {
 // Bytes of an element of a copied row.
 inline int64_t element_bytes(const PackedWeight& weight) {
   if (is_wide(weight)) return sizeof(WideRow);
-  if (weight.format == kInt8Dynamic) return 1;
+  if (weight.format == kInt8Dynamic) return sizeof(ByteKind::Row);
   return weight.format == kFloat32 ? sizeof(float) : sizeof(HalfKind::Row);
 }
 
@@ -107,17 +107,18 @@ inline int32_t level_of(float value, float inverse, int32_t most_level) {
   return bits > most_level ? most_level : bits < -most_level ? -most_level : bits;
 }
 
-// A row in int8, zeros up to `padded`. Returns its scale.
-inline float quantize_row(const float* from, int8_t* to, int64_t inputs, int64_t padded, int32_t* sum) {
+// A row in levels of 8 bits, zeros up to `padded`. Returns its scale.
+inline float quantize_row(const float* from, ByteKind::Row* to, int64_t inputs, int64_t padded, int32_t* sum) {
   const Rounding rounding = rounding_of(from, inputs, 127.0f);
   int32_t total = 0;
-  std::memset(to, 0, padded);
+  std::memset(to, 0, padded * sizeof(*to));
   if (rounding.inverse > 0.0f) {
     for (int64_t i = 0; i < inputs; ++i) {
       const int32_t level = level_of(from[i], rounding.inverse, 127);
-      to[i] = static_cast<int8_t>(level);
+      to[i] = static_cast<ByteKind::Row>(level);
       total += level;
     }
+    ByteKind::arrange(to, padded);
   }
   *sum = total;
   return rounding.scale;
@@ -175,7 +176,7 @@ inline void convert_to(const PackedWeight& weight, const float* from, const Copy
     std::memcpy(to, from, weight.inputs * sizeof(float));
   else if (weight.format == kInt8Dynamic)
     copy.scales[row] =
-        quantize_row(from, reinterpret_cast<int8_t*>(to), weight.inputs, weight.padded_inputs, copy.sums + row);
+        quantize_row(from, reinterpret_cast<ByteKind::Row*>(to), weight.inputs, weight.padded_inputs, copy.sums + row);
   else if (is_wide(weight))
     widen_row(from, weight, reinterpret_cast<WideRow*>(to), copy.scales + row * scales, copy.sums + row * scales);
   else

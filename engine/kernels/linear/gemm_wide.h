@@ -47,11 +47,7 @@ inline void fetch_scales(const BlockScales& by, int64_t width) {
   }
 }
 
-#if defined(__AVX512VNNI__)
-using WideRow = int8_t;
-#else
-using WideRow = int16_t;
-#endif
+using WideRow = ByteKind::Row;
 
 // Rows at a block's first input.
 struct WideRows {
@@ -184,37 +180,44 @@ inline void wide_tile_rows(const WideRows& rows, const uint8_t* panel, int64_t w
   for (; column < width; column += kLanes) pass(one, one);
 }
 
-constexpr bool kPairsOfLevels = true;
+constexpr int64_t kRowsOfLevels = kFewRows;
 
 // At most a tile's rows against 4-bit levels, two to a byte, which are read as a stream.
 inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
-                       const BlockScales& by, float* totals, bool first, const char* next, int64_t bytes) {
+                       const BlockScales& by, float* totals, bool first, int32_t*, const char* next, int64_t bytes) {
   for_tiles(num_rows, [&](int64_t, auto height) {
     constexpr int MR = decltype(height)::value;
     wide_tile_rows<MR, _MM_HINT_T0, true>(rows, panel, width, groups, by, totals, first, next, bytes);
   });
 }
 #else
-// Four inputs lie as 0, 2, 1, 3, as the bytes of a weight fall into even and odd ones.
 inline void store_wide(WideRow* row, int64_t, const int32_t* levels, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = i & 3;
-    row[(i & ~int64_t{3}) + (place == 1 ? 2 : place == 2 ? 1 : place)] = static_cast<int16_t>(levels[i]);
-  }
+  for (int64_t i = 0; i < count; ++i) row[i] = static_cast<WideRow>(levels[i]);
+  ByteKind::arrange(row, (count + 3) / 4 * 4);
 }
 
-struct WordKind : ByteKind {
-  using Row = int16_t;
-  static Spread spread_row(const Row* row) {
-    int32_t pairs[2];
-    std::memcpy(pairs, row, sizeof(pairs));
-    return {_mm256_set1_epi32(pairs[0]), _mm256_set1_epi32(pairs[1])};
-  }
-};
+// As `multiply_wide`, of weights of Kind.
+template <class Kind>
+inline void multiply_words(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
+                           const BlockScales& by, float* totals, bool first, int32_t* sums, const char* next,
+                           int64_t bytes) {
+  const int64_t share = bytes / num_tiles(num_rows);
+  for_tiles(num_rows, [&](int64_t row, auto height) {
+    constexpr int MR = decltype(height)::value;
+    const WideRows some = rows.from(row);
+    tile_rows<Kind, MR, 2>(some.data, some.stride, panel, width, groups, sums, true, next, share / groups);
+    add_scaled(some, MR, sums, by, width, totals + row * kPanel, first);
+    next += share;
+  });
+}
 
-constexpr bool kPairsOfLevels = false;
-inline void few_levels(const WideRows&, int64_t, const uint8_t*, int64_t, int64_t, const BlockScales&, float*, bool,
-                       const char*, int64_t) {}
+// Any number of rows against 4-bit levels.
+constexpr int64_t kRowsOfLevels = INT64_MAX;
+inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* panel, int64_t width, int64_t groups,
+                       const BlockScales& by, float* totals, bool first, int32_t* sums, const char* next,
+                       int64_t bytes) {
+  multiply_words<LevelKind>(rows, num_rows, panel, width, groups / 2, by, totals, first, sums, next, bytes);
+}
 #endif
 
 // One block of inputs of num_rows rows: adds its scaled products to totals [num_rows, kPanel]. `sums` has room for a
@@ -237,22 +240,21 @@ inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t*
     return;
   }
 #endif
+#if defined(__AVX512VNNI__)
   const int64_t share = bytes / num_tiles(num_rows);
   for_tiles(num_rows, [&](int64_t row, auto height) {
     constexpr int MR = decltype(height)::value;
     const WideRows some = rows.from(row);
     float* to = totals + row * kPanel;
-#if defined(__AVX512VNNI__)
     if (share == bytes)
       wide_tile_rows<MR, _MM_HINT_T0, false>(some, panel, width, groups, by, to, first, next, share);
     else
       wide_tile_rows<MR, _MM_HINT_T1, false>(some, panel, width, groups, by, to, first, next, share);
-#else
-    tile_rows<WordKind, MR, 2>(some.data, some.stride, panel, width, groups, sums, true, next, share / groups);
-    add_scaled(some, MR, sums, by, width, to, first);
-#endif
     next += share;
   });
+#else
+  multiply_words<ByteKind>(rows, num_rows, panel, width, groups, by, totals, first, sums, next, bytes);
+#endif
 }
 
 }  // namespace millrace

@@ -1,5 +1,19 @@
 """Kernels in C++ for CPUs, built on first use. See DESIGN.md."""
 
-from engine.kernels.native.library import NativeLibrary, NativeUnavailableError, Op, likely_level, load_native
+from engine.kernels.native.library import (
+    NativeLibrary,
+    NativeUnavailableError,
+    Op,
+    UnknownLevelError,
+    likely_level,
+    load_native,
+)
 
-__all__ = ["NativeLibrary", "NativeUnavailableError", "Op", "likely_level", "load_native"]
+__all__ = [
+    "NativeLibrary",
+    "NativeUnavailableError",
+    "Op",
+    "UnknownLevelError",
+    "likely_level",
+    "load_native",
+]

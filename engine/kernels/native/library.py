@@ -36,6 +36,10 @@ class NativeUnavailableError(Exception):
     """There is no native library for this machine; the message says why."""
 
 
+class UnknownLevelError(NativeUnavailableError):
+    """The environment asks for a level that this machine does not have; the message names those it has."""
+
+
 StepStruct = structure("Step")
 OpStruct = structure("Op")
 
@@ -178,20 +182,20 @@ def _check(level: str) -> None:
 def load_native() -> NativeLibrary:
     """The best library that works here. Raises NativeUnavailableError saying why there is none."""
     found = _found()
-    if isinstance(found, str):
-        raise NativeUnavailableError(found)
+    if isinstance(found, NativeUnavailableError):
+        raise found.with_traceback(None)
     return found
 
 
 @cache
-def _found() -> NativeLibrary | str:
+def _found() -> NativeLibrary | NativeUnavailableError:
     """The best library, or why there is none: a build that fails is not tried again, as the next who asks may
     be a step that others wait for.
     """
     try:
         return best_library()
     except NativeUnavailableError as error:
-        return str(error)
+        return error
 
 
 def likely_level() -> str | None:
@@ -209,7 +213,10 @@ def best_library() -> NativeLibrary:
     if forced:
         if forced not in levels:
             known = ", ".join(levels)
-            raise NativeUnavailableError(f"{LEVEL_VARIABLE} = {forced!r}: this machine has {known}")
+            raise UnknownLevelError(
+                f"{LEVEL_VARIABLE} = {forced!r}: this machine has the levels {known}; name one of them, "
+                "or unset the variable to compute with the best"
+            )
         return load_level(forced)
     for level in reversed(levels[1:]):
         try:

@@ -119,7 +119,13 @@ inline Mask first(int64_t n) {
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline Vec load(const float* p, Mask m) { return _mm256_maskload_ps(p, m.lanes); }
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-inline void store(float* p, Mask m, Vec v) { _mm256_maskstore_ps(p, m.lanes, v); }
+inline int64_t count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(m.lanes))); }
+inline bool is_whole(Mask m) { return _mm256_movemask_ps(_mm256_castsi256_ps(m.lanes)) == 0xFF; }
+// Whole vectors go apart, here and below: masked stores take some processors tens of cycles.
+inline void store(float* p, Mask m, Vec v) {
+  if (is_whole(m)) return store(p, v);
+  _mm256_maskstore_ps(p, m.lanes, v);
+}
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
@@ -154,7 +160,6 @@ inline Vec scale_by_power(Vec v, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
   return mul(mul(v, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
 }
-inline int64_t count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(m.lanes))); }
 
 inline Vec widen_bf16(__m128i raw) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
@@ -162,6 +167,7 @@ inline Vec widen_bf16(__m128i raw) {
 inline Vec load_bf16(const uint16_t* p) { return widen_bf16(_mm_loadu_si128((const __m128i*)p)); }
 // Masks of partial loads and stores of small types are `first(n)`.
 inline Vec load_bf16(const uint16_t* p, Mask m) {
+  if (is_whole(m)) return load_bf16(p);
   alignas(16) uint16_t part[8] = {};
   std::memcpy(part, p, 2 * count(m));
   return load_bf16(part);
@@ -170,6 +176,7 @@ inline Vec load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline Vec load_int8(const int8_t* p, Mask m) {
+  if (is_whole(m)) return load_int8(p);
   alignas(16) int8_t part[16] = {};
   std::memcpy(part, p, count(m));
   return load_int8(part);
@@ -182,14 +189,17 @@ inline __m256i bf16_bits(Vec v) {
   return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
 }
 inline void store_bf16(uint16_t* p, Mask m, Vec v) {
-  alignas(32) uint32_t wide[8];
-  _mm256_store_si256((__m256i*)wide, bf16_bits(v));
-  for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<uint16_t>(wide[i]);
+  const __m256i bits = bf16_bits(v);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  if (is_whole(m)) return _mm_storeu_si128((__m128i*)p, halves);
+  std::memcpy(p, &halves, 2 * count(m));
 }
 inline void store_int8(int8_t* p, Mask m, Vec v) {
-  alignas(32) int32_t wide[8];
-  _mm256_store_si256((__m256i*)wide, _mm256_cvtps_epi32(v));
-  for (int64_t i = 0, n = count(m); i < n; ++i) p[i] = static_cast<int8_t>(wide[i]);
+  const __m256i levels = _mm256_cvtps_epi32(v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(levels), _mm256_extracti128_si256(levels, 1));
+  const __m128i bytes = _mm_packs_epi16(pairs, pairs);
+  if (is_whole(m)) return _mm_storel_epi64((__m128i*)p, bytes);
+  std::memcpy(p, &bytes, count(m));
 }
 inline Vec lower_half(Vec pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
 inline Vec upper_half(Vec pairs) {

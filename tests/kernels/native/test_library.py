@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine.kernels.embedding.native import TABLE_TYPES, EmbeddingArgs
-from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, build, library
+from engine.kernels.native import NativeLibrary, NativeUnavailableError, Op, UnknownLevelError, build, library
 from engine.kernels.native.library import StepStruct
 
 
@@ -166,6 +166,16 @@ def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(NativeUnavailableError, match="ran out of disk space"):
             library.load_native()
     assert tries == ["avx2"]
+
+
+def test_a_level_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "machine_levels", lambda: ["avx2", "avx512"])
+    monkeypatch.setenv("NATIVE_KERNELS_LEVEL", "amx")
+    monkeypatch.setattr(library, "_found", cache(library._found.__wrapped__))
+    said = "NATIVE_KERNELS_LEVEL = 'amx': this machine has the levels avx2, avx512; name one of them"
+    for _ in range(2):
+        with pytest.raises(UnknownLevelError, match=said):
+            library.load_native()
 
 
 @pytest.mark.parametrize("has_library", [True, False])
