@@ -15,6 +15,8 @@ from engine.kernels.experts.routing import Routing
 SCORINGS = {"softmax": 0, "softmax_of_best": 1, "sigmoid": 2}
 # Elements of a token that one program adds up.
 BLOCK = 1024
+# Above what is taken already.
+LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -46,6 +48,21 @@ def _in_best_groups(
         kept = tl.where(group == best, scores, kept)
         merit = tl.where(group == best, float("-inf"), merit)
     return kept
+
+
+@triton.jit
+def _best(scores, eligible, expert, there, ACTIVE: tl.constexpr, PLACES: tl.constexpr):
+    """The ACTIVE best of `eligible`, and their scores; zeros fill PLACES up."""
+    place = tl.arange(0, PLACES)
+    chosen, share = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
+    left = tl.where(there, tl.maximum(eligible, LOWEST), float("-inf"))
+    for index in tl.static_range(ACTIVE):
+        best = tl.argmax(left, axis=0).to(tl.int32)
+        # Nobody is taken twice, whatever the numbers.
+        left = tl.where(expert == best, float("-inf"), left)
+        chosen = tl.where(place == index, best, chosen)
+        share = tl.where(place == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), share)
+    return chosen, share
 
 
 @triton.jit
@@ -84,19 +101,10 @@ def route_kernel(
     eligible = tl.where(there, eligible, float("-inf"))
     if NUM_GROUPS > 0:
         eligible = _in_best_groups(eligible, expert, GROUP_SIZE, ACTIVE_GROUPS, NUM_GROUPS, GROUP_BEST)
+    chosen, share = _best(scores, eligible, expert, there, ACTIVE, PLACES)
     place = tl.arange(0, PLACES)
-    chosen = tl.zeros([PLACES], tl.int32)
-    share = tl.full([PLACES], float("-inf") if SCORING == 1 else 0.0, tl.float32)
-    taken = expert < 0
-    for index in tl.static_range(ACTIVE):
-        # Nobody is taken twice, nor one that is not there, whatever the numbers.
-        left = tl.where(taken | (expert >= experts), float("-inf"), tl.maximum(eligible, -3.0e38))
-        best = tl.argmax(left, axis=0).to(tl.int32)
-        taken = taken | (expert == best)
-        chosen = tl.where(place == index, best, chosen)
-        share = tl.where(place == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), share)
     if SCORING == 1:
-        share = _softmax(share)
+        share = _softmax(tl.where(place < ACTIVE, share, float("-inf")))
     else:
         if NORMALIZED:
             share = share / (tl.sum(share, axis=0) + 1e-20)

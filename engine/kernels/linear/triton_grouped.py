@@ -62,9 +62,8 @@ def grouped_product(
     bias: Tensor | None = None,
     gate: str | None = None,
 ) -> Tensor:
-    """x [M, K], weights [X, N, K], bias [X * N] -> [R, N], or with a gate [R, N / 2], row r being
-    x[r // rows_per_input] times its weight: experts with rows_per_input = active experts per token on the way
-    in, and 1 on the way out.
+    """x [M, K], weights [X, N, K], bias [X * N] -> [R, N], or with a gate [R, N / 2]; row r is
+    x[r // rows_per_input] times its weight.
     """
     outputs, inputs = weights.shape[1:]
     width = outputs // (1 + (gate is not None))

@@ -97,6 +97,17 @@ def count_rows_kernel(choice, counts, rows, each, WEIGHTS: tl.constexpr, PIECE: 
     tl.store(counts + tl.program_id(0) * WEIGHTS + tl.arange(0, WEIGHTS), total)
 
 
+@triton.jit
+def _counted(counts, program, WEIGHTS: tl.constexpr):
+    """How many rows of all programs chose each weight, and how many of those before `program`."""
+    total, before = tl.zeros([WEIGHTS], tl.int32), tl.zeros([WEIGHTS], tl.int32)
+    for other in range(tl.num_programs(0)):
+        count = tl.load(counts + other * WEIGHTS + tl.arange(0, WEIGHTS))
+        total += count
+        before += tl.where(other < program, count, 0)
+    return total, before
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "each"])
 def place_rows_kernel(
     choice,
@@ -114,18 +125,13 @@ def place_rows_kernel(
     """One program for `each` rows: their places in `order`, first come first placed, and its share of
     weight_of_tile; the first one fills up tiles. ALONE: nobody has counted.
     """
-    program, weight = tl.program_id(0), tl.arange(0, WEIGHTS)
+    program = tl.program_id(0)
     begin = program * each
     end = tl.minimum(begin + each, rows)
-    before = tl.zeros([WEIGHTS], tl.int32)
     if ALONE:
-        total = _count(choice, begin, end, WEIGHTS, PIECE)
+        total, before = _count(choice, begin, end, WEIGHTS, PIECE), tl.zeros([WEIGHTS], tl.int32)
     else:
-        total = tl.zeros([WEIGHTS], tl.int32)
-        for other in range(tl.num_programs(0)):
-            count = tl.load(counts + other * WEIGHTS + weight)
-            total += count
-            before += tl.where(other < program, count, 0)
+        total, before = _counted(counts, program, WEIGHTS)
     needed = (total + TILE_M - 1) // TILE_M
     ends = tl.cumsum(needed, axis=0)
     base = (ends - needed) * TILE_M
