@@ -41,10 +41,17 @@ def round_as_hardware_does() -> None:
         return tensor.to(result_type).view(signed).numpy().view(result_bits).reshape(shape)
 
     interpreter._convert_float = convert
+    _compute_bfloat16(convert)
+
+
+def _compute_bfloat16(convert: Any) -> None:
+    """Arithmetic of bfloat16 in float32: numpy holds its bits, which it would add as whole numbers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
     binary_op = interpreter.InterpreterBuilder.binary_op
 
     def compute(self: Any, left: Any, right: Any, op: Any) -> Any:
-        """Of bfloat16 in float32: numpy holds its bits, which it would add as whole numbers."""
         if left.dtype.scalar != tl.bfloat16:
             return binary_op(self, left, right, op)
         widened = (convert(each.data, tl.bfloat16, tl.float32, None) for each in (left, right))

@@ -108,6 +108,16 @@ def _counted(counts, program, WEIGHTS: tl.constexpr):
     return total, before
 
 
+@triton.jit
+def _list_tiles(weight_of_tile, ends, tiles, PIECE: tl.constexpr):
+    """This program's share of weight_of_tile, where tiles of weight w end before ends[w]."""
+    last = tl.max(ends, axis=0)
+    for first in range(tl.program_id(0) * PIECE, tiles, tl.num_programs(0) * PIECE):
+        tile = first + tl.arange(0, PIECE)
+        found = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        tl.store(weight_of_tile + tile, tl.where(tile < last, found, -1), mask=tile < tiles)
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "each"])
 def place_rows_kernel(
     choice,
@@ -147,8 +157,4 @@ def place_rows_kernel(
         place = tl.sum(met * following[None, :], axis=1) + rank
         tl.store(order + place, row, mask=there)
         following += tl.sum(met, axis=0)
-    last = tl.max(ends, axis=0)
-    for first in range(program * PIECE, tiles, tl.num_programs(0) * PIECE):
-        tile = first + tl.arange(0, PIECE)
-        found = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-        tl.store(weight_of_tile + tile, tl.where(tile < last, found, -1), mask=tile < tiles)
+    _list_tiles(weight_of_tile, ends, tiles, PIECE)
