@@ -12,7 +12,9 @@ from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.report import Report
 from engine.kernels.linear.formats import Int4Weight, Int8Weight
 from engine.kernels.linear.triton_dense import dense_product
-from engine.kernels.linear.triton_linear import scaled_product, weight_only_product
+from engine.kernels.linear.triton_linear import weight_only_product
+from engine.kernels.linear.triton_packing import pack_levels_for_triton
+from engine.kernels.linear.triton_scaled import scaled_product
 
 TITLE = "Matrix products"
 # Outputs and inputs: the stacked projections, the way out of attention, gate and up, down.
@@ -75,7 +77,7 @@ class _Formats:
         """Name to the products (made when they are asked for) and the bytes of a weight."""
         size, float8 = self._outputs * self._inputs, torch.float8_e4m3fn
         return {
-            "W4A16": (self._int4, size / 2 + 4 * size / GROUP),
+            "W4A16": (self._int4, size / 2 + 2 * size / GROUP),
             "W8A16": (self._int8, float(size)),
             "W8A8": (lambda: self._scaled(torch.int8, blocked=False), float(size)),
             "fp8 by row": (lambda: self._scaled(float8, blocked=False), float(size)),
@@ -99,9 +101,11 @@ class _Formats:
 
     def _int4(self) -> list[Work]:
         weights = [
-            Int4Weight(
-                packed=self._bytes(0, 256, torch.uint8, self._inputs // 2),
-                scale=self._scales(self._outputs, self._inputs // GROUP),
+            pack_levels_for_triton(
+                Int4Weight(
+                    packed=self._bytes(0, 256, torch.uint8, self._inputs // 2),
+                    scale=self._scales(self._outputs, self._inputs // GROUP).half().float(),
+                )
             )
             for _ in range(self._copies)
         ]
@@ -109,7 +113,7 @@ class _Formats:
 
     def _int8(self) -> list[Work]:
         weights = [
-            Int8Weight(values=values, scale=self._scales(self._outputs, 1))
+            pack_levels_for_triton(Int8Weight(values=values, scale=self._scales(self._outputs, 1)))
             for values in self._weights(torch.int8)
         ]
         return [lambda weight=weight: weight_only_product(self._x, weight) for weight in weights]

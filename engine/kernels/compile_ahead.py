@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import variants as activation
 from engine.kernels.attention import variants as attention
+from engine.kernels.experts import variants as experts
 from engine.kernels.linear import variants as linear
 from engine.kernels.norm import variants as norm
 from engine.kernels.paged_cache import variants as paged_cache
@@ -78,7 +79,7 @@ class AbsentGpu:
 
 def variants(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Names, and what launches kernels in the shapes of real models, as on an architecture."""
-    others = (activation, linear, norm, paged_cache, rope, sampling)
+    others = (activation, experts, linear, norm, paged_cache, rope, sampling)
     return chain(attention.variants(f"sm_{arch}"), *(operation.variants() for operation in others))
 
 

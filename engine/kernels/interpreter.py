@@ -15,7 +15,7 @@ import torch
 
 def round_as_hardware_does() -> None:
     """Conversions between floating-point types round to nearest even: the interpreter's own lose the carry of
-    a mantissa that rounds up, and cut bfloat16 off.
+    a mantissa that rounds up, and cut bfloat16 off. Arithmetic of bfloat16 is its own.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,6 +41,26 @@ def round_as_hardware_does() -> None:
         return tensor.to(result_type).view(signed).numpy().view(result_bits).reshape(shape)
 
     interpreter._convert_float = convert
+    _compute_bfloat16(convert)
+
+
+def _compute_bfloat16(convert: Any) -> None:
+    """Arithmetic of bfloat16 in float32: numpy holds its bits, which it would add as whole numbers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def compute(self: Any, left: Any, right: Any, op: Any) -> Any:
+        if left.dtype.scalar != tl.bfloat16:
+            return binary_op(self, left, right, op)
+        widened = (convert(each.data, tl.bfloat16, tl.float32, None) for each in (left, right))
+        found = op(*(each.view(np.float32) for each in widened))
+        if found.dtype == np.bool_:
+            return interpreter.TensorHandle(found, tl.int1)
+        return interpreter.TensorHandle(convert(found, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.binary_op = compute
 
 
 def add_in_one_order() -> None:
@@ -68,6 +88,8 @@ def add_in_one_order() -> None:
         data = tile.data
         if tile.dtype.is_floating() and tile.dtype.primitive_bitwidth == 8:
             data = interpreter._convert_float(data, tile.dtype, tl.float16, None).view(np.float16)
+        elif tile.dtype.scalar == tl.bfloat16:
+            data = interpreter._convert_float(data, tl.bfloat16, tl.float32, None).view(np.float32)
         return data.astype(dtype)
 
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -25,6 +25,9 @@ from services.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+# Products of float8 need Ada or Hopper.
+FLOAT8_ARCH = (8, 9)
+
 
 class Model(Protocol):
     """A Decoder or a NativeDecoder: tensors to the one are arrays to the other."""
@@ -79,11 +82,14 @@ def _why_not_native(config: EngineConfig, spec: ModelSpec, device: str) -> str:
         return f"engine.native is {config.native} and engine.device is {device}"
     if config.cache.kv_dtype == "fp8":
         return "engine.cache.kv_dtype = 'fp8' is read by torch alone"
-    if config.quantize == "fp8":
-        return "engine.quantize = 'fp8' is computed by torch alone"
     forced = any(name != "auto" for name in msgspec.structs.astuple(config.kernels))
     if forced or config.attention_backend not in ("auto", "native"):
         return "engine.attention_backend or engine.kernels asks for another back end"
+    if config.quantize == "fp8":
+        raise ConfigError(
+            "engine.quantize = 'fp8': the native kernels of CPUs compute no float8; set it to int8, w8a8 or "
+            "int4, or engine.native to off to have torch compute it"
+        )
     return why_not_lowered(spec, block_size=config.cache.block_size)
 
 
@@ -110,6 +116,14 @@ def load_model(
     from engine.model.reading import load_decoder
 
     place = torch.device(device)
+    if config.quantize == "fp8" and place.type == "cuda":
+        found = torch.cuda.get_device_capability(place)
+        if found < FLOAT8_ARCH:
+            raise ConfigError(
+                f"engine.quantize = 'fp8': {torch.cuda.get_device_name(place)} has compute capability "
+                f"{found[0]}.{found[1]}, and products of float8 need {FLOAT8_ARCH[0]}.{FLOAT8_ARCH[1]}; "
+                "set it to int8, w8a8 or int4"
+            )
     try:
         kernels = choose_kernels(config.kernels, place)
     except UnsuitableKernelsError as error:

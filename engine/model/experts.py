@@ -8,18 +8,20 @@ Shape letters: T tokens, E hidden size, A active experts.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.experts.grouped import ExpertsTogether
 from engine.kernels.experts.reference import route
 from engine.kernels.linear import ROW_MULTIPLE
 from engine.kernels.selection import Kernels
 from engine.model.layers import feed, multiply
 from engine.model.records import FeedForward, SparseFeedForward
+
+if TYPE_CHECKING:
+    from engine.kernels.experts.grouped import ExpertsTogether
 
 
 def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTogether | None:
@@ -30,24 +32,32 @@ def experts_together(experts: list[FeedForward], kernels: Kernels) -> ExpertsTog
     down = kernels.linear.grouped([expert.down.weight for expert in experts])
     if down is None:
         return None
+    # Triton is there where experts are grouped, and perhaps only there.
+    from engine.kernels.experts.grouped import ExpertsTogether
+
     gate_biases = [expert.gate_up.bias for expert in experts if expert.gate_up.bias is not None]
     down_biases = [expert.down.bias for expert in experts if expert.down.bias is not None]
-    biases = (torch.stack(gate_biases), torch.stack(down_biases)) if gate_biases else None
-    return ExpertsTogether(gate_up, down, kernels.gate, biases)
+    biases = (torch.cat(gate_biases), torch.cat(down_biases)) if gate_biases else None
+    return ExpertsTogether(gate_up, down, biases)
 
 
 def feed_sparse(sparse: SparseFeedForward, x: Tensor, kernels: Kernels) -> Tensor:
     """x [T, E] -> [T, E]."""
-    logits = multiply(sparse.router, x.float())
-    ids, shares = route(logits, sparse.spec, cast("Tensor | None", sparse.correction))
-    num_active, together = ids.shape[1], sparse.together
-    results = _in_turn(sparse, x, ids, kernels) if together is None else together(x, ids, sparse.activation)
-    each = results.view(-1, num_active, x.shape[1]).float() * shares[..., None]
+    logits, correction = multiply(sparse.router, x.float()), cast("Tensor | None", sparse.correction)
+    shared = None if sparse.shared is None else feed(sparse.shared, x, kernels)
+    if sparse.together is not None:
+        out: Tensor = sparse.together(
+            x, logits, sparse.spec, correction=correction, activation=sparse.activation, shared=shared
+        )
+        return out
+    ids, shares = route(logits, sparse.spec, correction)
+    num_active = ids.shape[1]
+    each = _in_turn(sparse, x, ids, kernels).view(-1, num_active, x.shape[1]).float() * shares[..., None]
     total = each[:, 0]
     for place in range(1, num_active):
         total = total + each[:, place]
     out = total.to(x.dtype)
-    return out if sparse.shared is None else out + feed(sparse.shared, x, kernels)
+    return out if shared is None else out + shared
 
 
 def _in_turn(sparse: SparseFeedForward, x: Tensor, ids: Tensor, kernels: Kernels) -> Tensor:

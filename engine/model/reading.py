@@ -52,6 +52,8 @@ def read_model(
         else:
             # Which product serves a shape is found out while loading, not in the first step.
             linear.product = weights.kernels.linear.pack(linear.weight)
+            # Some multiply by an order of their own.
+            linear.weight = getattr(linear.product, "kept", linear.weight)
 
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = weights.keep("model.embed_tokens.weight", shape)

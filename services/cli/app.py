@@ -40,13 +40,14 @@ _out = Console(highlight=False)
 _notes = Console(stderr=True, highlight=False)
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Quantization = Literal["off", "int8", "w8a8", "int4"]
+Quantization = Literal["off", "int8", "w8a8", "int4", "fp8"]
 ModelOption = Annotated[str, typer.Option(help="Model to ask for; the served one when empty.")]
 UrlOption = Annotated[str, typer.Option(help="Server as host:port; the local stack when empty.")]
 Config = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Configuration file (TOML).")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Element type of weights and activations.")]
 Quantize = Annotated[
-    Quantization | None, typer.Option(help="Quantize weights at load; w8a8 rounds activations to int8, too.")
+    Quantization | None,
+    typer.Option(help="Quantize weights at load; w8a8 and fp8 (for GPUs) round activations, too."),
 ]
 
 

@@ -18,13 +18,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def gate_kernel(gate_and_up, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and BLOCK columns."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    gate = tl.load(gate_and_up + row * 2 * size + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_and_up + row * 2 * size + size + place, mask=inside, other=0.0).to(tl.float32)
+def gated(gate, up, KIND: tl.constexpr):
+    """act(gate) * up, of any shape in float32."""
     if KIND == 0:
         result = gate * _sigmoid(gate) * up
     elif KIND == 1:
@@ -38,7 +33,18 @@ def gate_kernel(gate_and_up, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr)
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         result = gate * _sigmoid(1.702 * gate) * (up + 1.0)
-    tl.store(out + row * size + place, result.to(out.dtype.element_ty), mask=inside)
+    return result
+
+
+@triton.jit
+def gate_kernel(gate_and_up, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    gate = tl.load(gate_and_up + row * 2 * size + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_and_up + row * 2 * size + size + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + place, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 def gate(name: str, gate_and_up: Tensor) -> Tensor:

@@ -40,9 +40,18 @@ class GroupedProduct(Protocol):
         synchronization with the host.
         """
 
-    def __call__(self, x: Tensor, groups: Any, *, rows_per_input: int) -> Tensor:
-        """x [M, K], groups of R rows -> [R, N], row r being x[r // rows_per_input] times its weight. No
-        synchronization with the host.
+    def __call__(
+        self,
+        x: Tensor,
+        groups: Any,
+        *,
+        rows_per_input: int,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> Tensor:
+        """x [M, K], groups of R rows, bias [X * N] of all weights -> [R, N], row r being
+        x[r // rows_per_input] times its weight; with a gate (activation.GATES) [R, N / 2], the first half
+        of the outputs being what it is applied to. No synchronization with the host.
         """
 
 

@@ -30,8 +30,11 @@ from engine.kernels.linear.formats import (
 from engine.kernels.linear.reference import Product
 from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
 from engine.kernels.linear.triton_grouped import grouped_product
-from engine.kernels.linear.triton_linear import quantize_rows, scaled_product, weight_only_product
+from engine.kernels.linear.triton_linear import weight_only_product
+from engine.kernels.linear.triton_packing import pack_levels_for_triton
 from engine.kernels.linear.triton_rows import GroupedRows
+from engine.kernels.linear.triton_scaled import quantize_rows, scaled_product
+from engine.kernels.linear.triton_shapes import Workspace
 from engine.kernels.rows import Quantized, QuantizedRows, empty_scales
 
 # torch._scaled_mm with a scale per row needs Hopper, and sizes that its tiles divide.
@@ -45,6 +48,19 @@ _log = logging.getLogger(__name__)
 _tried: dict[tuple[tuple[int, int], torch.device], bool] = {}
 
 
+class WeightOnlyProduct:
+    """Weights of 4 or 8 bits, inputs in floating point."""
+
+    def __init__(self, weight: Int4Weight | Int8Weight) -> None:
+        # In another order: the weight that was given need not stay.
+        self.kept = pack_levels_for_triton(weight)
+        Workspace.of(weight.scale.device)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N] in x's type."""
+        return weight_only_product(x, self.kept, bias)
+
+
 class IntegerProduct:
     """int8 with int8; inputs are rounded row by row."""
 
@@ -54,6 +70,7 @@ class IntegerProduct:
         self.factors = weight.smoothing
         # Rows that are stored in another order are rounded here.
         self.quantizes: Quantized = "int8" if weight.order is None else "none"
+        Workspace.of(weight.scale.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N] in x's type."""
@@ -78,6 +95,7 @@ class Fp8Product:
         self.factors: Tensor | None = None
         # A scale per row is found by whoever has the row at hand; scales of blocks are found here.
         self.quantizes: Quantized = "none" if weight.blocked else "fp8"
+        Workspace.of(weight.scale.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N] in x's type."""
@@ -134,9 +152,19 @@ class GroupedDense(Grouped):
         super().__init__(len(weights))
         self.weights = torch.stack([weight.values for weight in weights])  # [X, N, K]
 
-    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        groups: GroupedRows,
+        *,
+        rows_per_input: int,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> Tensor:
         """See GroupedProduct."""
-        return grouped_product(x.contiguous(), self.weights, groups, rows_per_input=rows_per_input)
+        return grouped_product(
+            x.contiguous(), self.weights, groups, rows_per_input=rows_per_input, bias=bias, gate=gate
+        )
 
 
 class GroupedWeightOnly(Grouped):
@@ -146,16 +174,26 @@ class GroupedWeightOnly(Grouped):
         super().__init__(len(weights))
         stacked = stack(weights, torch.float32)
         assert isinstance(stacked, Int4Weight | Int8Weight), "of one kind"
-        self.weight = stacked  # [X * N, K]
+        self.weight = pack_levels_for_triton(stacked)  # [X * N, K]
 
-    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        groups: GroupedRows,
+        *,
+        rows_per_input: int,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> Tensor:
         """See GroupedProduct."""
         return weight_only_product(
             x.contiguous(),
             self.weight,
+            bias,
             groups=groups,
             num_weights=self.num_weights,
             rows_per_input=rows_per_input,
+            gate=gate,
         )
 
 
@@ -172,7 +210,15 @@ class GroupedScaled(Grouped):
         ]
         self.scale = torch.stack(scales)  # [X, N], or [X, N/128, K/128]
 
-    def __call__(self, x: Tensor, groups: GroupedRows, *, rows_per_input: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        groups: GroupedRows,
+        *,
+        rows_per_input: int,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> Tensor:
         """See GroupedProduct."""
         kind: Quantized = "int8" if self.values.dtype == torch.int8 else "fp8"
         levels, scale = quantize_rows(x.contiguous(), kind, block=FP8_BLOCK if self.scale.dim() == 3 else 0)
@@ -181,9 +227,11 @@ class GroupedScaled(Grouped):
             scale,
             self.values,
             self.scale,
+            bias,
             dtype=x.dtype,
             groups=groups,
             rows_per_input=rows_per_input,
+            gate=gate,
         )
 
 
@@ -199,7 +247,7 @@ class TritonLinear:
         if isinstance(weight, Int8Weight) and weight.activations == "int8":
             return IntegerProduct(weight)
         if isinstance(weight, Int8Weight | Int4Weight):
-            return lambda x, bias=None: weight_only_product(x, weight, bias)
+            return WeightOnlyProduct(weight)
         # The library chooses its kernel.
         values = weight.values if isinstance(weight, DenseWeight) else weight
         return lambda x, bias=None: F.linear(x, values, bias)

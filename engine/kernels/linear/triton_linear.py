@@ -1,9 +1,10 @@
-"""Matrix products with quantized weights, in Triton: one weight for all rows, or one of several for each.
+"""Matrix products with weights of 4 and 8 bits and inputs in floating point, in Triton: one weight for all
+rows, or one of several for each.
 
-The order of additions along K does not depend on the number of rows, and every launch of a weight has the
-same tile, so a row's result does not depend on the batch.
+Levels are multiplied as the whole numbers that they are, which no type rounds, and a group's sum by its
+scale.
 
-Shape letters: M rows, K inputs, N outputs, G groups of inputs.
+Shape letters: M rows, K inputs, N outputs, G groups of inputs, X weights, R rows that chose one.
 """
 
 from __future__ import annotations
@@ -13,341 +14,298 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.linear.formats import FP8_BLOCK, INT4_MIDDLE, Int4Weight, Int8Weight
-from engine.kernels.linear.triton_rows import TILE_M, GroupedRows, rows_of_tile
-from engine.kernels.norm.triton_norm import LIMITS, scaled_row
-from engine.kernels.rows import Quantized, empty_scales
+from engine.kernels.activation.triton_activation import KINDS
+from engine.kernels.config import triton_interprets
+from engine.kernels.linear.formats import INT4_MIDDLE
+from engine.kernels.linear.triton_packing import PackedLevels
+from engine.kernels.linear.triton_rows import GroupedRows
+from engine.kernels.linear.triton_shapes import (
+    MOST_PARTED_ROWS,
+    TileShape,
+    Workspace,
+    grid_of,
+    launch,
+    num_parts,
+    shape_for,
+)
+from engine.kernels.linear.triton_tiles import (
+    leave_part,
+    outputs_of_tile,
+    rows_of_tile,
+    store_tile,
+    sum_of_parts,
+)
 
-TILE_N, TILE_K = 64, 64
+MIDDLE = tl.constexpr(INT4_MIDDLE)
+
+
+@triton.constexpr_function
+def code_of(place: int, half: bool) -> str:
+    """Four bits of both 16-bit lanes of a register, from bit 4 * place on, below the bits of a number whose
+    lowest bit counts ones (1024 in float16, 128 in bfloat16): two operations for two numbers.
+    """
+    ones = "0x64006400" if half else "0x43004300"
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {4 * place}; lop3.b32 $0, t, 0x000F000F, {ones}, 0xEA; }}"
 
 
 @triton.jit
-def weight_tile(
-    weight,
-    scale,
-    minimum,
-    column,
-    in_columns,
-    start,
-    inputs,
-    groups,
+def nibbles(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """128 (in float16 1024) plus the four bits of words [N, W] from bit 4 * PLACE on."""
+    HALF: tl.constexpr = tl.float16 == DTYPE
+    if INTERPRETED:
+        bits = ((words >> (4 * PLACE)) & 15) | (0x6400 if HALF else 0x4300)
+        found = bits.to(tl.int16).to(DTYPE, bitcast=True)
+    elif HALF:
+        found = tl.inline_asm_elementwise(code_of(PLACE, True), "=r,r", [words], tl.float16, True, 2)
+    else:
+        found = tl.inline_asm_elementwise(code_of(PLACE, False), "=r,r", [words], tl.bfloat16, True, 2)
+    return found
+
+
+@triton.jit
+def numbers(
+    words,
+    zero,
+    PLACE: tl.constexpr,
     BITS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    TILE_K: tl.constexpr,
+    ZERO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """What stands in rows `column` (int64) of a weight of 4 or 8 bits, inputs [start, start + TILE_K), which
-    lie in one group: [columns, TILE_K] float32, anything finite outside.
+    """Level PLACE of words [N, W], less the zero [N] of its output where there is one, else less the middle;
+    exact in every type.
     """
-    if BITS == 4:
-        half = tl.arange(0, TILE_K // 2)
-        at = weight + column[:, None] * (inputs // 2) + (start // 2 + half)[None, :]
-        inside = in_columns[:, None] & (start + 2 * half < inputs)[None, :]
-        packed = tl.load(at, mask=inside, other=0)
-        levels = tl.interleave(packed & 15, packed >> 4).to(tl.float32)
+    ONES: tl.constexpr = 1024.0 if tl.float16 == DTYPE else 128.0
+    if tl.float32 == DTYPE:
+        levels = ((words.to(tl.int32) >> (BITS * PLACE)) & ((1 << BITS) - 1)).to(tl.float32)
+        found = levels - (zero[:, None] if ZERO else 1 << (BITS - 1))
+    elif BITS == 8:
+        # Seven bits of bfloat16 hold no byte, but the sum of its halves is exact.
+        high = (nibbles(words, 2 * PLACE + 1, DTYPE, INTERPRETED) - (ONES + 8)) * 16
+        found = high + (nibbles(words, 2 * PLACE, DTYPE, INTERPRETED) - ONES)
+    elif ZERO:
+        found = nibbles(words, PLACE, DTYPE, INTERPRETED) - (zero + ONES).to(DTYPE)[:, None]
     else:
-        place = start + tl.arange(0, TILE_K)
-        at = weight + column[:, None] * inputs + place[None, :]
-        levels = tl.load(at, mask=in_columns[:, None] & (place < inputs)[None, :], other=0).to(tl.float32)
-    at_group = column * groups + start // (inputs // groups)
-    factor = tl.load(scale + at_group, mask=in_columns, other=0.0)
-    if MINIMUM:
-        lowest = tl.load(minimum + at_group, mask=in_columns, other=0.0)
-        values = levels * factor[:, None] + lowest[:, None]
-    else:
-        values = (levels - MIDDLE) * factor[:, None]
-    return values
+        found = nibbles(words, PLACE, DTYPE, INTERPRETED) - (MIDDLE + ONES)
+    return found
+
+
+@triton.jit
+def of_step(table, step, group, stored, output, STEP: tl.constexpr, EACH: tl.constexpr):
+    """Rows of a table [G, stored] that the quarters of a step meet, at `output`: one for all of them, or one
+    for each half or quarter (EACH of 2 or 4).
+    """
+    first = tl.load(table + (step * STEP // group) * stored + output).to(tl.float32)
+    second, third, fourth = first, first, first
+    if EACH == 4:
+        second = tl.load(table + ((step * STEP + STEP // 4) // group) * stored + output).to(tl.float32)
+    if EACH >= 2:
+        third = tl.load(table + ((step * STEP + STEP // 2) // group) * stored + output).to(tl.float32)
+        fourth = third
+    if EACH == 4:
+        fourth = tl.load(table + ((step * STEP + STEP // 4 * 3) // group) * stored + output).to(tl.float32)
+    return first, second, third, fourth
+
+
+@triton.jit
+def levels_product(
+    x,
+    words,
+    scale,
+    offset,
+    source,
+    in_rows,
+    output,
+    begin,
+    end,
+    inputs,
+    stored,
+    group,
+    x_stride,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STEP: tl.constexpr,
+    EACH: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """The sum over steps [begin, end): [TILE_N, TILE_M] float32."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    COUNT: tl.constexpr = 16 // BITS
+    WIDTH: tl.constexpr = STEP // COUNT
+    place = tl.arange(0, WIDTH)
+    total = tl.zeros([TILE_N, TILE_M], tl.float32)
+    ones = tl.full([TILE_N, WIDTH], 1.0, DTYPE)
+    factors = of_step(scale, begin, group, stored, output, STEP, EACH)
+    for step in range(begin, end):
+        # Loaded a step ahead: no product waits for it.
+        following = of_step(scale, tl.minimum(step + 1, end - 1), group, stored, output, STEP, EACH)
+        offsets = factors
+        if OFFSET != "none":
+            offsets = of_step(offset, step, group, stored, output, STEP, EACH)
+        loaded = tl.load(words + (step * stored + output)[:, None] * WIDTH + place[None, :])
+        part = tl.zeros([TILE_N, TILE_M], tl.float32)
+        sums = tl.zeros([TILE_N, TILE_M], tl.float32)
+        for index in tl.static_range(COUNT):
+            column = step * STEP + index * WIDTH + place
+            inside = in_rows[:, None] if EVEN else in_rows[:, None] & (column < inputs)[None, :]
+            some = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            other = numbers(
+                loaded, offsets[index * 4 // COUNT], index, BITS, OFFSET == "zero", DTYPE, INTERPRETED
+            )
+            part = tl.dot(other, tl.trans(some), part, input_precision="ieee")
+            if OFFSET == "minimum":
+                # By a product, as its order of additions does not depend on the number of rows.
+                sums = tl.dot(ones, tl.trans(some), sums, input_precision="ieee")
+            if (index + 1) * EACH % COUNT == 0:
+                total += part * factors[index * 4 // COUNT][:, None]
+                part = tl.zeros([TILE_N, TILE_M], tl.float32)
+                if OFFSET == "minimum":
+                    total += sums * offsets[index * 4 // COUNT][:, None]
+                    sums = tl.zeros([TILE_N, TILE_M], tl.float32)
+        factors = following
+    return total
 
 
 # The number of rows changes from step to step; it must not decide what is compiled.
 @triton.jit(do_not_specialize=["rows"])
 def weight_only_kernel(
     x,
-    weight,
+    words,
     scale,
-    minimum,
+    offset,
     bias,
     out,
+    sums,
+    arrived,
     order,
     weight_of_tile,
     rows,
     inputs,
     outputs,
-    groups,
+    stored,
+    group,
     x_stride,
     rows_per_input,
     BITS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    OFFSET: tl.constexpr,
     BIAS: tl.constexpr,
+    GATE: tl.constexpr,
     GROUPED: tl.constexpr,
-    TILE_K: tl.constexpr,
-    TILE_M: tl.constexpr = TILE_M,
-    TILE_N: tl.constexpr = TILE_N,
+    PARTS: tl.constexpr,
+    PARTED: tl.constexpr,
+    STEP: tl.constexpr,
+    EACH: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):
-    """x [M, K] times a weight of 4 or 8 bits with one scale per output and group; TILE_K divides a group.
-    GROUPED: tile t of rows meets weight weight_of_tile[t] of all [X * N, ...], and row r of the order reads
-    x[r // rows_per_input].
+    """x [M, K] times a weight of 4 or 8 bits (PackedLevels). PARTED: program_id(2) is one of PARTS of K, else
+    a program computes them all, one after the other. GROUPED: tile t of rows meets weight weight_of_tile[t]
+    of all [X * N, ...], and row r of the order reads x[r // rows_per_input].
     """
-    row, in_rows = rows_of_tile(order, rows, GROUPED, TILE_M)
-    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    in_columns = column < outputs
-    column = column.to(tl.int64)
-    source, output = row, column
+    chosen = 0
     if GROUPED:
         chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
         if chosen < 0:
             return
-        source, output = row // rows_per_input, chosen * outputs + column
-    place = tl.arange(0, TILE_K)
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        mask = in_rows[:, None] & (start + place < inputs)[None, :]
-        some = tl.load(x + source[:, None] * x_stride + (start + place)[None, :], mask=mask, other=0.0)
-        values = weight_tile(
-            weight, scale, minimum, output, in_columns, start, inputs, groups, BITS, MIDDLE, MINIMUM, TILE_K
+    row, in_rows = rows_of_tile(order, rows, GROUPED, TILE_M)
+    output = chosen * outputs + outputs_of_tile(outputs, GATE >= 0, TILE_N)
+    source = row // rows_per_input if GROUPED else row
+    steps = tl.cdiv(inputs, STEP)
+    each = tl.cdiv(steps, PARTS)
+    # fmt: off
+    if PARTED or PARTS == 1:
+        first = tl.program_id(2) * each
+        total = levels_product(
+            x, words, scale, offset, source, in_rows, output, first, tl.minimum(first + each, steps), inputs,
+            stored, group, x_stride, BITS, OFFSET, STEP, EACH, EVEN, INTERPRETED, TILE_M, TILE_N,
         )
-        total = tl.dot(some, tl.trans(values.to(some.dtype)), total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    at = out + row[:, None] * outputs + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+    else:
+        total = tl.zeros([TILE_N, TILE_M], tl.float32)
+        for first in range(0, steps, each):
+            total += levels_product(
+                x, words, scale, offset, source, in_rows, output, first, tl.minimum(first + each, steps),
+                inputs, stored, group, x_stride, BITS, OFFSET, STEP, EACH, EVEN, INTERPRETED, TILE_M, TILE_N,
+            )
+    # fmt: on
+    if PARTED:
+        if not leave_part(total, sums, arrived, in_rows, PARTS, TILE_M, TILE_N):
+            return
+        total = sum_of_parts(sums, arrived, in_rows, PARTS, TILE_M, TILE_N)
+    store_tile(total, bias, out, row, in_rows, output, outputs, BIAS, GATE, TILE_M, TILE_N)
 
 
 def weight_only_product(
     x: Tensor,
-    weight: Int4Weight | Int8Weight,
+    weight: PackedLevels,
     bias: Tensor | None = None,
     *,
     groups: GroupedRows | None = None,
     num_weights: int = 1,
     rows_per_input: int = 1,
+    gate: str | None = None,
 ) -> Tensor:
-    """x [M, K] in floating point -> [M, N] in x's type. Weights of AWQ, GPTQ and compressed-tensors
-    checkpoints come in this form (engine/quantization reads them).
+    """x [M, K] in floating point -> [M, N] in x's type, or with a gate [M, N / 2].
 
-    With groups of R rows -> [R, N], row r being x[r // rows_per_input] times the one that it chose of
-    num_weights, which lie one after another in `weight` and have neither order nor smoothing.
+    With groups of R rows -> R of them, row r being x[r // rows_per_input] times the one that it chose of
+    num_weights, which lie one after another in `weight` and have neither order nor smoothing; bias is
+    [X * N] then.
     """
-    if isinstance(weight, Int8Weight) and weight.smoothing is not None:
+    if weight.smoothing is not None:
         x = (x.float() * weight.smoothing).to(x.dtype)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     assert x.stride(1) == 1, "inputs of a row lie side by side"
-    outputs, inputs = weight.shape[0] // num_weights, weight.shape[1]
-    rows, tiles = _rows_and_tiles(x, groups)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    is_int4 = isinstance(weight, Int4Weight)
-    minimum = weight.minimum if isinstance(weight, Int4Weight) else None
-    if tiles:
-        weight_only_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
+    stored, inputs = weight.shape
+    outputs, num_rows = stored // num_weights, x.shape[0] if groups is None else groups.num_rows
+    out = torch.empty(num_rows, outputs // (1 + (gate is not None)), dtype=x.dtype, device=x.device)
+    steps = weight.words.shape[0]
+    parts = num_parts(outputs, steps, x.device) if groups is None else 1
+    parted = parts > 1 and num_rows <= MOST_PARTED_ROWS
+    workspace = Workspace.of(x.device) if parted else None
+    offset = weight.zero if weight.zero is not None else weight.minimum
+
+    def start(shape: TileShape) -> None:
+        weight_only_kernel[grid_of(shape, num_rows, out.shape[1], groups, parts if parted else 1, gate)](
             x,
-            weight.packed if isinstance(weight, Int4Weight) else weight.values,
+            weight.words,
             weight.scale,
-            minimum if minimum is not None else weight.scale,
+            offset if offset is not None else weight.scale,
             bias if bias is not None else weight.scale,
             out,
+            workspace.sums if workspace is not None else weight.scale,
+            workspace.arrived if workspace is not None else weight.scale,
             groups.order if groups is not None else weight.scale,
             groups.weight_of_tile if groups is not None else weight.scale,
-            rows,
+            num_rows,
             inputs,
             outputs,
-            weight.scale.shape[1],
+            stored,
+            weight.group,
             x.stride(0),
             rows_per_input,
-            BITS=4 if is_int4 else 8,
-            MIDDLE=INT4_MIDDLE if is_int4 else 0,
-            MINIMUM=minimum is not None,
+            BITS=weight.bits,
+            OFFSET="zero" if weight.zero is not None else "none" if offset is None else "minimum",
             BIAS=bias is not None,
+            GATE=KINDS[gate] if gate is not None else -1,
             GROUPED=groups is not None,
-            TILE_K=step_of(weight),
+            PARTS=parts,
+            PARTED=parted,
+            STEP=weight.step,
+            EACH=weight.scales_per_step,
+            EVEN=inputs % weight.step == 0,
+            INTERPRETED=triton_interprets(),
+            TILE_M=shape.rows,
+            TILE_N=shape.outputs,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
         )
-    return out
 
-
-def _rows_and_tiles(x: Tensor, groups: GroupedRows | None) -> tuple[int, int]:
-    """Rows of the result, and how many tiles of them there are."""
-    if groups is None:
-        return x.shape[0], triton.cdiv(x.shape[0], TILE_M)
-    return groups.num_rows, groups.weight_of_tile.shape[0]
-
-
-def step_of(weight: Int4Weight | Int8Weight) -> int:
-    """Inputs of one step: they have one scale."""
-    return min(TILE_K, weight.group_size & -weight.group_size) if weight.scale.shape[1] > 1 else TILE_K
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x,
-    factors,
-    out,
-    scales,
-    row_stride,
-    inner,
-    width,
-    BLOCK: tl.constexpr,
-    FACTORS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """One program per part of a row; `inner` parts of `width` inputs make a row."""
-    part = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < width
-    at = x + part // inner * row_stride + part % inner * width + place
-    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if FACTORS:
-        values *= tl.load(factors + part % inner * width + place, mask=inside, other=0.0)
-    levels, scale = scaled_row(values, LIMIT, ROUND)
-    tl.store(out + part * width + place, levels.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + part, scale)
-
-
-def quantize_rows(
-    x: Tensor, kind: Quantized, *, factors: Tensor | None = None, block: int = 0
-) -> tuple[Tensor, Tensor]:
-    """x [M, K], times factors [K] where given -> int8 or fp8 [M, K] and scales [M], or [M, K/block]."""
-    rows, inputs = x.shape
-    assert x.stride(1) == 1, "inputs of a row lie side by side"
-    width = block or inputs
-    inner = inputs // width
-    out = torch.empty(
-        rows, inputs, dtype={"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind], device=x.device
-    )
-    scales = empty_scales(rows, x.device)
-    if block:
-        scales = torch.empty(rows, inner, dtype=torch.float32, device=x.device)
-    size = triton.next_power_of_2(width)
-    if rows:
-        quantize_rows_kernel[(rows * inner,)](
-            x,
-            factors if factors is not None else scales,
-            out,
-            scales,
-            x.stride(0),
-            inner,
-            width,
-            BLOCK=size,
-            FACTORS=factors is not None,
-            LIMIT=LIMITS[kind],
-            ROUND=kind == "int8",
-            num_warps=max(1, min(16, size // 512)),
-        )
-    return out, scales
-
-
-# The number of rows changes from step to step; it must not decide what is compiled.
-@triton.jit(do_not_specialize=["rows"])
-def scaled_kernel(
-    x,
-    x_scale,
-    weight,
-    weight_scale,
-    bias,
-    out,
-    order,
-    weight_of_tile,
-    rows,
-    inputs,
-    outputs,
-    rows_per_input,
-    INTEGER: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TILE_M: tl.constexpr = TILE_M,
-    TILE_N: tl.constexpr = TILE_N,
-    TILE_K: tl.constexpr = TILE_K,
-    SCALE_BLOCK: tl.constexpr = FP8_BLOCK,
-):
-    """Products of 8-bit inputs with 8-bit weights: int8, or float8. BLOCKED: one scale per row and
-    SCALE_BLOCK inputs (for weights also SCALE_BLOCK outputs, of which TILE_N is a divisor), else one per row
-    and per output. GROUPED as in weight_only_kernel; scales of weights are [X * N], or [X * N/128, K/128].
-    """
-    row, in_rows = rows_of_tile(order, rows, GROUPED, TILE_M)
-    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    in_columns = column < outputs
-    column = column.to(tl.int64)
-    source, output = row, column
-    # The row of the weight's scales that all outputs of the tile share.
-    first_block = tl.program_id(1) * TILE_N // SCALE_BLOCK
-    if GROUPED:
-        chosen = tl.load(weight_of_tile + tl.program_id(0)).to(tl.int64)
-        if chosen < 0:
-            return
-        source, output = row // rows_per_input, chosen * outputs + column
-        first_block += chosen * ((outputs + SCALE_BLOCK - 1) // SCALE_BLOCK)
-    place = tl.arange(0, TILE_K)
-    blocks = (inputs + SCALE_BLOCK - 1) // SCALE_BLOCK
-    ZERO: tl.constexpr = 0 if INTEGER else 0.0
-    if INTEGER:
-        total = tl.zeros([TILE_M, TILE_N], tl.int32)
-    else:
-        total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, inputs, TILE_K):
-        there = start + place < inputs
-        at = x + source[:, None] * inputs + (start + place)[None, :]
-        some = tl.load(at, mask=in_rows[:, None] & there[None, :], other=ZERO)
-        at = weight + output[:, None] * inputs + (start + place)[None, :]
-        other = tl.trans(tl.load(at, mask=in_columns[:, None] & there[None, :], other=ZERO))
-        if INTEGER:
-            total = tl.dot(some, other, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            block = start // SCALE_BLOCK
-            left = tl.load(x_scale + source * blocks + block, mask=in_rows, other=0.0)
-            right = tl.load(weight_scale + first_block * blocks + block)
-            total += tl.dot(some, other) * (left * right)[:, None]
-        else:
-            total = tl.dot(some, other, total)
-    result = total.to(tl.float32)
-    if not BLOCKED:
-        left = tl.load(x_scale + source, mask=in_rows, other=0.0)
-        right = tl.load(weight_scale + output, mask=in_columns, other=0.0)
-        result *= left[:, None] * right[None, :]
-    if BIAS:
-        result += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    at = out + row[:, None] * outputs + column[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
-
-
-def scaled_product(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    groups: GroupedRows | None = None,
-    rows_per_input: int = 1,
-) -> Tensor:
-    """x [M, K] and weight [N, K], both int8 or both float8_e4m3 -> [M, N] in `dtype`.
-
-    Scales are float32: [M] and [N] (a scale per tensor is one repeated), or for float8 in blocks
-    [M, K/128] and [N/128, K/128], rounded up. With groups of R rows and weights [X, N, K], whose scales have
-    X in front, too -> [R, N], row r being x[r // rows_per_input] times its weight.
-    """
-    outputs, inputs = weight.shape[-2:]
-    rows, tiles = _rows_and_tiles(x, groups)
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    if tiles:
-        scaled_kernel[(tiles, triton.cdiv(outputs, TILE_N))](
-            x,
-            x_scale,
-            weight,
-            weight_scale,
-            bias if bias is not None else weight_scale,
-            out,
-            groups.order if groups is not None else weight_scale,
-            groups.weight_of_tile if groups is not None else weight_scale,
-            rows,
-            inputs,
-            outputs,
-            rows_per_input,
-            INTEGER=x.dtype == torch.int8,
-            BLOCKED=x_scale.dim() == 2,
-            BIAS=bias is not None,
-            GROUPED=groups is not None,
-        )
+    if num_rows:
+        sums = 2 + (weight.minimum is not None)
+        launch("levels", shape_for(num_rows, groups, wide=x.element_size() > 2, sums=sums), start)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -18,3 +19,13 @@ def test_every_kernel_fits_real_gpus() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_80" in done.stdout
     assert "sm_90" in done.stdout
+
+
+def test_a_layer_of_experts_is_a_handful_of_launches() -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.counts", "--only", "experts"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    counted = [int(number) for number in re.findall(r"(\d+) launches", done.stdout)]
+    # bfloat16, and five quantized formats, with few rows and many.
+    assert len(counted) == 18
+    assert max(counted) <= 10

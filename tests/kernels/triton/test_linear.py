@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine.config import KernelsConfig
+from engine.kernels.linear import triton_shapes
 from engine.kernels.linear.formats import Fp8Weight, Int4Weight, Int8Weight, WeightFormat, pack_levels
 from engine.kernels.linear.triton_backend import (
     Fp8Product,
@@ -17,8 +21,11 @@ from engine.kernels.linear.triton_backend import (
 )
 from engine.kernels.linear.triton_dense import dense_batched_product, dense_product
 from engine.kernels.linear.triton_grouped import grouped_product
-from engine.kernels.linear.triton_linear import scaled_product, weight_only_product
-from engine.kernels.linear.triton_rows import TILE_M, GroupedRows
+from engine.kernels.linear.triton_linear import code_of
+from engine.kernels.linear.triton_packing import pack_levels_for_triton
+from engine.kernels.linear.triton_rows import GroupedRows
+from engine.kernels.linear.triton_scaled import scaled_product
+from engine.kernels.linear.triton_shapes import TileShape, Workspace, launch, num_parts, shape_for
 from engine.kernels.selection import choose_kernels
 
 
@@ -43,7 +50,7 @@ def test_int4(rows: int, inputs: int, outputs: int, group: int, asymmetric: bool
     )
     x, bias = drawn(rows, inputs, seed=3), drawn(outputs, seed=4)
     expected = x @ weight.dequantize().T + bias
-    torch.testing.assert_close(weight_only_product(x, weight, bias), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(TritonLinear().pack(weight)(x, bias), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 40, 1), (33, 100, 65)])
@@ -55,7 +62,7 @@ def test_int8_weight_only(rows: int, inputs: int, outputs: int) -> None:
     )
     x = drawn(rows, inputs, seed=3)
     torch.testing.assert_close(
-        weight_only_product(x, weight), x @ weight.dequantize().T, atol=1e-2, rtol=1e-4
+        TritonLinear().pack(weight)(x), x @ weight.dequantize().T, atol=1e-2, rtol=1e-4
     )
 
 
@@ -87,16 +94,21 @@ def test_float8_with_float8(rows: int, inputs: int, outputs: int, blocked: bool)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_grouped_rows_cover_every_row_once() -> None:
-    choice = torch.tensor([2, 0, 2, 2, 0] + [1] * 70, dtype=torch.int32)
-    groups = GroupedRows.of(choice, 4)
-    seen = []
+@pytest.mark.parametrize(("rows", "weights"), [(0, 4), (1, 1), (75, 4), (300, 3), (1500, 7)])
+def test_grouped_rows_cover_every_row_once(rows: int, weights: int) -> None:
+    # The last weight is nobody's, unless it is the only one.
+    choice = whole(0, max(1, weights - 1), rows).int()
+    groups = GroupedRows.of(choice, weights)
+    seen: dict[int, list[int]] = {}
     for tile, weight in enumerate(groups.weight_of_tile.tolist()):
-        rows = [row for row in groups.order[tile * TILE_M : (tile + 1) * TILE_M].tolist() if row >= 0]
         if weight >= 0:
-            assert {int(choice[row]) for row in rows} == {weight}
-            seen += rows
-    assert sorted(seen) == list(range(len(choice)))
+            part = groups.order[tile * groups.tile : (tile + 1) * groups.tile].tolist()
+            seen.setdefault(weight, []).extend(row for row in part if row >= 0)
+    assert seen == {
+        weight: (choice == weight).nonzero().flatten().tolist()
+        for weight in range(weights)
+        if bool((choice == weight).any())
+    }
 
 
 def test_experts() -> None:
@@ -180,14 +192,111 @@ def test_invariant_batched_products_take_any_strides() -> None:
     torch.testing.assert_close(dense_batched_product(left, turned), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dense", "fp8", "w8a8", "int4"])
-def test_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
-    weight = drawn(70, 128, seed=1) if kind == "dense" else expert(kind, 70, 128, 1)
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8 blocks", "w8a8", "int8", "int4", "int4 minimum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype) -> None:
+    # Inputs of several parts, rows of every tile.
+    inputs = 896
+    weight = drawn(70, inputs, seed=1).to(dtype) if kind == "dense" else expert(kind, 70, inputs, 1)
     product = InvariantLinear().pack(weight)
-    x = drawn(150, 128)
+    x = drawn(150, inputs).to(dtype)
     whole_batch = product(x)
-    for first, last in ((0, 1), (0, 17), (60, 70), (149, 150), (3, 140)):
+    assert bool(whole_batch.isfinite().all())
+    for first, last in ((0, 1), (0, 17), (60, 100), (149, 150), (3, 140)):
         assert torch.equal(product(x[first:last]), whole_batch[first:last])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "w8a8", "int4", "int8"])
+def test_parts_of_a_sum_are_added_by_the_last_that_arrives(kind: str) -> None:
+    weight = expert(kind, 40, 1024, 1)
+    product, x = TritonLinear().pack(weight), drawn(3, 1024).bfloat16()
+    assert num_parts(40, 8, x.device) > 1
+    workspace = Workspace.of(x.device)
+    workspace.sums.fill_(float("nan"))
+    expected = x.float() @ weight.dequantize().T
+    # Again, with what the first left behind.
+    for _ in range(2):
+        error = (product(x).float() - expected).norm() / expected.norm()
+        assert float(error) < 5e-2
+        assert not bool(workspace.arrived.any())
+
+
+def test_how_inputs_are_cut_fills_a_device_and_leaves_no_part_empty() -> None:
+    device = torch.device("cpu")
+    for outputs in (1, 64, 1000, 4096, 6144, 16384, 28672, 128256):
+        for steps in (1, 2, 7, 32, 112):
+            parts, tiles = num_parts(outputs, steps, device), -(-outputs // 64)
+            each = -(-steps // parts)
+            assert (parts - 1) * each < steps
+            assert tiles >= 247 or tiles * parts <= Workspace.of(device).sums.numel() // (64 * 128)
+            assert parts == 1 or tiles < 247
+    assert num_parts(4096, 32, device) * 64 >= 247
+
+
+def test_a_product_that_a_device_has_no_room_for_takes_a_smaller_shape(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_shapes, "_smaller", {})
+    tried: list[TileShape] = []
+
+    def start(shape: TileShape) -> None:
+        tried.append(shape)
+        if shape.num_stages > 1 or shape.outputs > 64:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    shape = shape_for(1000)
+    launch("levels", shape, start)
+    assert tried[0] == shape
+    assert tried[-1] == replace(shape, outputs=64, num_warps=4, num_stages=1)
+    assert "no room" in caplog.text
+    tried.clear()
+    # Known by now.
+    launch("levels", shape, start)
+    assert len(tried) == 1
+
+    def never(shape: TileShape) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    with pytest.raises(OutOfResources):
+        launch("others", shape, never)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("half", [False, True])
+def test_the_code_of_a_gpu_takes_the_bits_that_the_interpreter_takes(place: int, half: bool) -> None:
+    words = np.arange(1 << 16, dtype=np.uint32)
+    register = words | (words[::-1] << 16)
+    found = re.fullmatch(
+        r"\{ \.reg \.b32 t; shr\.b32 t, \$1, (\d+); lop3\.b32 \$0, t, (\w+), (\w+), 0xEA; \}",
+        code_of(place, half),
+    )
+    assert found is not None
+    # 0xEA is (a & b) | c.
+    result = (register >> int(found[1])) & int(found[2], 16) | int(found[3], 16)
+    ones, kind = (1024, torch.float16) if half else (128, torch.bfloat16)
+    for lane, given in ((result & 0xFFFF, words), (result >> 16, words[::-1])):
+        numbers = torch.from_numpy(lane.astype(np.int16)).view(kind)
+        assert numbers.float().tolist() == (ones + (given >> (4 * place) & 15)).tolist()
+
+
+def test_zeros_that_are_whole_numbers_stay_so_and_scales_are_as_narrow_as_they_can_be() -> None:
+    scale = drawn(8, 2).abs().half().float()
+    zeros = whole(0, 16, 8, 2, seed=1).float()
+    packed = pack_levels(whole(0, 16, 8, 128))
+    kept = pack_levels_for_triton(Int4Weight(packed=packed, scale=scale, minimum=-zeros * scale))
+    assert kept.minimum is None
+    assert kept.zero is not None
+    assert torch.equal(kept.zero.float(), zeros.T)
+    assert kept.scale.dtype == torch.float16
+    kept = pack_levels_for_triton(Int4Weight(packed=packed, scale=scale, minimum=drawn(8, 2, seed=2)))
+    assert kept.zero is None
+    assert pack_levels_for_triton(Int4Weight(packed=packed, scale=drawn(8, 2))).scale.dtype == torch.float32
+
+
+def test_groups_that_no_matrix_unit_takes_are_named() -> None:
+    weight = Int4Weight(packed=pack_levels(whole(0, 16, 8, 80)), scale=drawn(8, 10))
+    with pytest.raises(ValueError, match=r"groups of 8 inputs.*engine\.kernels\.linear to torch"):
+        TritonLinear().pack(weight)
 
 
 def test_invariant_products_leave_nothing_to_libraries() -> None:

@@ -43,9 +43,12 @@ ELSEWHERE = torch.device("meta")
 LAUNCHERS = (
     "activation.triton_activation",
     "attention.triton_attention",
+    "experts.triton_experts",
     "linear.triton_dense",
     "linear.triton_grouped",
     "linear.triton_linear",
+    "linear.triton_rows",
+    "linear.triton_scaled",
     "norm.triton_norm",
     "rope.triton_rope",
     "sampling.triton_sampling",

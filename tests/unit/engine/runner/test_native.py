@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.kernels.linear.native import NativeProduct
 from engine.kernels.native import NativeUnavailableError, load_native
 from engine.kernels.native.build import machine_levels
 from engine.kernels.native.library import Program, StepStruct, load_level
+from engine.model.back_end import load_model
+from engine.model.checkpoint import LoadRequest
+from engine.model.families import read_spec
 from engine.model.native_decoder import NativeDecoder
 from engine.model.program_builder import ProgramBuilder
 from engine.runner.runner import ModelRunner
@@ -203,6 +206,24 @@ def test_required_and_impossible(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"engine\.native = 'required', but engine\.attention_backend"):
         open_runner(tmp_path, native="required", attention_backend="reference")
+
+
+def test_fp8_is_refused_where_nothing_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "llama")
+    for native in ("auto", "required"):
+        with pytest.raises(ConfigError, match=r"engine\.quantize = 'fp8'.* int8, w8a8 or int4"):
+            open_runner(tmp_path, native=native, quantize="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    request = LoadRequest(
+        folder=tmp_path,
+        spec=read_spec(tmp_path),
+        dtype="bfloat16",
+        max_model_len=96,
+        config=EngineConfig(quantize="fp8"),
+    )
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 has compute capability 8\.0.* 8\.9"):
+        load_model(request, device="cuda", library=None, progress=lambda phase, part: None)
 
 
 def test_what_cannot_be_lowered_is_served_by_torch_and_said(
