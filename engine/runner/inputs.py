@@ -36,7 +36,9 @@ class StepInputs:
     starts: NDArray[np.int64]  # [S] position of each sequence's first token in the step
     ends: NDArray[np.int64]  # [S] position after its last one, drafts included
     query_starts: NDArray[np.int64]  # [S + 1]
-    # What the model computes; None where captured work takes its numbers from the arrays above.
+    # Leading sequences whose rows are captured work, which takes its numbers from the arrays above; and what
+    # the model computes of the others, None where there are none.
+    num_captured: int = 0
     batch: ForwardBatch | None = None
     # The step is queued while the one before it is on the device.
     ahead: bool = False
@@ -64,16 +66,32 @@ def gather_rows(scheduled: Sequence[ScheduledSequence], table: SequenceTable) ->
 
 
 def prepare_inputs(
-    scheduled: Sequence[ScheduledSequence], table: SequenceTable, storage: KvStorage, model: Model
+    scheduled: Sequence[ScheduledSequence],
+    table: SequenceTable,
+    storage: KvStorage,
+    model: Model,
+    num_captured: int = 0,
 ) -> StepInputs:
-    """Builds the step. Block tables already hold the plan's new blocks. Rows are padded to a multiple of the
-    model's; padding reads token 0 and writes to the spare block.
+    """Builds the step; the first `num_captured` sequences are left out of the batch. Block tables already
+    hold the plan's new blocks. Rows are padded to a multiple of the model's; padding reads token 0 and writes
+    to the spare block.
     """
     inputs = gather_rows(scheduled, table)
-    slots, starts, ends, query_starts = inputs.slots, inputs.starts, inputs.ends, inputs.query_starts
+    inputs.num_captured = num_captured
+    table.ensure_columns(int(inputs.ends.max()))
+    if num_captured < len(scheduled):
+        inputs.batch = _batch_of(inputs, table, storage, model)
+    return inputs
+
+
+def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, model: Model) -> ForwardBatch:
+    """What the model computes of the sequences that are not captured."""
+    first = inputs.num_captured
+    scheduled, slots = inputs.scheduled[first:], inputs.slots[first:]
+    starts, ends = inputs.starts[first:], inputs.ends[first:]
+    query_starts = inputs.query_starts[first:] - inputs.query_starts[first]
     block_size = storage.block_size
     longest = int(ends.max())
-    table.ensure_columns(longest)
     for sequence, slot, end in zip(scheduled, slots, ends, strict=True):
         if sequence.draft_token_ids:
             # Beyond num_tokens, so not part of the sequence until they are accepted.
@@ -94,7 +112,7 @@ def prepare_inputs(
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
     token_ids, padded_positions, places = on_device(rows, model.device)
-    inputs.batch = ForwardBatch(
+    return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
         slots=places,
@@ -102,4 +120,3 @@ def prepare_inputs(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
     )
-    return inputs

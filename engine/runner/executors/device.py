@@ -1,10 +1,10 @@
 """Steps on a GPU: queued while the one before runs, and waiting for nothing.
 
 What the step before draws is fed on the device (DeviceTable.last_tokens), so the host reads tokens one step
-late. Decode steps replay captured graphs where there are some; others run eagerly, and are queued the same
-way. A step that needs to know tokens before it is computed (drafts, forks, beams, log-probabilities of
-prompts) is the torch executor's, once the outstanding one has finished. Rows under a grammar need them only
-for their masks: those are filled while their forward runs.
+late. Decode rows replay captured graphs where there are some, alone or beside prompts; these follow eagerly,
+and all rows draw together. A step that needs to know tokens before it is computed (drafts, forks, beams,
+log-probabilities of prompts) is the torch executor's, once the outstanding one has finished. Rows under a
+grammar need them only for their masks: those are filled while their forward runs.
 
 Shape letters: S sequences, R rows that sample, E hidden size, V vocabulary.
 """
@@ -25,6 +25,7 @@ from engine.kernels.sampling.on_device import DeviceDrawn, sample_on_device
 from engine.kernels.sampling.rows import SamplingRows
 from engine.kernels.transfer import on_device
 from engine.model.decoder import Decoder
+from engine.model.forward_batch import ForwardBatch
 from engine.runner.base import RunnerBroken
 from engine.runner.cuda.arrival import DeviceArrival, LogprobsOnTheWay
 from engine.runner.cuda.decode_graphs import UNREAD, DecodeGraphs
@@ -32,7 +33,7 @@ from engine.runner.cuda.device_table import DeviceTable
 from engine.runner.cuda.staging import NUM_BUFFERS, Mark, pinned
 from engine.runner.executors.executor import Executor, StepTooLargeError
 from engine.runner.executors.torch import TorchExecutor
-from engine.runner.inputs import StepInputs, gather_rows, prepare_inputs
+from engine.runner.inputs import StepInputs, prepare_inputs
 from engine.runner.kv_storage import KvStorage
 from engine.runner.outcomes import Sampled
 from engine.runner.verification import LogitRows, logit_rows, sampling_rows
@@ -88,11 +89,12 @@ class DeviceExecutor(Executor):
         self._ran_out = False
         with self._fitting():
             self.table.flush()
-            plain = ahead and all(each.num_tokens == 1 and each.samples for each in scheduled)
-            if plain and self.graphs is not None and self.graphs.size_for(len(scheduled)) is not None:
-                inputs = gather_rows(scheduled, self.table)
-            else:
-                inputs = prepare_inputs(scheduled, self.table, self.storage, self.model)
+            num_captured = 0
+            if ahead and self.graphs is not None:
+                scheduled, num_captured = _decodes_first(scheduled)
+                if self.graphs.size_for(num_captured) is None:
+                    num_captured = 0
+            inputs = prepare_inputs(scheduled, self.table, self.storage, self.model, num_captured)
         inputs.ahead = ahead
         return inputs
 
@@ -115,11 +117,11 @@ class DeviceExecutor(Executor):
         """Forward, draw and the copy of the tokens, without waiting."""
         began_s = time.monotonic()
         rows = logit_rows(inputs)
-        if inputs.batch is None:
-            assert self.graphs is not None, "prepared for them"
-            hidden, slots = self._replay(self.graphs, inputs)
-        else:
-            hidden, slots = self._forward(inputs, rows)
+        # Captured rows come first: the device has work while the host launches the others one by one.
+        parts = [self._replay(self.graphs, inputs)] if inputs.num_captured and self.graphs else []
+        if inputs.batch is not None:
+            parts.append(self._forward(inputs.batch, inputs, rows))
+        hidden, slots = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         mark = Mark(self.model.device)
         step = Sampled(inputs=inputs, rows=rows, began_s=began_s)
         step.arrival = arrival = DeviceArrival(step, self.table, mark)
@@ -129,24 +131,29 @@ class DeviceExecutor(Executor):
         return step
 
     def _replay(self, graphs: DecodeGraphs, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        table, size, slots, starts = self.table, self.storage.block_size, inputs.slots, inputs.starts
-        table.ensure_columns(int(starts.max()) + 1)
+        """Hidden states of the captured rows, and their slots on the device [S]."""
+        table, size, count = self.table, self.storage.block_size, inputs.num_captured
+        slots, starts = inputs.slots[:count], inputs.starts[:count]
         tokens = np.where(table.num_unread[slots] > 0, UNREAD, table.tokens[slots, starts])
         places = table.blocks[slots, starts // size] * size + starts % size
-        return graphs.run(tokens, starts, places, slots)
+        hidden, there = graphs.run(tokens, starts, places, slots)
+        # Alone they keep the padding, so that logits need none of their own.
+        return hidden if inputs.batch is None else hidden[:count], there
 
-    def _forward(self, inputs: StepInputs, rows: LogitRows) -> tuple[Tensor, Tensor]:
-        """Hidden states of the sampling rows [R, E], and their slots on the device [R]."""
-        table, slots, batch = self.table, inputs.slots, inputs.batch
-        assert batch is not None, "prepared as a whole"
+    def _forward(self, batch: ForwardBatch, inputs: StepInputs, rows: LogitRows) -> tuple[Tensor, Tensor]:
+        """Hidden states of the other rows that sample [R, E], and their slots on the device [R]."""
+        table, count = self.table, inputs.num_captured
+        slots = inputs.slots[count:]
         unread = np.flatnonzero(table.num_unread[slots] > 0)
-        last = inputs.query_starts[1:] - 1
+        last = batch.ragged.query_starts[1:] - 1
         # One copy: who takes a token from the device, and who samples.
         there = on_device(
-            np.concatenate((last[unread], slots[unread], rows.tokens, rows.slots)), self.model.device
+            np.concatenate((last[unread], slots[unread], rows.tokens[count:] - count, rows.slots[count:])),
+            self.model.device,
         )
+        num_rows = rows.tokens.size - count
         places, sources, sampling, slots_there = torch.split(
-            there, [unread.size, unread.size, rows.tokens.size, rows.slots.size]
+            there, [unread.size, unread.size, num_rows, num_rows]
         )
         if unread.size:
             batch.token_ids.index_copy_(0, places, table.last_tokens.index_select(0, sources))
@@ -203,6 +210,12 @@ class DeviceExecutor(Executor):
             host = pinned(*each.shape, dtype=each.dtype, device=self.model.device)
             found.append(host.copy_(each, non_blocking=True))
         return LogprobsOnTheWay(rows=picked, chosen=found[0], ids=found[1], values=found[2])
+
+
+def _decodes_first(scheduled: Sequence[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
+    """The same rows, those of one token that sample first; and how many these are."""
+    decodes = [each for each in scheduled if each.num_tokens == 1 and each.samples]
+    return decodes + [each for each in scheduled if each.num_tokens > 1 or not each.samples], len(decodes)
 
 
 def raise_if_broken(error: Exception) -> None:
