@@ -31,7 +31,17 @@ from engine.types import GrammarSpec, ScheduledSequence, SchedulerOutput, Sequen
 class LaunchedStep:
     """A step on its way; see PendingStep."""
 
-    __slots__ = ("_finish", "error", "known", "result", "running", "sampled", "started_s", "step_id")
+    __slots__ = (
+        "_finish",
+        "error",
+        "known",
+        "num_halvings",
+        "result",
+        "running",
+        "sampled",
+        "started_s",
+        "step_id",
+    )
 
     def __init__(self, step_id: int, finish: Callable[[LaunchedStep], StepResult]) -> None:
         self.step_id = step_id
@@ -41,6 +51,7 @@ class LaunchedStep:
         self.running: Future[None] | None = None
         # Results that were known before anything was computed.
         self.known: Sequence[SequenceResult] = ()
+        self.num_halvings = 0
         self.sampled: Sampled | None = None
         self.result: StepResult | None = None
         self.error: Exception | None = None
@@ -144,7 +155,7 @@ class ModelRunner:
         if sampled is None:
             # More is free once the device has nothing else to do.
             self._settle()
-            self._book(step, self._in_parts(sound), 0.0)
+            self._book(step, self._in_parts(step, sound), 0.0)
         elif sampled.arrival is None:
             self._conclude(step, sampled)
         else:
@@ -192,7 +203,7 @@ class ModelRunner:
         inputs.masks = self._masks(inputs)
         return self.executor.execute(inputs)
 
-    def _in_parts(self, sound: list[ScheduledSequence]) -> list[SequenceResult]:
+    def _in_parts(self, step: LaunchedStep, sound: list[ScheduledSequence]) -> list[SequenceResult]:
         """Results of a step that is concluded at once, in halves where memory ends on the way."""
         parts = halves(sound)
         try:
@@ -200,7 +211,9 @@ class ModelRunner:
         except StepTooLargeError as error:
             if parts is None:
                 raise (error.__cause__ or error) from None
-        return joined(*map(self._in_parts, parts))
+        step.num_halvings += 1
+        first, second = parts
+        return joined(self._in_parts(step, first), self._in_parts(step, second))
 
     def _masks(self, inputs: StepInputs) -> Callable[[], GrammarMasks | None]:
         """Fills masks beside the forward; or after it, where they depend on tokens that the host has not
@@ -264,6 +277,7 @@ class ModelRunner:
             (*step.known, *results) if step.known else tuple(results),
             compute_s=now - began_s,
             sampling_s=now - forwarded_s if forwarded_s else 0.0,
+            num_halvings=step.num_halvings,
         )
 
     def _results(self, sampled: Sampled) -> list[SequenceResult]:

@@ -106,3 +106,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""
     # Part of compute_s that went into sampling, masks and copying the tokens to the host.
     sampling_s: float = 0.0
+    # How often it, or a part of it, was cut in two for want of memory.
+    num_halvings: int = 0

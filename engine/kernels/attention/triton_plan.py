@@ -104,7 +104,8 @@ def make_plan(
 def ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers [first, first + count) of each, one after another."""
     before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(firsts - before, counts)
+    offsets: NDArray[np.int64] = np.repeat(firsts - before, counts)
+    return np.arange(offsets.size) + offsets
 
 
 def _reach(first_positions: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
 from engine.runner.runner import ModelRunner
-from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput, StepResult
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import (
     AddressChangedError,
@@ -287,14 +287,25 @@ def test_a_step_that_does_not_fit_is_halved(folder: Path, monkeypatch: pytest.Mo
         return forward(batch, *rest)
 
     monkeypatch.setattr(runner.model, "forward", limited)
+    driver, halvings = Driver(runner), []
+    step = driver.step
+
+    def counted(plan: SchedulerOutput) -> StepResult:
+        result = step(plan)
+        halvings.append(result.num_halvings)
+        return result
+
+    monkeypatch.setattr(driver, "step", counted)
     jobs = [job_of(number) for number in range(12)]
     jobs[0] = replace(
         jobs[0], prompt=prompt_of(40, VOCAB), sampling=SamplingParams(temperature=0.0, prompt_logprobs=1)
     )
-    Driver(runner).run(jobs)
+    driver.run(jobs)
     monkeypatch.undo()
     expected = expected_of(folder, jobs)
     assert max(sizes) > 9
+    # Every cut began with a failure, and the first one of a step was no cut yet.
+    assert sum(halvings) == sum(size > 9 for size in sizes) - sum(map(bool, halvings)) > 3
     assert [job.output for job in jobs] == [job.output for job in expected]
     assert [each.token_id for each in jobs[0].prompt_logprobs] == jobs[0].prompt[1:]
     runner.close()
