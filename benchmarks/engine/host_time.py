@@ -117,7 +117,6 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
             table,
             sizes=ladder(batch),
             block_size=_BLOCK,
-            spare_slot=storage.spare_slot,
         )
         made.capture(_NullRecorder())
         return made

@@ -168,7 +168,6 @@ class _Steps:
                 table,
                 sizes=ladder(_SIZES[-1]),
                 block_size=_BLOCK,
-                spare_slot=storage.spare_slot,
             )
             made.capture(_Recorder(counts))
             return made

@@ -40,11 +40,12 @@ _EXIT_BROKEN = 70
 
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
-    if config.speculation.method != "off":
-        # Drafts of a step are known only after its tokens are.
+    on_device = facts.device.startswith("cuda")
+    if config.speculation.method == "draft_model" or (config.speculation.method == "ngram" and not on_device):
+        # Drafts wait for a step's tokens. Only looked-up ones go on behind what a device is still drawing.
         return False
     choice = config.scheduler.overlap
-    return facts.device.startswith("cuda") if choice == "auto" else choice == "on"
+    return on_device if choice == "auto" else choice == "on"
 
 
 def make_scheduler(

@@ -45,20 +45,30 @@ class StepInputs:
     # Waits for the masks of sequences under a grammar that sample.
     masks: Callable[[], GrammarMasks | None] = no_masks
 
+    def is_alive(self, member: int, table: SequenceTable) -> bool:
+        """Whether a sequence of the step still has its slot."""
+        return table.states.get(self.ids[member]) is self.states[member]
+
 
 def gather_rows(scheduled: Sequence[ScheduledSequence], table: SequenceTable) -> StepInputs:
     """Who takes part, and where; no batch yet."""
     ids = [sequence.sequence_id for sequence in scheduled]
     states = [table.states[sequence_id] for sequence_id in ids]
+    slots = np.array([state.slot for state in states], np.int64)
     starts = np.array([sequence.start for sequence in scheduled], np.int64)
     lens = np.array([sequence.num_tokens for sequence in scheduled], np.int64)
+    # A row that samples ends with the last token, whatever became of drafts that the plan counts as accepted.
+    # Those whose last token is not here yet begin where the plan says, or before.
+    exact = np.array([sequence.samples for sequence in scheduled]) & (table.num_unread[slots] == 0)
+    num_drafts = np.array([len(sequence.draft_token_ids) for sequence in scheduled], np.int64)
+    starts = np.where(exact, table.num_tokens[slots] + num_drafts - lens, starts)
     query_starts = np.zeros(len(ids) + 1, np.int64)
     np.cumsum(lens, out=query_starts[1:])
     return StepInputs(
         scheduled=scheduled,
         ids=ids,
         states=states,
-        slots=np.array([state.slot for state in states], np.int64),
+        slots=slots,
         starts=starts,
         ends=starts + lens,
         query_starts=query_starts,

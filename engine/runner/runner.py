@@ -145,7 +145,7 @@ class ModelRunner:
         if not sound:
             self._book(step, (), 0.0)
             return
-        ahead = not self._speculates and executor.runs_ahead(sound)
+        ahead = executor.runs_ahead(sound)
         if not ahead:
             self._settle()
         sampled = None
@@ -285,8 +285,7 @@ class ModelRunner:
         if sampled.arrival is not None:
             sampled.arrival.wait()
         outcomes = conclude(sampled, self.table)
-        # A step after one that arrives late begins with its token, so drafts would come to nothing.
-        drafts = self._propose(sampled, outcomes) if sampled.arrival is None else {}
+        drafts = self._propose(sampled, outcomes)
         scores = sampled.scores
         if scores or drafts:
             members = zip(sampled.rows.members, outcomes, strict=True)
@@ -321,7 +320,8 @@ class ModelRunner:
             return {}
         drafts = [len(each.draft_token_ids) for each in inputs.scheduled]
         step = StepCost(
-            seconds=time.monotonic() - sampled.began_s,
+            # While the step before it ran, a device had not begun.
+            seconds=time.monotonic() - max(sampled.began_s, self._finished_s),
             num_sequences=len(drafts),
             num_drafts=sum(drafts),
             num_accepted=sum(outcome.num_accepted for outcome in outcomes),
@@ -330,5 +330,19 @@ class ModelRunner:
                 for each, count in zip(inputs.scheduled, drafts, strict=True)
             ),
         )
-        found = self.proposer.propose([state for _, state in alive], self.table, step)
+        in_flight = self._in_flight()
+        found = self.proposer.propose(
+            [state for _, state in alive],
+            self.table,
+            step,
+            num_in_flight=[in_flight.get(sequence_id, 0) for sequence_id, _ in alive],
+        )
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
+
+    def _in_flight(self) -> dict[int, int]:
+        """Tokens that the outstanding step draws for each sequence, if it confirms all drafts."""
+        step = self._outstanding
+        if step is None or step.sampled is None:
+            return {}
+        scheduled = step.sampled.inputs.scheduled
+        return {each.sequence_id: 1 + len(each.draft_token_ids) for each in scheduled if each.samples}

@@ -31,7 +31,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that one sequence computes in this step: positions [start, start + num_tokens)."""
+    """The tokens that one sequence computes in this step: positions [start, start + num_tokens).
+
+    A plan counts drafts that are in flight as accepted. A row that samples always ends with the sequence's
+    last token and its drafts, so it begins as many positions before `start` as were rejected.
+    """
 
     sequence_id: int
     start: int

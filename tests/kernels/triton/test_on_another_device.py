@@ -230,7 +230,6 @@ def test_devices_are_never_mixed(
             table,
             sizes=(1, 2, 4, 8),
             block_size=16,
-            spare_slot=storage.spare_slot,
         )
         recorder = Recorder()
         graphs.capture(recorder)

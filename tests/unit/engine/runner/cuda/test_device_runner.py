@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
+from engine.config import EngineConfig, GraphsConfig, SchedulerConfig, SpeculationConfig
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
 from engine.runner.runner import ModelRunner
@@ -50,7 +50,9 @@ def open_device_runner(
         folder, **({"native": "off", "attention_backend": "torch", "kv_cache_bytes": 8 << 20} | options)
     )
     config = EngineConfig(
-        graphs=GraphsConfig(decode=graphs), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs)
+        graphs=GraphsConfig(decode=graphs),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        speculation=options.get("speculation", SpeculationConfig()),
     )
     spec = plain.model.spec
     return make_device_runner(
