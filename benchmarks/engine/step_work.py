@@ -3,9 +3,9 @@
 Llama-3.1-8B's shape and the runner of GPUs with Triton's kernels, over a device that computes nothing
 (torch's "meta"): operations and kernels are counted, and the host's time is that of planning, inputs,
 options, Python and torch's dispatch. Left out is what only a driver costs, a few microseconds for each
-launch. Every step is launched and read; contexts are of 1,024 tokens, a mixed step has one chunk of 512
-tokens beside its decode rows, and the sequences of a prefill step compute 64 tokens each. The baseline in the
-same run is the same step without captured graphs.
+launch. Every step is launched and read; contexts are of 1,024 tokens, a step that verifies has four drafts
+for each sequence, a mixed one has one chunk of 512 tokens beside its decode rows, and the sequences of a
+prefill step compute 64 tokens each. The baseline in the same run is the same step without captured graphs.
 
     python -m benchmarks.engine.step_work [--json OUT]
 """
@@ -34,7 +34,6 @@ from engine.kernels import selection
 from engine.kernels.attention import triton_attention
 from engine.kernels.attention.triton_attention import TritonAttention
 from engine.kernels.sampling.on_device import DeviceDrawn
-from engine.kernels.sampling.rows import SamplingRows
 from engine.model.checkpoint import LoadRequest
 from engine.model.decoder import Decoder
 from engine.model.families import read_spec
@@ -51,6 +50,8 @@ from engine.types import NewSequence, SamplingParams, ScheduledSequence, Schedul
 _ELSEWHERE = torch.device("meta")
 _SIZES = (1, 16, 128)
 _CONTEXT, _CHUNK, _PREFILL, _BLOCK = 1024, 512, 64, 16
+# None is what is drawn, so that every step goes on by one token.
+_DRAFTS = (7, 7, 7, 7)
 _MODULES = ("activation.triton_activation", "attention.triton_attention", "linear.triton_linear")
 _MORE_MODULES = ("linear.triton_dense", "norm.triton_norm", "rope.triton_rope", "sampling.triton_sampling")
 # Operations that make a view, or nothing: the device does not hear of them.
@@ -93,19 +94,6 @@ class _Kernel:
         self._counts["kernels"] += 1
 
 
-class _Drawn(DeviceDrawn):
-    """Tokens that a host can read."""
-
-    def packed(self) -> Tensor:
-        super().packed()
-        return torch.ones(3, self.tokens.shape[0], dtype=torch.int64)
-
-
-class _Executor(DeviceExecutor):
-    def _sampled(self, logits: Tensor, rows: SamplingRows) -> DeviceDrawn:
-        return _Drawn(**vars(super()._sampled(logits, rows)))
-
-
 class _Recorder:
     """Forgets what it captures; a replay is one launch."""
 
@@ -121,7 +109,13 @@ class _Recorder:
 
 
 def _stand_in(counts: Counter[str]) -> None:
-    """Kernels that count; and a device that says it runs Triton."""
+    """Kernels that count; a device that says it runs Triton; and tokens that a host can read."""
+    packed = DeviceDrawn.packed
+
+    def readable(drawn: DeviceDrawn) -> Tensor:
+        return torch.ones(packed(drawn).shape, dtype=torch.int64)
+
+    DeviceDrawn.packed = readable
     for name in (*_MODULES, *_MORE_MODULES):
         module = importlib.import_module(f"engine.kernels.{name}")
         for attribute in [each for each in vars(module) if each.endswith("_kernel")]:
@@ -166,13 +160,13 @@ class _Steps:
                 attention,
                 storage.layers,
                 table,
-                sizes=ladder(_SIZES[-1]),
+                sizes=ladder(_SIZES[-1], most_drafts=len(_DRAFTS)),
                 block_size=_BLOCK,
             )
             made.capture(_Recorder(counts))
             return made
 
-        executor = _Executor(model, attention, storage, table, graphs=captured)
+        executor = DeviceExecutor(model, attention, storage, table, graphs=captured)
         self.runner = ModelRunner(
             executor=executor,
             table=table,
@@ -202,7 +196,11 @@ class _Steps:
             new: tuple[NewSequence, ...] = ()
             rows: tuple[ScheduledSequence, ...] = ()
             if kind != "prefill":
-                rows = tuple(ScheduledSequence(index, position, 1, (), True) for index in range(self._count))
+                drafts = _DRAFTS if kind == "verify" else ()
+                rows = tuple(
+                    ScheduledSequence(index, position, 1 + len(drafts), (), True, drafts)
+                    for index in range(self._count)
+                )
             if kind == "mixed":
                 new = (self._new(next(self._ids), _CHUNK),)
                 rows += (ScheduledSequence(new[0].sequence_id, 0, _CHUNK, (), True),)
@@ -251,7 +249,7 @@ def main() -> None:
         model = _model(Path(name))
         rows = [
             measure(model, Path(name), counts, kind, count, graphs)
-            for kind in ("decode", "mixed", "prefill")
+            for kind in ("decode", "verify", "mixed", "prefill")
             for count in _SIZES
             for graphs in (False, True)
         ]
