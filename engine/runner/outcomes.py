@@ -55,11 +55,6 @@ class Sampled:
     began_s: float
     forwarded_s: float = 0.0
 
-    @property
-    def one_row_each(self) -> bool:
-        """Whether nobody has drafts."""
-        return len(self.rows.members) == self.rows.tokens.size
-
 
 def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
     """Each sampling sequence's outcome with its log-probabilities, in the order of `rows.members`. Moves
@@ -88,7 +83,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
     masks, states = step.masks, step.inputs.states
-    if step.sound or (masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all()):
+    if step.sound or (masks is None and step.rows.one_each and drawn.finite.all() and drawn.allowed.all()):
         # What most steps are: nothing but a token each.
         ids = step.inputs.ids
         return [
@@ -204,7 +199,7 @@ def _reports(
 def _append(step: Sampled, drawn: Drawn, outcomes: list[SequenceResult], table: SequenceTable) -> None:
     """Makes the new tokens part of their sequences, as far as they are not."""
     rows = step.rows
-    whole = step.arrival is None and step.one_row_each
+    whole = step.arrival is None and step.rows.one_each
     if step.appended or (whole and all(outcome.token_ids for outcome in outcomes)):
         if not step.appended:
             table.append_one_each(rows.slots, drawn.tokens)

@@ -46,15 +46,15 @@ class DeviceArrival:
             return
         step, table = self._step, self._table
         tokens, finite, allowed = self.drawn.numpy()
-        inputs = step.inputs
-        alive = np.array([inputs.is_alive(member, table) for member in step.rows.members], np.bool_)
-        slots = step.rows.slots[step.rows.starts[:-1]][alive]
+        inputs, rows = step.inputs, step.rows
+        alive = np.array([inputs.is_alive(member, table) for member in rows.members], np.bool_)
+        slots = rows.member_slots[alive]
         table.num_unread[slots] -= 1
         # Those of a step that was launched since are still on their way.
         table.unread_drafts[slots[table.num_unread[slots] == 0]] = 0
-        if step.one_row_each and alive.any():
+        if rows.one_each and alive.any():
             table.append_one_each(slots, tokens[alive])
-        step.appended = step.one_row_each
+        step.appended = rows.one_each
         step.drawn = Drawn(
             tokens=tokens, finite=finite.astype(np.bool_), allowed=allowed.astype(np.bool_), processed=None
         )

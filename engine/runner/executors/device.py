@@ -81,12 +81,13 @@ class DeviceExecutor(Executor):
         """Whether nothing in the step needs tokens on the host before its forward."""
         table = self.table
         captured: bool | None = None
+        someone_drafts = bool(table.unread_drafts.any())
         for sequence in scheduled:
             state = table.states[sequence.sequence_id]
             asked = state.sampling
             if asked.prompt_logprobs is not None or asked.beam_width or state.slot >= table.num_rows:
                 return False
-            unread = int(table.unread_drafts[state.slot])
+            unread = int(table.unread_drafts[state.slot]) if someone_drafts else 0
             if not unread and not sequence.draft_token_ids:
                 continue
             if captured is None:
@@ -116,6 +117,8 @@ class DeviceExecutor(Executor):
         num_rows = sum(each.num_tokens for each in decodes)
         if self.graphs is None or not decodes or self.graphs.size_for(num_rows) is None:
             return list(scheduled), 0
+        if len(decodes) == len(scheduled):
+            return decodes, len(decodes)
         return decodes + [each for each in scheduled if not _is_decode(each)], len(decodes)
 
     def execute(self, inputs: StepInputs) -> Sampled:
@@ -156,10 +159,11 @@ class DeviceExecutor(Executor):
         table, count = self.table, inputs.num_captured
         bounds = inputs.query_starts[: count + 1]
         num_rows = int(bounds[-1])
-        owners = np.repeat(np.arange(count), np.diff(bounds))
-        within = np.arange(num_rows) - bounds[owners]
-        slots = inputs.slots[owners]
-        positions = inputs.starts[owners] + within
+        slots, positions = inputs.slots[:count], inputs.starts[:count]
+        if num_rows > count:
+            owners = np.repeat(np.arange(count), np.diff(bounds))
+            within = np.arange(num_rows) - bounds[owners]
+            slots, positions = slots[owners], positions[owners] + within
         tokens = np.where(table.num_unread[slots] > 0, UNREAD, table.tokens[slots, positions])
         if num_rows > count:
             drafts = (each.draft_token_ids for each in inputs.scheduled[:count])
@@ -207,7 +211,7 @@ class DeviceExecutor(Executor):
         if unread_drafts.any():
             asked = self._gone_back(asked, slots_there, unread_drafts)
         drawn = self._sampled(logits, asked)
-        accepted = None if step.one_row_each else accept(drawn.tokens, step.inputs, rows)
+        accepted = None if rows.one_each else accept(drawn.tokens, step.inputs, rows)
         if accepted is None:
             table.set_last_tokens(slots_there, drawn.tokens)
         else:
@@ -221,9 +225,8 @@ class DeviceExecutor(Executor):
         # Last, since nothing may be counted twice when memory runs out on the way.
         emitted = None if accepted is None else accepted.emitted
         table.sampling.append_there(rows.slots, drawn.tokens, emitted)
-        slots = rows.slots[rows.starts[:-1]]
-        table.num_unread[slots] += 1
-        table.unread_drafts[slots] = np.diff(rows.starts) - 1
+        table.num_unread[rows.member_slots] += 1
+        table.unread_drafts[rows.member_slots] = rows.num_drafts
         step.counted = True
 
     def _gone_back(
