@@ -112,12 +112,11 @@ def _null_runner(batch: int) -> tuple[Runner, MemoryPlan]:
     def graphs(executor: DeviceExecutor) -> DecodeGraphs:
         made = DecodeGraphs(
             cast(Any, model),
-            cast(Any, SimpleNamespace(plan_decode=lambda batch: None)),
+            cast(Any, SimpleNamespace(plan_decode=lambda batch: SimpleNamespace(first=lambda rows: None))),
             [],
             table,
             sizes=ladder(batch),
             block_size=_BLOCK,
-            spare_slot=storage.spare_slot,
         )
         made.capture(_NullRecorder())
         return made

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 
 from engine.config import EngineConfig
 from engine.core import messages
@@ -39,11 +40,12 @@ _EXIT_BROKEN = 70
 
 
 def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
-    if config.speculation.method != "off":
-        # Drafts of a step are known only after its tokens are.
+    on_device = facts.device.startswith("cuda")
+    if config.speculation.method == "draft_model" or (config.speculation.method == "ngram" and not on_device):
+        # Drafts wait for a step's tokens. Only looked-up ones go on behind what a device is still drawing.
         return False
     choice = config.scheduler.overlap
-    return facts.device.startswith("cuda") if choice == "auto" else choice == "on"
+    return on_device if choice == "auto" else choice == "on"
 
 
 def make_scheduler(
@@ -62,20 +64,31 @@ def make_scheduler(
 
 
 class ProgressReport:
-    """Passes on the stages of start-up, but not every tensor of them."""
+    """Passes on the stages of start-up, but not every tensor of them; and counts the seconds of each, which
+    lasts until another one begins.
+    """
 
     def __init__(self, connection: CoreSocket, watch: MemoryWatch) -> None:
         self._connection = connection
         self._watch = watch
-        self._stage = ""
+        self._stage = "read configuration"
         self._reported = 0.0
+        self._since_s = time.monotonic()
+        self.stages_s: dict[str, float] = {}
 
     def __call__(self, stage: str, fraction: float) -> None:
         """A part of a stage is done; reported when the stage is new, done, or another tenth further."""
         self._watch.stage(stage, fraction)
         if stage != self._stage or fraction - self._reported >= 0.1 or fraction >= 1 > self._reported:
+            self.count()
             self._stage, self._reported = stage, fraction
             self._connection.send(messages.Progress(stage, fraction))
+
+    def count(self) -> None:
+        """Books the time up to now under the present stage."""
+        now = time.monotonic()
+        self.stages_s[self._stage] = self.stages_s.get(self._stage, 0.0) + now - self._since_s
+        self._since_s = now
 
 
 def serve_core(connection: CoreSocket) -> int:
@@ -85,11 +98,13 @@ def serve_core(connection: CoreSocket) -> int:
     name = "simulated" if config.simulated else "torch"
     builder: Builder = importlib.import_module(RUNNERS[name]).build
     watch = MemoryWatch()
+    report = ProgressReport(connection, watch)
     try:
-        runner, memory, facts = builder(config, model, ProgressReport(connection, watch))
+        runner, memory, facts = builder(config, model, report)
     except ConfigError as error:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG
+    report.count()
     scheduler = make_scheduler(config, model, memory, facts)
     loop = EngineLoop(
         scheduler,
@@ -106,7 +121,7 @@ def serve_core(connection: CoreSocket) -> int:
     use_huge_pages()
     # The first load report comes before readiness, so that whoever asks finds one.
     loop.publish()
-    connection.send(messages.Ready(memory, facts))
+    connection.send(messages.Ready(memory, facts, report.stages_s))
     try:
         loop.run()
     finally:

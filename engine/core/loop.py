@@ -88,6 +88,7 @@ class EngineLoop:
         self._early: dict[int, Request] = {}
         self._checks: list[int] = []
         self._totals: list[messages.StepTotals] = []
+        self._num_failed_steps = 0
         self._last_step_id = 0
         self._stalled = False
         self.stopped = False
@@ -189,6 +190,7 @@ class EngineLoop:
             if launched.plan.scheduled:
                 self._totals.append(_totals(launched.plan, result))
             return
+        self._num_failed_steps += 1
         _log.warning("step %d failed: %s", result.step_id, result.failure)
         if not self._scheduler.fail(result.step_id, result.failure, self._clock()):
             raise RunnerBroken(result.failure)
@@ -226,9 +228,11 @@ class EngineLoop:
                 self._scheduler.load(now),
                 tuple(self._totals),
                 memory,
+                self._num_failed_steps,
             )
         )
         self._totals.clear()
+        self._num_failed_steps = 0
 
     def _answer_checks(self) -> None:
         if self._launched is not None or not self._checks or self.stopped:
@@ -262,5 +266,9 @@ def _totals(plan: SchedulerOutput, result: StepResult) -> messages.StepTotals:
     if num_decodes in {0, num_sequences}:
         kind = "decode" if num_decodes else "prefill"
     return messages.StepTotals(
-        kind=kind, num_tokens=num_tokens, num_sequences=num_sequences, seconds=result.compute_s
+        kind=kind,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        seconds=result.compute_s,
+        num_halvings=result.num_halvings,
     )

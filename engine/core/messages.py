@@ -75,6 +75,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     memory: MemoryPlan
     facts: ModelFacts
+    # What each stage of start-up took, in seconds, by name.
+    stages_s: dict[str, float] = {}
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -92,6 +94,8 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int
     # Forward and sampling.
     seconds: float
+    # See StepResult.
+    num_halvings: int = 0
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
@@ -104,6 +108,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     totals: tuple[StepTotals, ...] = ()
     # What the parts of the memory plan really take; now and then.
     memory: MemoryUse | None = None
+    # Steps that failed as a whole since the last report.
+    num_failed_steps: int = 0
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):

@@ -66,6 +66,7 @@ def build(
         from engine.runner.cuda.build import measured_plan
 
         assert attention is not None
+        progress("measure the largest step", 0.0)
         plan = measured_plan(given, cast("Decoder", decoder), attention)
     progress("allocate KV cache", 0.0)
     storage_options: dict[str, Any] = {

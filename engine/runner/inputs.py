@@ -36,27 +36,39 @@ class StepInputs:
     starts: NDArray[np.int64]  # [S] position of each sequence's first token in the step
     ends: NDArray[np.int64]  # [S] position after its last one, drafts included
     query_starts: NDArray[np.int64]  # [S + 1]
-    # What the model computes; None where captured work takes its numbers from the arrays above.
+    # Leading sequences whose rows are captured work, which takes its numbers from the arrays above; and what
+    # the model computes of the others, None where there are none.
+    num_captured: int = 0
     batch: ForwardBatch | None = None
     # The step is queued while the one before it is on the device.
     ahead: bool = False
     # Waits for the masks of sequences under a grammar that sample.
     masks: Callable[[], GrammarMasks | None] = no_masks
 
+    def is_alive(self, member: int, table: SequenceTable) -> bool:
+        """Whether a sequence of the step still has its slot."""
+        return table.states.get(self.ids[member]) is self.states[member]
+
 
 def gather_rows(scheduled: Sequence[ScheduledSequence], table: SequenceTable) -> StepInputs:
     """Who takes part, and where; no batch yet."""
     ids = [sequence.sequence_id for sequence in scheduled]
     states = [table.states[sequence_id] for sequence_id in ids]
+    slots = np.array([state.slot for state in states], np.int64)
     starts = np.array([sequence.start for sequence in scheduled], np.int64)
     lens = np.array([sequence.num_tokens for sequence in scheduled], np.int64)
+    # A row that samples ends with the last token, whatever became of drafts that the plan counts as accepted.
+    # Those whose last token is not here yet begin where the plan says, or before.
+    exact = np.array([sequence.samples for sequence in scheduled]) & (table.num_unread[slots] == 0)
+    num_drafts = np.array([len(sequence.draft_token_ids) for sequence in scheduled], np.int64)
+    starts = np.where(exact, table.num_tokens[slots] + num_drafts - lens, starts)
     query_starts = np.zeros(len(ids) + 1, np.int64)
     np.cumsum(lens, out=query_starts[1:])
     return StepInputs(
         scheduled=scheduled,
         ids=ids,
         states=states,
-        slots=np.array([state.slot for state in states], np.int64),
+        slots=slots,
         starts=starts,
         ends=starts + lens,
         query_starts=query_starts,
@@ -64,16 +76,32 @@ def gather_rows(scheduled: Sequence[ScheduledSequence], table: SequenceTable) ->
 
 
 def prepare_inputs(
-    scheduled: Sequence[ScheduledSequence], table: SequenceTable, storage: KvStorage, model: Model
+    scheduled: Sequence[ScheduledSequence],
+    table: SequenceTable,
+    storage: KvStorage,
+    model: Model,
+    num_captured: int = 0,
 ) -> StepInputs:
-    """Builds the step. Block tables already hold the plan's new blocks. Rows are padded to a multiple of the
-    model's; padding reads token 0 and writes to the spare block.
+    """Builds the step; the first `num_captured` sequences are left out of the batch. Block tables already
+    hold the plan's new blocks. Rows are padded to a multiple of the model's; padding reads token 0 and writes
+    to the spare block.
     """
     inputs = gather_rows(scheduled, table)
-    slots, starts, ends, query_starts = inputs.slots, inputs.starts, inputs.ends, inputs.query_starts
+    inputs.num_captured = num_captured
+    table.ensure_columns(int(inputs.ends.max()))
+    if num_captured < len(scheduled):
+        inputs.batch = _batch_of(inputs, table, storage, model)
+    return inputs
+
+
+def _batch_of(inputs: StepInputs, table: SequenceTable, storage: KvStorage, model: Model) -> ForwardBatch:
+    """What the model computes of the sequences that are not captured."""
+    first = inputs.num_captured
+    scheduled, slots = inputs.scheduled[first:], inputs.slots[first:]
+    starts, ends = inputs.starts[first:], inputs.ends[first:]
+    query_starts = inputs.query_starts[first:] - inputs.query_starts[first]
     block_size = storage.block_size
     longest = int(ends.max())
-    table.ensure_columns(longest)
     for sequence, slot, end in zip(scheduled, slots, ends, strict=True):
         if sequence.draft_token_ids:
             # Beyond num_tokens, so not part of the sequence until they are accepted.
@@ -94,7 +122,7 @@ def prepare_inputs(
     columns = np.arange(-(-longest // block_size))
     tables = np.where(columns < num_blocks[:, None], table.blocks[slots, : columns.size], 0)
     token_ids, padded_positions, places = on_device(rows, model.device)
-    inputs.batch = ForwardBatch(
+    return ForwardBatch(
         token_ids=token_ids,
         positions=padded_positions,
         slots=places,
@@ -102,4 +130,3 @@ def prepare_inputs(
             query_starts=query_starts, context_lens=ends, block_tables=tables, block_size=block_size
         ),
     )
-    return inputs

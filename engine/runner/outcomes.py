@@ -55,11 +55,6 @@ class Sampled:
     began_s: float
     forwarded_s: float = 0.0
 
-    @property
-    def one_row_each(self) -> bool:
-        """Whether nobody has drafts."""
-        return len(self.rows.members) == self.rows.tokens.size
-
 
 def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
     """Each sampling sequence's outcome with its log-probabilities, in the order of `rows.members`. Moves
@@ -71,8 +66,12 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
     if step.arrival is None:
         reports = _reports(step, outcomes, table)
     else:
-        found = step.arrival.logprobs().items()
-        reports = {row: (report,) for row, report in found if outcomes[row].token_ids}
+        found = step.arrival.logprobs()
+        reports = {
+            index: tuple(found[start + place] for place in range(len(outcome.token_ids)))
+            for index, (start, outcome) in enumerate(zip(step.rows.starts, outcomes, strict=False))
+            if start in found and outcome.token_ids
+        }
     _append(step, step.drawn, outcomes, table)
     if not reports:
         return outcomes
@@ -84,7 +83,7 @@ def conclude(step: Sampled, table: SequenceTable) -> list[SequenceResult]:
 
 def _outcomes(step: Sampled, drawn: Drawn) -> list[SequenceResult]:
     masks, states = step.masks, step.inputs.states
-    if step.sound or (masks is None and step.one_row_each and drawn.finite.all() and drawn.allowed.all()):
+    if step.sound or (masks is None and step.rows.one_each and drawn.finite.all() and drawn.allowed.all()):
         # What most steps are: nothing but a token each.
         ids = step.inputs.ids
         return [
@@ -200,7 +199,8 @@ def _reports(
 def _append(step: Sampled, drawn: Drawn, outcomes: list[SequenceResult], table: SequenceTable) -> None:
     """Makes the new tokens part of their sequences, as far as they are not."""
     rows = step.rows
-    if step.appended or (step.one_row_each and all(outcome.token_ids for outcome in outcomes)):
+    whole = step.arrival is None and step.rows.one_each
+    if step.appended or (whole and all(outcome.token_ids for outcome in outcomes)):
         if not step.appended:
             table.append_one_each(rows.slots, drawn.tokens)
         if not step.counted:
@@ -209,8 +209,11 @@ def _append(step: Sampled, drawn: Drawn, outcomes: list[SequenceResult], table: 
     slots: list[int] = []
     tokens: list[int] = []
     for member, outcome in zip(rows.members, outcomes, strict=True):
+        if not step.inputs.is_alive(member, table):
+            continue
         slot = int(step.inputs.slots[member])
         table.append(slot, outcome.token_ids)
         slots.extend([slot] * len(outcome.token_ids))
         tokens.extend(outcome.token_ids)
-    table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))
+    if not step.counted:
+        table.sampling.append(np.array(slots, np.int64), np.array(tokens, np.int64))

@@ -31,7 +31,17 @@ from engine.types import GrammarSpec, ScheduledSequence, SchedulerOutput, Sequen
 class LaunchedStep:
     """A step on its way; see PendingStep."""
 
-    __slots__ = ("_finish", "error", "known", "result", "running", "sampled", "started_s", "step_id")
+    __slots__ = (
+        "_finish",
+        "error",
+        "known",
+        "num_halvings",
+        "result",
+        "running",
+        "sampled",
+        "started_s",
+        "step_id",
+    )
 
     def __init__(self, step_id: int, finish: Callable[[LaunchedStep], StepResult]) -> None:
         self.step_id = step_id
@@ -41,6 +51,7 @@ class LaunchedStep:
         self.running: Future[None] | None = None
         # Results that were known before anything was computed.
         self.known: Sequence[SequenceResult] = ()
+        self.num_halvings = 0
         self.sampled: Sampled | None = None
         self.result: StepResult | None = None
         self.error: Exception | None = None
@@ -134,7 +145,7 @@ class ModelRunner:
         if not sound:
             self._book(step, (), 0.0)
             return
-        ahead = not self._speculates and executor.runs_ahead(sound)
+        ahead = executor.runs_ahead(sound)
         if not ahead:
             self._settle()
         sampled = None
@@ -144,7 +155,7 @@ class ModelRunner:
         if sampled is None:
             # More is free once the device has nothing else to do.
             self._settle()
-            self._book(step, self._in_parts(sound), 0.0)
+            self._book(step, self._in_parts(step, sound), 0.0)
         elif sampled.arrival is None:
             self._conclude(step, sampled)
         else:
@@ -192,7 +203,7 @@ class ModelRunner:
         inputs.masks = self._masks(inputs)
         return self.executor.execute(inputs)
 
-    def _in_parts(self, sound: list[ScheduledSequence]) -> list[SequenceResult]:
+    def _in_parts(self, step: LaunchedStep, sound: list[ScheduledSequence]) -> list[SequenceResult]:
         """Results of a step that is concluded at once, in halves where memory ends on the way."""
         parts = halves(sound)
         try:
@@ -200,7 +211,9 @@ class ModelRunner:
         except StepTooLargeError as error:
             if parts is None:
                 raise (error.__cause__ or error) from None
-        return joined(*map(self._in_parts, parts))
+        step.num_halvings += 1
+        first, second = parts
+        return joined(self._in_parts(step, first), self._in_parts(step, second))
 
     def _masks(self, inputs: StepInputs) -> Callable[[], GrammarMasks | None]:
         """Fills masks beside the forward; or after it, where they depend on tokens that the host has not
@@ -264,6 +277,7 @@ class ModelRunner:
             (*step.known, *results) if step.known else tuple(results),
             compute_s=now - began_s,
             sampling_s=now - forwarded_s if forwarded_s else 0.0,
+            num_halvings=step.num_halvings,
         )
 
     def _results(self, sampled: Sampled) -> list[SequenceResult]:
@@ -271,8 +285,7 @@ class ModelRunner:
         if sampled.arrival is not None:
             sampled.arrival.wait()
         outcomes = conclude(sampled, self.table)
-        # A step after one that arrives late begins with its token, so drafts would come to nothing.
-        drafts = self._propose(sampled, outcomes) if sampled.arrival is None else {}
+        drafts = self._propose(sampled, outcomes)
         scores = sampled.scores
         if scores or drafts:
             members = zip(sampled.rows.members, outcomes, strict=True)
@@ -307,7 +320,8 @@ class ModelRunner:
             return {}
         drafts = [len(each.draft_token_ids) for each in inputs.scheduled]
         step = StepCost(
-            seconds=time.monotonic() - sampled.began_s,
+            # While the step before it ran, a device had not begun.
+            seconds=time.monotonic() - max(sampled.began_s, self._finished_s),
             num_sequences=len(drafts),
             num_drafts=sum(drafts),
             num_accepted=sum(outcome.num_accepted for outcome in outcomes),
@@ -316,5 +330,19 @@ class ModelRunner:
                 for each, count in zip(inputs.scheduled, drafts, strict=True)
             ),
         )
-        found = self.proposer.propose([state for _, state in alive], self.table, step)
+        in_flight = self._in_flight()
+        found = self.proposer.propose(
+            [state for _, state in alive],
+            self.table,
+            step,
+            num_in_flight=[in_flight.get(sequence_id, 0) for sequence_id, _ in alive],
+        )
         return {sequence_id: drafts for (sequence_id, _), drafts in zip(alive, found, strict=True)}
+
+    def _in_flight(self) -> dict[int, int]:
+        """Tokens that the outstanding step draws for each sequence, if it confirms all drafts."""
+        step = self._outstanding
+        if step is None or step.sampled is None:
+            return {}
+        scheduled = step.sampled.inputs.scheduled
+        return {each.sequence_id: 1 + len(each.draft_token_ids) for each in scheduled if each.samples}

@@ -34,6 +34,21 @@ class LogitRows:
     slots: NDArray[np.int64]  # [R]
     positions: NDArray[np.int64]  # [R] output tokens before the draw
 
+    @property
+    def one_each(self) -> bool:
+        """Whether nobody has drafts."""
+        return len(self.members) == self.tokens.size
+
+    @property
+    def member_slots(self) -> NDArray[np.int64]:
+        """Slot of each member."""
+        return self.slots if self.one_each else self.slots[self.starts[:-1]]
+
+    @property
+    def num_drafts(self) -> NDArray[np.int64] | int:
+        """Drafts of each member."""
+        return 0 if self.one_each else np.diff(self.starts) - 1
+
 
 def logit_rows(inputs: StepInputs) -> LogitRows:
     """The rows whose logits are wanted. Who samples computes up to the last token that is known, or drawn by
@@ -70,7 +85,7 @@ def logit_rows(inputs: StepInputs) -> LogitRows:
 
 def sampling_rows(inputs: StepInputs, rows: LogitRows, masks: GrammarMasks | None) -> SamplingRows:
     """What the sampler must respect in each row. Grammar rows are in the order in which masks were asked."""
-    if len(rows.members) == rows.tokens.size and masks is None:
+    if rows.one_each and masks is None:
         return SamplingRows(slots=rows.slots, positions=rows.positions)
     draft_rows: list[int] = []
     draft_tokens: list[int] = []

@@ -165,16 +165,26 @@ class SamplingTable:
         self.output_counts.rows.index_put_(index, ones, accumulate=True)
         self.seen.rows[index] = True
 
-    def append_there(self, slots: NDArray[np.int64], tokens: torch.Tensor) -> None:
-        """Counts one new output token [S] for each of slots [S], all different; tokens stay on the device."""
+    def append_there(
+        self, slots: NDArray[np.int64], tokens: torch.Tensor, emitted: torch.Tensor | None = None
+    ) -> None:
+        """Counts one new output token [R] for each of slots [R], tokens staying on the device: of those that
+        are `emitted` [R], where some are not. A slot may then occur several times.
+        """
         rows = self.options["count_row"][slots]
         counted = np.flatnonzero(rows != NO_ROW)
         if not counted.size:
             return
         wide, places = on_device(np.stack((rows[counted], counted)), tokens.device)
         index = (wide, tokens.index_select(0, places))
-        self.output_counts.tensor.index_put_(index, wide.new_ones(wide.shape).int(), accumulate=True)
-        self.seen.tensor.index_put_(index, wide.new_ones(wide.shape).bool())
+        counts, seen = self.output_counts.tensor, self.seen.tensor
+        if emitted is None:
+            counts.index_put_(index, wide.new_ones(wide.shape).int(), accumulate=True)
+            seen.index_put_(index, wide.new_ones(wide.shape).bool())
+            return
+        counts.index_put_(index, emitted.index_select(0, places).int(), accumulate=True)
+        # The same token may be emitted by one row and not by another: both write the same.
+        seen.index_put_(index, seen[index] | (counts[index] > 0))
 
     def _put_bias(self, params: SamplingParams) -> int:
         if not params.logit_bias and not params.allowed_token_ids:

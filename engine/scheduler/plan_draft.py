@@ -61,7 +61,7 @@ class PlanDraft:
             if row.is_long:
                 self.long_budget += row.num_tokens
             if row.samples:
-                sequence.num_pending -= 1
+                sequence.num_pending -= 1 + len(row.draft_token_ids)
 
     def may_displace(self, victim: Sequence) -> bool:
         """Whether the sequence can still be taken out of this plan."""
@@ -109,7 +109,6 @@ class RowWriter:
             or sequence.status is not Status.RUNNING
             or sequence.is_beam
             or sequence.draft_token_ids
-            or sequence.drafts_in_flight
             or len(table.block_ids) != table.num_sent
             or table.num_given_up != table.num_given_up_sent
             or draft.budget < 1
@@ -176,8 +175,8 @@ class RowWriter:
             state.counters.charge(account_of(sequence), sequence.group.request.weight, fresh, 0)
         sequence.num_computed = end
         sequence.high_water = max(sequence.high_water, end)
-        sequence.num_pending += row.samples
-        sequence.drafts_in_flight = bool(drafts)
+        if row.samples:
+            sequence.num_pending += 1 + len(drafts)
         sequence.draft_token_ids = ()
         draft.add(row)
         if row.is_prefill and end >= sequence.num_prompt_tokens:

@@ -123,7 +123,7 @@ class Planner:
 
     @staticmethod
     def _has_next_token(sequence: Sequence) -> bool:
-        if sequence.drafts_in_flight or sequence.num_expected >= sequence.max_tokens_total:
+        if sequence.num_expected >= sequence.max_tokens_total:
             return False
         if sequence.is_beam and sequence.num_pending:
             # What follows depends on the other beams as well.

@@ -99,7 +99,6 @@ class ResultHandler:
         sequence.num_pending -= 1
         sequence.token_ids.append(tokens[0])
         sequence.num_confirmed = end
-        sequence.drafts_in_flight = False
         sequence.draft_token_ids = ()
         state.counters.charge((request.priority, request.tenant), request.weight, 0, 1)
         state.events.append(
@@ -116,7 +115,7 @@ class ResultHandler:
         if not row.samples:
             self._confirm(row, 0)
             return
-        sequence.num_pending -= 1
+        sequence.num_pending -= 1 + len(row.draft_token_ids)
         if search is not None:
             self._confirm(row, 0)
             self._report_beam(search, sequence, outcome, prefill_end, now)
@@ -128,8 +127,8 @@ class ResultHandler:
         self._confirm(row, num_rejected)
         request = sequence.group.request
         self._state.counters.charge(account_of(sequence), request.weight, 0, len(token_ids))
-        # A step in flight already samples the token that the drafts begin with.
-        sequence.draft_token_ids = () if sequence.num_pending else outcome.next_draft_token_ids
+        # Steps in flight already sample the tokens that the drafts begin with.
+        sequence.draft_token_ids = outcome.next_draft_token_ids[sequence.num_pending :]
         event = TokenEvent(
             request_id=request.request_id,
             choice_index=sequence.choice_index,
@@ -209,8 +208,13 @@ class ResultHandler:
         sequence = row.sequence
         if row.epoch != sequence.epoch:
             return
-        sequence.drafts_in_flight = False
-        sequence.num_computed -= num_rejected
+        if num_rejected:
+            sequence.num_computed -= num_rejected
+            # Planned behind drafts that were counted as accepted; the runner has gone back, too.
+            for step in self._state.in_flight:
+                later = step.rows.get(sequence.sequence_id)
+                if later is not None and later.epoch == sequence.epoch:
+                    later.start -= num_rejected
         sequence.num_confirmed = min(row.start + row.num_tokens - num_rejected, sequence.num_known)
         cache, table = self._state.cache, sequence.table
         if cache.prefix_caching and sequence.num_confirmed // cache.block_size > table.num_registered:

@@ -64,7 +64,8 @@ class Sequence:
     """Token ids and progress of one choice.
 
     Positions, in order:  computed in confirmed steps <= `num_confirmed` <= `num_computed` (a step in flight
-    included) <= `num_known` = len(token_ids) <= `num_expected` (tokens that steps in flight will sample).
+    included) <= `num_expected` (with what steps in flight sample at most); confirmed <= `num_known` =
+    len(token_ids). Drafts in flight count as accepted until their step's result says otherwise.
     """
 
     def __init__(
@@ -94,14 +95,13 @@ class Sequence:
         self.hasher = hasher
         self.num_computed = 0
         self.num_confirmed = 0
-        # Tokens that steps in flight will sample.
+        # Tokens that steps in flight will sample at most: one each, and their drafts.
         self.num_pending = 0
         # Goes up whenever the blocks are lost, so that results of older steps can be told apart.
         self.epoch = 0
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
         self.draft_token_ids: tuple[int, ...] = ()
-        self.drafts_in_flight = False
         # Keeps its place whatever comes: aged, or preempted as often as is allowed.
         self.boosted = False
         # Was preempted as often as is allowed: comes back only with all blocks that it can still need.
@@ -144,7 +144,7 @@ class Sequence:
 
     @property
     def num_expected(self) -> int:
-        """Tokens after all steps in flight, drafts not counted."""
+        """Tokens after all steps in flight, whose drafts are counted as accepted."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -242,7 +242,6 @@ class Sequence:
         self.num_computed = 0
         self.num_confirmed = 0
         self.draft_token_ids = ()
-        self.drafts_in_flight = False
         if self.first_token_s is None:
             self.prompt_logprobs.clear()
 

@@ -317,8 +317,7 @@ class SchedulerState:
                 assert not sequence.table.block_ids, f"{where} is {sequence.status} and holds blocks"
                 continue
             assert sequence.num_confirmed <= sequence.num_computed, f"{where}: confirmed beyond computed"
-            if not sequence.drafts_in_flight:
-                assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
+            assert sequence.num_computed <= sequence.num_expected, f"{where}: computed beyond its tokens"
             hidden = self.cache.num_behind_window(sequence.num_confirmed)
             assert sequence.table.num_given_up <= hidden, f"{where} has given up what it can see"
             covered = len(sequence.table) * self.cache.block_size

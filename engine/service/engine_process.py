@@ -177,7 +177,7 @@ class EngineProcess:
             case messages.Progress(stage, fraction):
                 _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
             case messages.Ready():
-                self.metrics.ready(report.memory, self.model.served_name, self.core.pid)
+                self.metrics.ready(report, self.model.served_name, self.core.pid)
                 self._ready.set_result(report)
             case messages.Refused(message):
                 self._ready.set_exception(ConfigError(message))

@@ -13,7 +13,6 @@ from engine.types import (
     BlocksEvicted,
     ChoiceStatistics,
     FinishReason,
-    MemoryPlan,
     MemoryUse,
     SchedulerCounters,
     SchedulerLoad,
@@ -25,6 +24,10 @@ from observability.emit.names import Metric
 
 # Reasons for which a client, and not the model, ended a request.
 _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline"}
+
+# Failures of requests that are not the client's doing, by reason.
+_FAILURES = {"STEP_FAILED": names.STEP_FAILURES, "POISONED_REQUEST": names.ISOLATED}
+_FROM_ZERO = (*_FAILURES.values(), names.FAILED_STEPS, names.STEP_HALVINGS, names.RECOMPUTED)
 
 # Metric and labels of each number that the scheduler counts.
 _COUNTERS: tuple[tuple[Metric, dict[str, str], str], ...] = (
@@ -53,12 +56,15 @@ class EngineMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self._counted = SchedulerCounters()
-        # Families that alerts read exist from the start, at zero.
-        metrics.add(names.STEP_FAILURES, 0)
-        metrics.add(names.RECOMPUTED, 0)
+        # Families of what should never happen, or that alerts read, exist from the start, at zero.
+        for family in _FROM_ZERO:
+            metrics.add(family, 0)
 
-    def ready(self, memory: MemoryPlan, model: str, core_pid: int) -> None:
+    def ready(self, report: messages.Ready, model: str, core_pid: int) -> None:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""
+        memory = report.memory
+        for stage, seconds in report.stages_s.items():
+            self.metrics.set(names.STARTUP_SECONDS, seconds, stage=stage)
         core = psutil.Process(core_pid)
         self.metrics.set_function(names.MEMORY_PLAN, lambda: _resident_bytes(core), part="resident")
         version = metadata.version("millrace")
@@ -94,10 +100,14 @@ class EngineMetrics:
                 self.metrics.add(names.EVICTIONS, len(change.block_hashes))
         if step.memory is not None:
             self._take_memory(step.memory)
+        if step.num_failed_steps:
+            self.metrics.add(names.FAILED_STEPS, step.num_failed_steps)
         for totals in step.totals:
             self.metrics.observe(names.STEP_SECONDS, totals.seconds, span=NO_EXEMPLAR, kind=totals.kind)
             self.metrics.observe(names.STEP_TOKENS, totals.num_tokens, span=NO_EXEMPLAR)
             self.metrics.observe(names.STEP_SEQUENCES, totals.num_sequences, span=NO_EXEMPLAR)
+            if totals.num_halvings:
+                self.metrics.add(names.STEP_HALVINGS, totals.num_halvings)
 
     def _take_memory(self, memory: MemoryUse) -> None:
         for part in ("weights", "kv_cache", "workspace"):
@@ -135,8 +145,8 @@ class EngineMetrics:
             self._take_statistics(event.statistics, tier)
         if event.finish_reason in _CANCELLED:
             self.metrics.add(names.ENGINE_CANCELLED, reason=_CANCELLED[event.finish_reason])
-        if event.failure is not None and event.failure.reason == "STEP_FAILED":
-            self.metrics.add(names.STEP_FAILURES)
+        if event.failure is not None and event.failure.reason in _FAILURES:
+            self.metrics.add(_FAILURES[event.failure.reason])
 
     def _take_statistics(self, statistics: ChoiceStatistics, tier: str) -> None:
         metrics = self.metrics

@@ -31,7 +31,11 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that one sequence computes in this step: positions [start, start + num_tokens)."""
+    """The tokens that one sequence computes in this step: positions [start, start + num_tokens).
+
+    A plan counts drafts that are in flight as accepted. A row that samples always ends with the sequence's
+    last token and its drafts, so it begins as many positions before `start` as were rejected.
+    """
 
     sequence_id: int
     start: int
@@ -106,3 +110,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""
     # Part of compute_s that went into sampling, masks and copying the tokens to the host.
     sampling_s: float = 0.0
+    # How often it, or a part of it, was cut in two for want of memory.
+    num_halvings: int = 0

@@ -429,6 +429,24 @@ DELAYED_SECONDS = counter(
 STEP_FAILURES = counter(
     "millrace_engine_step_failures_total", "{request}", "Requests that a failed step ended."
 )
+FAILED_STEPS = counter(
+    "millrace_engine_failed_steps_total",
+    "{step}",
+    "Steps that failed as a whole; their sequences run again in halves.",
+)
+ISOLATED = counter(
+    "millrace_engine_isolated_requests_total",
+    "{request}",
+    "Requests ended alone because their own step or numbers fail.",
+)
+STEP_HALVINGS = counter(
+    "millrace_engine_step_halvings_total", "{cut}", "Steps, and parts of them, cut in two for want of memory."
+)
+STARTUP_SECONDS = gauge(
+    "millrace_engine_startup_seconds{stage}",
+    "s",
+    "What each stage of the core's start-up took: loading, measuring, compiling, capturing.",
+)
 MEMORY_PLAN = gauge(
     "millrace_engine_memory_plan_bytes{part}",
     "By",

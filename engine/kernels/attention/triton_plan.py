@@ -12,7 +12,6 @@ Shape letters: T tokens, I items, S sequences.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,6 +54,14 @@ def part_size(context_len: int) -> int:
     return size
 
 
+def _part_sizes(context_lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`part_size` of each [S]."""
+    sizes = np.full_like(context_lens, PART)
+    while (short := sizes * MOST_PARTS < context_lens).any():
+        sizes[short] *= 2
+    return sizes
+
+
 def most_parts(max_context_len: int) -> int:
     """Parts of the history of up to so many positions that has the most."""
     return min(MOST_PARTS, -(-max_context_len // PART))
@@ -64,72 +71,65 @@ def make_plan(
     batch: RaggedBatch, *, split_rows: int, tile_rows: int, window: int | None = None
 ) -> AttentionPlan:
     """The work of one layer kind. Sequences with at most `split_rows` new tokens are split, others go in
-    tiles of `tile_rows` tokens; `window` leaves out what no row of an item can see.
+    tiles of `tile_rows` tokens; `window` leaves out what no row of an item can see. Arrays over sequences,
+    items and tokens: nothing is done one by one but groups that share a prefix.
     """
-    starts, lengths = batch.query_starts, batch.context_lens
-    num_tokens = int(starts[-1])
-    positions = np.concatenate(
-        [np.arange(length - count, length) for length, count in zip(lengths, np.diff(starts), strict=True)]
-    ).astype(np.int32)
-    part_base, part_count = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
-    split, whole = _Builder(), _Builder()
-    small = [index for index in range(len(lengths)) if starts[index + 1] - starts[index] <= split_rows]
-    total = 0
-    for index in small:
-        last = int(lengths[index])
-        parts = -(-last // part_size(last))
-        for token in range(int(starts[index]), int(starts[index + 1])):
-            part_base[token], part_count[token] = total, parts
-            total += parts
-    shared = dict.fromkeys(small, 0)
-    for members, length in _shared_prefixes(batch, small):
-        rows = [token for index in members for token in range(int(starts[index]), int(starts[index + 1]))]
-        for first in range(0, len(rows), split_rows):
+    starts, ends, counts = batch.query_starts[:-1], batch.context_lens, batch.query_lens
+    positions = ragged_ranges(ends - counts, counts)
+    sizes = _part_sizes(ends)
+    few = counts <= split_rows
+    part_count = np.repeat(np.where(few, -(-ends // sizes), 0), counts)
+    part_base = np.where(part_count > 0, np.cumsum(part_count) - part_count, 0)
+    small = np.flatnonzero(few)
+    shared = np.zeros_like(ends)
+    split: list[_Cut] = []
+    for members, length in _shared_prefixes(batch, small, sizes):
+        shared[members] = length
+        rows = ragged_ranges(starts[members], counts[members])
+        for first in range(0, rows.size, split_rows):
             some = rows[first : first + split_rows]
-            split.cut(
-                some,
-                members[0],
-                0,
-                length,
-                part_size(int(lengths[members[0]])),
-                _reach(positions, some, window),
-            )
-        shared.update(dict.fromkeys(members, length))
-    for index in range(len(lengths)):
-        rows, last = list(range(int(starts[index]), int(starts[index + 1]))), int(lengths[index])
-        if index in shared:
-            split.cut(rows, index, shared[index], last, part_size(last), _reach(positions, rows, window))
-            continue
-        for first in range(0, len(rows), tile_rows):
-            some = rows[first : first + tile_rows]
-            whole.add(some, index, _reach(positions, some, window), int(positions[some[-1]]) + 1, 0)
+            split.append(_cut_prefix(some, positions[some], int(members[0]), length, sizes, window))
+    split.append(_cut_histories(small, starts, counts, ends, shared, sizes, window))
     return AttentionPlan(
-        split=split.items(),
-        whole=whole.items(longest_first=True),
-        positions=positions,
-        part_base=part_base,
-        part_count=part_count,
-        num_parts=total,
+        split=_items(split),
+        whole=_items([_tiles(np.flatnonzero(~few), starts, counts, ends, tile_rows, window)]),
+        positions=positions.astype(np.int32),
+        part_base=part_base.astype(np.int32),
+        part_count=part_count.astype(np.int32),
+        num_parts=int(part_count.sum()),
         block_tables=batch.block_tables.astype(np.int32),
     )
 
 
-def _reach(positions: NDArray[np.int32], rows: list[int], window: int | None) -> int:
-    """First position that any of `rows` can see."""
-    return 0 if window is None else max(0, int(positions[rows].min()) - window + 1)
+def ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers [first, first + count) of each, one after another."""
+    before = np.cumsum(counts) - counts
+    offsets: NDArray[np.int64] = np.repeat(firsts - before, counts)
+    return np.arange(offsets.size) + offsets
 
 
-def _shared_prefixes(batch: RaggedBatch, small: list[int]) -> Iterator[tuple[list[int], int]]:
+def _reach(first_positions: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    """First position that a row at each of these can see."""
+    if window is None:
+        return np.zeros_like(first_positions)
+    reach: NDArray[np.int64] = np.maximum(0, first_positions - window + 1)
+    return reach
+
+
+def _shared_prefixes(
+    batch: RaggedBatch, small: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], int]]:
     """Groups of sequences, and the positions that they share: whole parts, none being computed now."""
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index in small:
-        size = part_size(int(batch.context_lens[index]))
-        alike[int(batch.block_tables[index, 0]), size].append(index)
-    for (_, size), members in alike.items():
-        if len(members) == 1:
-            continue
-        old = batch.context_lens[members] - batch.query_lens[members]
-        width = int(old.min()) // batch.block_size
+    if small.size < 2:
+        return
+    # Sequences can share nothing unless they agree in the first block.
+    alike = (batch.block_tables[small, 0] << 32) + sizes[small]
+    _, first, group, count = np.unique(alike, return_index=True, return_inverse=True, return_counts=True)
+    old = batch.context_lens - batch.query_lens
+    for number in sorted(np.flatnonzero(count > 1), key=lambda each: int(first[each])):
+        members = small[group == number]
+        size = int(sizes[members[0]])
+        width = int(old[members].min()) // batch.block_size
         tables = batch.block_tables[members, :width]
         different = np.flatnonzero((tables != tables[0]).any(axis=0))
         length = (int(different[0]) if different.size else width) * batch.block_size
@@ -137,28 +137,73 @@ def _shared_prefixes(batch: RaggedBatch, small: list[int]) -> Iterator[tuple[lis
             yield members, length // size * size
 
 
-class _Builder:
-    """Collects items."""
+# Token ids of items, one after another, and for each item all but where its own begin [5, I].
+_Cut = tuple[NDArray[np.int64], NDArray[np.int64]]
 
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._fields: list[tuple[int, int, int, int, int, int]] = []
 
-    def add(self, rows: list[int], sequence: int, begin: int, end: int, part: int) -> None:
-        self._fields.append((len(self._rows), len(rows), sequence, begin, end, part))
-        self._rows.extend(rows)
+def _cut_prefix(
+    rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    sequence: int,
+    length: int,
+    sizes: NDArray[np.int64],
+    window: int | None,
+) -> _Cut:
+    """An item with all of `rows` for each part of a prefix that they share."""
+    size = int(sizes[sequence])
+    begins = np.arange(0, length, size)
+    ends = begins + size
+    # A part that no row can see stays an item without positions, so that its sum is written all the same.
+    seen = np.minimum(np.maximum(begins, _reach(positions.min(keepdims=True), window)), ends)
+    every = np.ones_like(begins)
+    fields = np.stack((rows.size * every, sequence * every, seen, ends, begins // size))
+    return np.tile(rows, begins.size), fields
 
-    def cut(self, rows: list[int], sequence: int, begin: int, end: int, size: int, reach: int) -> None:
-        """One item for each part between begin (a part's first position) and end. A part that no row can see
-        stays an item without positions, so that its sum is written all the same.
-        """
-        for first in range(begin, end, size):
-            last = min(first + size, end)
-            self.add(rows, sequence, min(max(first, reach), last), last, first // size)
 
-    def items(self, *, longest_first: bool = False) -> Items:
-        """What was collected. Long items that begin last would be waited for alone."""
-        fields = np.array(self._fields, np.int32).reshape(-1, 6).T
-        if longest_first:
-            fields = fields[:, np.argsort(fields[3] - fields[4], kind="stable")]
-        return Items(rows=np.array(self._rows, np.int32), fields=np.ascontiguousarray(fields))
+def _cut_histories(
+    small: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    shared: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    window: int | None,
+) -> _Cut:
+    """Items of sequences that are split, for each part behind what they share."""
+    num_parts = -(-(context_lens[small] - shared[small]) // sizes[small])
+    owners = np.repeat(small, num_parts)
+    size, last = sizes[owners], context_lens[owners]
+    begins = shared[owners] + ragged_ranges(np.zeros_like(num_parts), num_parts) * size
+    ends = np.minimum(begins + size, last)
+    seen = np.minimum(np.maximum(begins, _reach(last - counts[owners], window)), ends)
+    fields = np.stack((counts[owners], owners, seen, ends, begins // size))
+    return ragged_ranges(starts[owners], counts[owners]), fields
+
+
+def _tiles(
+    large: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    tile_rows: int,
+    window: int | None,
+) -> _Cut:
+    """Items of prompts: one over the whole history for each tile, long ones first: those that begin last
+    would be waited for alone.
+    """
+    num_tiles = -(-counts[large] // tile_rows)
+    owners = np.repeat(large, num_tiles)
+    within = ragged_ranges(np.zeros_like(num_tiles), num_tiles) * tile_rows
+    rows = np.minimum(tile_rows, counts[owners] - within)
+    position = context_lens[owners] - counts[owners] + within
+    seen, ends = _reach(position, window), position + rows
+    fields = np.stack((rows, owners, seen, ends, np.zeros_like(owners)))
+    order = np.argsort(seen - ends, kind="stable")
+    return ragged_ranges((starts[owners] + within)[order], rows[order]), fields[:, order]
+
+
+def _items(cuts: list[_Cut]) -> Items:
+    rows, fields = (np.concatenate(parts, axis=-1) for parts in zip(*cuts, strict=True))
+    first = np.cumsum(fields[0]) - fields[0]
+    fields = np.ascontiguousarray(np.concatenate((first[None], fields)), np.int32)
+    return Items(rows=rows.astype(np.int32), fields=fields)

@@ -96,7 +96,7 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
         zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
     )
     top_k, count_rows, bias_rows, mask_rows = there[4 * width :].view(torch.int32).view(4, width)
-    asked |= {"noise_keys": there[:count], "top_k": top_k}
+    asked |= {"noise_keys": there[:count] if rows.noise_keys is None else rows.noise_keys, "top_k": top_k}
     if penalized:
         asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
     if biased:

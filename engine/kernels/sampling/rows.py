@@ -80,6 +80,8 @@ class SamplingRows:
     # Rows under a grammar, and the tokens that it allows: bit i % 32 of word i / 32.
     grammar_rows: NDArray[np.int64] = field(default_factory=lambda: _NONE)
     grammar_masks: NDArray[np.int32] | None = None
+    # Keys of each row's noise [R] on the device, where only that knows the positions.
+    noise_keys: Tensor | None = None
 
 
 def early_stops(table: Tables, rows: SamplingRows) -> list[tuple[int, int]]:

@@ -38,28 +38,29 @@ class DeviceArrival:
         self.reports: LogprobsOnTheWay | None = None
 
     def wait(self) -> None:
-        """Takes the tokens in. They count for a sequence only while it is the same one: slots change hands
-        while steps are on their way.
+        """Takes the tokens in, and into the table where every sequence has one. They count for a sequence
+        only while it is the same one: slots change hands while steps are on their way.
         """
         self._mark.wait()
         if self.drawn is None:
             return
         step, table = self._step, self._table
         tokens, finite, allowed = self.drawn.numpy()
-        ids, states = step.inputs.ids, step.inputs.states
-        alive = np.array(
-            [table.states.get(ids[member]) is states[member] for member in step.rows.members], np.bool_
-        )
-        if alive.any():
-            slots = step.rows.slots[alive]
+        inputs, rows = step.inputs, step.rows
+        alive = np.array([inputs.is_alive(member, table) for member in rows.members], np.bool_)
+        slots = rows.member_slots[alive]
+        table.num_unread[slots] -= 1
+        # Those of a step that was launched since are still on their way.
+        table.unread_drafts[slots[table.num_unread[slots] == 0]] = 0
+        if rows.one_each and alive.any():
             table.append_one_each(slots, tokens[alive])
-            table.num_unread[slots] -= 1
-        step.appended = True
+        step.appended = rows.one_each
         step.drawn = Drawn(
             tokens=tokens, finite=finite.astype(np.bool_), allowed=allowed.astype(np.bool_), processed=None
         )
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
+        """See Arrival."""
         found, drawn = self.reports, self._step.drawn
         if found is None or drawn is None:
             return {}

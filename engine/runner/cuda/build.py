@@ -37,7 +37,11 @@ LIBRARY_BYTES = 64 << 20
 
 def sizes_of(config: EngineConfig, model: Decoder) -> tuple[int, ...]:
     """Numbers of rows to capture."""
-    return ladder(config.scheduler.max_num_seqs, config.graphs.rows, model.row_multiple)
+    speculation = config.speculation
+    most_drafts = 0 if speculation.method == "off" else speculation.num_draft_tokens
+    return ladder(
+        config.scheduler.max_num_seqs, config.graphs.rows, model.row_multiple, most_drafts=most_drafts
+    )
 
 
 def why_not_captured(config: EngineConfig, model: Decoder, attention: AttentionBackend) -> str:
@@ -198,7 +202,6 @@ def _captured(
         executor.table,
         sizes=sizes,
         block_size=storage.block_size,
-        spare_slot=storage.spare_slot,
     )
     try:
         graphs.capture(recorder(model.device), lambda part: progress("capture graphs", part))

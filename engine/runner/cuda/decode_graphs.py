@@ -1,7 +1,9 @@
 """Decode steps of a ladder of sizes, captured once: what goes in and out lies in buffers that never move.
 
-A step takes the next size at or above its rows. Rows that pad it read token 0, belong to no sequence, write
-to the spare block and look at themselves alone.
+A row is a token of a slot at a position: the last one of a sequence, or a draft behind it. Drafts are rows of
+the same slot, which see each other's keys since a layer writes all before it looks at any. A step takes the
+next size at or above its rows. Rows that pad it read token 0, belong to no sequence, write to the spare block
+and look at themselves alone.
 
 Shape letters: B rows, C block columns, E hidden size.
 """
@@ -24,18 +26,22 @@ from engine.runner.cuda.recorder import GraphRecorder, Recording
 from engine.runner.cuda.staging import Staging
 
 # Rows of the staged inputs.
-_TOKENS, _POSITIONS, _PLACES, _LENGTHS, _SLOTS = range(5)
-NUM_INPUTS = 5
+_TOKENS, _POSITIONS, _SLOTS, _BEHIND_DRAFTS = range(4)
+NUM_INPUTS = 4
 # A token that only the device knows yet.
 UNREAD = -1
 
 
-def ladder(max_rows: int, asked: Sequence[int] = (), multiple: int = 1) -> tuple[int, ...]:
-    """Sizes to capture, ascending: `asked`, or 1, 2, 4, then multiples of 8; each rounded up to `multiple`,
-    none above what holds max_rows.
+def ladder(
+    max_sequences: int, asked: Sequence[int] = (), multiple: int = 1, *, most_drafts: int = 0
+) -> tuple[int, ...]:
+    """Sizes to capture, ascending: `asked`, or 1, 2, 4, then multiples of 8, and with drafts multiples of
+    max_sequences; each rounded up to `multiple`, none above what holds max_sequences with all their drafts.
     """
-    sizes = asked or (1, 2, 4, *range(8, max_rows, 8), max_rows)
-    top = -(-max_rows // multiple) * multiple
+    most_rows = max_sequences * (1 + most_drafts)
+    beyond = range(max_sequences, most_rows + 1, max_sequences)
+    sizes = asked or (1, 2, 4, *range(8, max_sequences, 8), *beyond)
+    top = -(-most_rows // multiple) * multiple
     return tuple(sorted({min(-(-size // multiple) * multiple, top) for size in sizes}))
 
 
@@ -51,11 +57,10 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int],
         block_size: int,
-        spare_slot: int,
     ) -> None:
         self.model, self.attention, self.caches, self.table = model, attention, caches, table
         self.sizes = sorted(sizes)
-        self.spare_slot = spare_slot
+        self.block_size = block_size
         device, rows = model.device, self.sizes[-1]
         self.inputs = Staging(NUM_INPUTS, rows, device)
         self.context_lens = torch.ones(rows, dtype=torch.int32, device=device)
@@ -77,7 +82,7 @@ class DecodeGraphs:
     def capture(self, recorder: GraphRecorder, progress: Callable[[float], None] = lambda part: None) -> None:
         """Captures all sizes, the largest first, whose memory the others then share."""
         for done, rows in enumerate(reversed(self.sizes)):
-            self._fill(rows, *(np.zeros(0, np.int64) for _ in range(5)))
+            self._fill(rows, *(np.zeros(0, np.int64) for _ in range(NUM_INPUTS)))
             self._recordings[rows] = recorder.record(self._work(rows))
             progress((done + 1) / len(self.sizes))
 
@@ -90,17 +95,18 @@ class DecodeGraphs:
         self,
         tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
-        places: NDArray[np.int64],
         slots: NDArray[np.int64],
+        behind_drafts: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
-        """Queues one step of sequences in `slots` [S], at `positions`, with keys and values to `places`;
-        tokens are UNREAD where the device drew them in the step before.
+        """Queues one step of rows [R] of `slots` at `positions`. Tokens are UNREAD where the device drew them
+        in the step before; `behind_drafts` is 1 where that step verifies drafts whose fate only the device
+        knows: as many as were rejected, the row lies before its position.
 
-        Returns hidden states [B, E] and slots [S] on the device; both stay valid until the next step.
+        Returns hidden states [B, E] and slots [R] on the device; both stay valid until the next step.
         """
         size = self.size_for(tokens.size)
         assert size is not None, f"{tokens.size} rows are more than any graph has"
-        self._fill(size, tokens, positions, places, positions + 1, slots)
+        self._fill(size, tokens, positions, slots, behind_drafts)
         self._recordings[size].replay()
         return self.hidden[:size], self.inputs.view(size)[_SLOTS, : tokens.size]
 
@@ -109,26 +115,29 @@ class DecodeGraphs:
         count = given[0].size
         for place, values in enumerate(given):
             rows[place, :count] = values
-        pads = (0, 0, self.spare_slot, 1, self.table.pad_row)
-        for place, value in enumerate(pads):
-            rows[place, count:] = value
+        rows[:, count:] = 0
+        rows[_SLOTS, count:] = self.table.pad_row
         self.inputs.send(size)
 
     def _work(self, rows: int) -> Callable[[], None]:
         """One step of so many rows, from the staged inputs to the hidden states."""
         staged = self.inputs.view(rows)
         context_lens, block_tables = self.context_lens[:rows], self.block_tables[:rows]
-        table, model, attention = self.table, self.model, self.attention
+        table, model, attention, block_size = self.table, self.model, self.attention, self.block_size
         plan = self._steps.first(rows)
 
         def work() -> None:
-            context_lens.copy_(staged[_LENGTHS])
             slots = staged[_SLOTS]
+            going_back = staged[_BEHIND_DRAFTS] * table.num_rejected.index_select(0, slots)
+            positions = staged[_POSITIONS] - going_back
+            context_lens.copy_(positions + 1)
             torch.index_select(table.device_blocks, 0, slots, out=block_tables)
             last = table.last_tokens.index_select(0, slots)
             tokens = torch.where(staged[_TOKENS] == UNREAD, last, staged[_TOKENS])
+            blocks = block_tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+            places = blocks * block_size + positions % block_size
             attention.begin(plan)
-            hidden = model.run(tokens, staged[_POSITIONS], staged[_PLACES], self.caches, attention, plan)
+            hidden = model.run(tokens, positions, places, self.caches, attention, plan)
             self.hidden[:rows].copy_(hidden)
 
         return work

@@ -32,8 +32,10 @@ class DeviceTable(SequenceTable):
             (num_rows + 1, num_columns), spare_block, dtype=torch.int32, device=device
         )  # [N + 1, C]
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # [N + 1]
-        # Steps that were launched and whose token of this slot the host has not read.
-        self.num_unread = np.zeros(num_rows, np.int64)  # [N]
+        # Drafts of the last step that were rejected, where it had any; and how many it had, while the host
+        # has not read what became of them.
+        self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # [N + 1]
+        self.unread_drafts = np.zeros(num_rows, np.int64)  # [N]
         self._changes: list[tuple[int, int, tuple[int, ...]]] = []
 
     @property
@@ -45,7 +47,7 @@ class DeviceTable(SequenceTable):
         super().add(new, forked=forked)
         slot = self.states[new.sequence_id].slot
         if slot < self.num_rows:
-            self.num_unread[slot] = 0
+            self.unread_drafts[slot] = 0
 
     def add_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
         if block_ids and slot < self.num_rows:
@@ -74,3 +76,7 @@ class DeviceTable(SequenceTable):
     def set_last_tokens(self, slots: Tensor, tokens: Tensor) -> None:
         """The device drew tokens [S] for slots [S]."""
         self.last_tokens.index_copy_(0, slots, tokens)
+
+    def set_rejected(self, slots: Tensor, num_rejected: Tensor) -> None:
+        """So many drafts of slots [S] were rejected."""
+        self.num_rejected.index_copy_(0, slots, num_rejected)

@@ -8,6 +8,7 @@ none of them can change what is generated.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from engine.config import SpeculationConfig
 from engine.runner.sequence_table import SequenceState, SequenceTable
@@ -28,9 +29,17 @@ class Proposer:
         self.economics = Economics(config.num_draft_tokens, config.min_acceptance)
 
     def propose(
-        self, states: list[SequenceState], table: SequenceTable, step: StepCost
+        self,
+        states: list[SequenceState],
+        table: SequenceTable,
+        step: StepCost,
+        num_in_flight: Sequence[int],
     ) -> list[tuple[int, ...]]:
-        """Drafts after each sequence's last token; `step` is the one that has just been sampled."""
+        """Drafts after each sequence's last token; `step` is the one that has just been sampled.
+
+        Where another one is under way, it draws up to `num_in_flight` [S] of these tokens itself: so many
+        more are proposed, and who plans leaves the first ones out. Whether they come so shows in the drafts.
+        """
         proposals = [self._forced(state) for state in states]
         for state, forced in zip(states, proposals, strict=True):
             state.draft.forced = bool(forced)
@@ -48,7 +57,7 @@ class Proposer:
             state.draft.num_unread = int(table.num_tokens[state.slot]) - state.draft.num_read
         counts = self.economics.drafts([state.draft for state in chosen], looks_up=self.draft_model is None)
         if any(counts):
-            found = self._speculate(chosen, counts, table)
+            found = self._speculate(chosen, counts, [num_in_flight[place] for place in places], table)
             for place, drafts in zip(places, found, strict=True):
                 proposals[place] = drafts
         return proposals
@@ -59,7 +68,7 @@ class Proposer:
             self.economics.verified(state.draft, num_drafted, num_accepted)
 
     def _speculate(
-        self, states: list[SequenceState], counts: list[int], table: SequenceTable
+        self, states: list[SequenceState], counts: list[int], ahead: list[int], table: SequenceTable
     ) -> list[tuple[int, ...]]:
         num_read = 0
         started = time.monotonic()
@@ -67,7 +76,7 @@ class Proposer:
         wanted = [place for place, count in enumerate(counts) if count]
         if self.draft_model is None:
             for place in wanted:
-                found[place] = self._look_up(states[place], table, counts[place])
+                found[place] = self._look_up(states[place], table, counts[place] + ahead[place])
             num_rounds = len(wanted)
         else:
             num_rounds = max(counts)

@@ -13,11 +13,12 @@ import pytest
 from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
 from engine.kernels.attention.triton_attention import TritonAttention
 from engine.runner.cuda.build import make_device_runner
-from engine.types import SamplingParams
+from engine.types import Request, SamplingParams
 from tests.kernels.triton.test_decoder import TRITON
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model.test_families import CASES
 from tests.unit.engine.runner.cuda.test_device_runner import OverlappedDriver
+from tests.unit.engine.runner.cuda.test_queued_speculation import LOOK_UP, PLAIN, Watched
 from tests.unit.engine.runner.driver import GREEDY, Driver, Job, open_runner, prompt_of
 
 OPTIONS = {"native": "off", "attention_backend": "torch", "kv_cache_bytes": 4 << 20, "max_model_len": 96}
@@ -67,3 +68,46 @@ def test_tokens_are_those_of_the_plain_runner(tmp_path: Path, name: str) -> None
     expected = Driver(reference).run([replace(job, output=[], logprobs=[]) for job in jobs])
     reference.close()
     assert [job.output for job in jobs] == [job.output for job in expected]
+
+
+def test_drafts_behind_drafts_on_their_way(tmp_path: Path) -> None:
+    """The draw of a step whose positions only the device knows has the noise of these positions."""
+    model_type, changes = CASES["llama"]
+    make_checkpoint(tmp_path, model_type, **changes | {"num_hidden_layers": 1})
+    plain = open_runner(tmp_path, kernels=TRITON, speculation=LOOK_UP, **OPTIONS)
+    spec = plain.model.spec
+    scheduler = SchedulerConfig(max_num_seqs=3)
+    runner = make_device_runner(
+        EngineConfig(graphs=GraphsConfig(rows=(4, 15)), scheduler=scheduler, speculation=LOOK_UP),
+        plain.model,
+        TritonAttention(num_heads=spec.num_heads, num_kv_heads=spec.cache_heads),
+        recorder=lambda device: PlainRecorder(),
+        storage=plain.storage,
+        grammar=plain.grammar,
+        proposer=plain.proposer,
+        native_sampling=False,
+    )
+    few = tuple(range(20, 24))
+    samplings = (
+        {"temperature": 0.7, "seed": 1, "allowed_token_ids": few},
+        {"temperature": 0.0, "allowed_token_ids": few, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+        {"temperature": 0.5, "seed": 2, "allowed_token_ids": few, "frequency_penalty": 0.1},
+    )
+    requests = [
+        Request(
+            request_id=number,
+            external_id="",
+            prompt_token_ids=(*few, number) * 3,
+            sampling=SamplingParams(max_tokens=12, **options),
+        )
+        for number, options in enumerate(samplings, start=1)
+    ]
+    queued = Watched(runner, True, 1 << 20)
+    queued.run(requests)
+    reference = Watched(open_runner(tmp_path, **PLAIN), False, 1 << 20)
+    reference.run(requests)
+    for request in requests:
+        assert queued.tokens(request.request_id) == reference.tokens(request.request_id)
+    assert queued.num_queued > 5
+    assert queued.sum_of("accepted_tokens") > 0
+    assert queued.sum_of("drafted_tokens") > queued.sum_of("accepted_tokens")

@@ -233,7 +233,6 @@ def test_devices_are_never_mixed(
             table,
             sizes=(1, 2, 4, 8),
             block_size=16,
-            spare_slot=storage.spare_slot,
         )
         recorder = Recorder()
         graphs.capture(recorder)
@@ -247,17 +246,22 @@ def test_devices_are_never_mixed(
                 raise step.error
             # Nobody reads the tokens, of which there are none.
             runner._outstanding = None
-    assert launches["draw_kernel"] == launches["process_logits_kernel"] == 3
+    assert launches["draw_kernel"] == launches["process_logits_kernel"] == 5
     assert launches["attention_kernel"] > launches["merge_kernel"] > 0
     assert launches["list_parts_kernel"] >= 4
     runner.grammar.close()
 
 
 def _plans() -> list[SchedulerOutput]:
-    """Prompts, a captured step, a chunk beside decode rows, a chunk alone that draws nothing."""
+    """Prompts, a captured step, a chunk beside decode rows, a chunk alone that draws nothing; drafts, and
+    drafts behind these.
+    """
 
     def decode(position: int) -> tuple[ScheduledSequence, ...]:
         return tuple(ScheduledSequence(number, position + number, 1, (), True) for number in (1, 2, 3))
+
+    def drafted(position: int) -> tuple[ScheduledSequence, ...]:
+        return tuple(ScheduledSequence(number, position + number, 3, (), True, (4, 5)) for number in (1, 3))
 
     prompts = tuple(
         NewSequence(
@@ -279,6 +283,8 @@ def _plans() -> list[SchedulerOutput]:
         SchedulerOutput(2, (), decode(19)),
         SchedulerOutput(3, (long,), (ScheduledSequence(9, 0, 30, (), False), *decode(20))),
         SchedulerOutput(4, (), (ScheduledSequence(9, 30, 10, (), False),)),
+        SchedulerOutput(5, (), (*drafted(21), ScheduledSequence(2, 23, 1, (), True))),
+        SchedulerOutput(6, (), (*drafted(24), ScheduledSequence(2, 24, 1, (), True))),
     ]
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.config import SimulatedConfig
 from engine.types import (
     GrammarSpec,
@@ -49,6 +51,8 @@ class State:
     choice_index: int
     adapter: str
     table: list[int]
+    # Drafts of its last step that were not accepted.
+    num_rejected: int = 0
 
     def digest(self, position: int, tokens: list[int]) -> int:
         return hash((self.adapter, tuple(tokens[: position + 1])))
@@ -161,6 +165,11 @@ class CheckedRunner:
         state = self.states[row.sequence_id]
         self._grow(state, row)
         tokens = state.tokens + list(row.draft_token_ids)
+        if row.samples:
+            # A plan counts drafts in flight as accepted.
+            start = len(tokens) - row.num_tokens
+            assert 0 <= row.start - start <= state.num_rejected, "not where its tokens end"
+            row = msgspec.structs.replace(row, start=start)
         end = row.start + row.num_tokens
         assert end <= len(tokens), f"row reaches {end}, only {len(tokens)} tokens exist"
         first_read = 0 if self.window is None else max(0, row.start + 1 - self.window)
@@ -190,6 +199,7 @@ class CheckedRunner:
             sampled.append(token(first + len(sampled)))
         first_known = len(state.tokens)
         state.tokens += sampled
+        state.num_rejected = len(row.draft_token_ids) + 1 - len(sampled)
         logprobs = ()
         if state.sampling.logprobs is not None:
             top = alternatives(state.tokens[:first_known], state.sampling.logprobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from engine.core.messages import StepDone, StepTotals
+from engine.core.messages import Ready, StepDone, StepTotals
 from engine.service.metrics import EngineMetrics
 from engine.types import (
     BlocksEvicted,
@@ -14,6 +14,8 @@ from engine.types import (
     FirstTokenTimings,
     MemoryPlan,
     MemoryUse,
+    ModelFacts,
+    RequestFailure,
     SchedulerCounters,
     SchedulerLoad,
     TokenEvent,
@@ -118,6 +120,19 @@ def test_steps_and_cache_changes_are_observed() -> None:
     assert _value(metrics, names.EVICTIONS.name) == 2
 
 
+def test_what_should_not_happen_is_counted_from_zero() -> None:
+    families = (names.FAILED_STEPS, names.STEP_HALVINGS, names.ISOLATED, names.STEP_FAILURES)
+    quiet = _taken(StepDone(1, [], (), LOAD))
+    assert [_value(quiet, family.name) for family in families] == [0, 0, 0, 0]
+    events = [
+        TokenEvent(request_id=7, failure=RequestFailure(reason=reason, message="it failed"))
+        for reason in ("POISONED_REQUEST", "STEP_FAILED", "STEP_FAILED", "DEADLINE_EXCEEDED")
+    ]
+    totals = StepTotals(kind="mixed", num_tokens=48, num_sequences=5, seconds=0.02, num_halvings=3)
+    metrics = _taken(StepDone(1, events, (), LOAD, (totals,), num_failed_steps=2))
+    assert [_value(metrics, family.name) for family in families] == [2, 3, 1, 2]
+
+
 def test_what_the_memory_really_takes_is_exposed_beside_the_plan() -> None:
     use = MemoryUse(weights_bytes=90, kv_cache_bytes=40, workspace_bytes=70)
     metrics = _taken(StepDone(1, [], (), LOAD, memory=use))
@@ -140,7 +155,19 @@ def test_the_memory_plan_is_exposed_once_ready() -> None:
         num_blocks=25,
         max_model_len=400,
     )
-    EngineMetrics(metrics).ready(memory, "nano", os.getpid())
+    facts = ModelFacts(
+        max_model_len=400,
+        vocab_size=10,
+        eos_token_ids=(),
+        dtype="float32",
+        attention_backend="torch",
+        device="cpu",
+        num_layers=1,
+    )
+    ready = Ready(memory, facts, {"load weights": 2.5, "capture graphs": 1.5})
+    EngineMetrics(metrics).ready(ready, "nano", os.getpid())
+    assert _value(metrics, names.STARTUP_SECONDS.name, stage="load weights") == 2.5
+    assert _value(metrics, names.STARTUP_SECONDS.name, stage="capture graphs") == 1.5
     assert (_value(metrics, names.MEMORY_PLAN.name, part="resident") or 0) > 1_000_000
     assert _value(metrics, names.MEMORY_PLAN.name, part="kv_cache") == 400
     assert _value(metrics, names.CACHE_INFO.name, block_size="16", num_blocks="25") == 1

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig, GraphsConfig, SchedulerConfig
+from engine.config import EngineConfig, GraphsConfig, SchedulerConfig, SpeculationConfig
 from engine.runner.cuda.build import make_device_runner
 from engine.runner.cuda.decode_graphs import ladder
 from engine.runner.runner import ModelRunner
-from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from engine.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput, StepResult
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.runner.cuda.doubles import (
     AddressChangedError,
@@ -50,7 +50,9 @@ def open_device_runner(
         folder, **({"native": "off", "attention_backend": "torch", "kv_cache_bytes": 8 << 20} | options)
     )
     config = EngineConfig(
-        graphs=GraphsConfig(decode=graphs), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs)
+        graphs=GraphsConfig(decode=graphs),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        speculation=options.get("speculation", SpeculationConfig()),
     )
     spec = plain.model.spec
     return make_device_runner(
@@ -199,6 +201,41 @@ def test_overlapped_steps_draw_the_same_tokens(folder: Path, graphs: str, seed: 
     runner.close()
 
 
+def test_decode_rows_beside_prompts_have_the_bits_that_they_have_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for beside in (False, True):
+        runner = open_device_runner(folder, kv_cache_bytes=1 << 20)
+        forward, eager, hidden = runner.model.forward, [], []
+
+        def watched(batch: Any, *rest: Any, forward: Any = forward, eager: list[int] = eager) -> torch.Tensor:
+            eager.append(int(batch.ragged.query_starts[-1]))
+            return forward(batch, *rest)
+
+        monkeypatch.setattr(runner.model, "forward", watched)
+        for step in range(6):
+            new = [NewSequence(1, (5, 6, 7), 3, GREEDY, 0, None, "", (3,))] if not step else []
+            scheduled = [ScheduledSequence(1, 0, 3, (), True) if not step else _next(1, step + 2)]
+            if beside and step == 1:
+                new.append(NewSequence(2, tuple(range(90)), 90, GREEDY, 0, None, "", tuple(range(10, 16))))
+            if beside and step:
+                # A prompt in chunks, its rows first in the plan; in the end it decodes as well.
+                chunk = ScheduledSequence(2, 30 * (step - 1), 30, (), step == 3)
+                scheduled.insert(0, chunk if step < 4 else _next(2, 86 + step))
+            result = runner.launch(SchedulerOutput(step, tuple(new), tuple(scheduled))).wait()
+            assert {each.sequence_id for each in result.results if each.token_ids} >= {1}
+            hidden.append((result.results, runner.executor.graphs.hidden[:2].clone()))
+        assert eager == ([3, 30, 30, 30] if beside else [3])
+        found.append([rows[int(step > 3 and beside)] for step, (_, rows) in enumerate(hidden)])
+        runner.close()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def _next(sequence_id: int, start: int) -> ScheduledSequence:
+    return ScheduledSequence(sequence_id, start, 1, (), True)
+
+
 def test_guided_rows_beside_others() -> None:
     """Their masks wait for the step before; a row launched after the grammar's end counts for nothing."""
     plain = {"native": "off", "attention_backend": "torch", "max_model_len": 256}
@@ -252,14 +289,25 @@ def test_a_step_that_does_not_fit_is_halved(folder: Path, monkeypatch: pytest.Mo
         return forward(batch, *rest)
 
     monkeypatch.setattr(runner.model, "forward", limited)
+    driver, halvings = Driver(runner), []
+    step = driver.step
+
+    def counted(plan: SchedulerOutput) -> StepResult:
+        result = step(plan)
+        halvings.append(result.num_halvings)
+        return result
+
+    monkeypatch.setattr(driver, "step", counted)
     jobs = [job_of(number) for number in range(12)]
     jobs[0] = replace(
         jobs[0], prompt=prompt_of(40, VOCAB), sampling=SamplingParams(temperature=0.0, prompt_logprobs=1)
     )
-    Driver(runner).run(jobs)
+    driver.run(jobs)
     monkeypatch.undo()
     expected = expected_of(folder, jobs)
     assert max(sizes) > 9
+    # Every cut began with a failure, and the first one of a step was no cut yet.
+    assert sum(halvings) == sum(size > 9 for size in sizes) - sum(map(bool, halvings)) > 3
     assert [job.output for job in jobs] == [job.output for job in expected]
     assert [each.token_id for each in jobs[0].prompt_logprobs] == jobs[0].prompt[1:]
     runner.close()
