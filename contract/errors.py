@@ -44,6 +44,7 @@ class Reason(StrEnum):
     CANCELLED = "CANCELLED"
     VOCABULARY_MISMATCH = "VOCABULARY_MISMATCH"
     DRAINING = "DRAINING"
+    GATEWAY_FULL = "GATEWAY_FULL"
     ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE"
     ENGINE_LOST = "ENGINE_LOST"
     TOKENIZER_UNAVAILABLE = "TOKENIZER_UNAVAILABLE"
@@ -100,6 +101,7 @@ TABLE: Mapping[Reason, FaceMapping] = {
     ),
     Reason.LIMITS_UNAVAILABLE: FaceMapping(*_DOWN),
     Reason.DRAINING: FaceMapping(*_DOWN),
+    Reason.GATEWAY_FULL: FaceMapping(*_DOWN),
     Reason.ENGINE_UNAVAILABLE: FaceMapping(*_DOWN),
     Reason.ENGINE_LOST: FaceMapping(*_DOWN),
     Reason.TOKENIZER_UNAVAILABLE: FaceMapping(*_DOWN),
@@ -107,6 +109,9 @@ TABLE: Mapping[Reason, FaceMapping] = {
     Reason.INTERNAL: FaceMapping(*_BROKEN),
 }
 
+# What a client has sent is echoed up to here, in characters of a whole message.
+MAX_MESSAGE = 2048
+MAX_FIELD = 256
 # Domain of google.rpc.ErrorInfo in every status of this suite.
 ERROR_DOMAIN = "millrace"
 
@@ -128,10 +133,12 @@ class MillraceError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.field = field
+        self.field = field[:MAX_FIELD]
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
 
