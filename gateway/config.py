@@ -290,6 +290,11 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stream_idle_timeout_s: PositiveFloat = 600.0
     # A client must have sent its whole request header within this time.
     request_headers_timeout_s: PositiveFloat = 10.0
+    # A client must have sent its whole request within this time, or the answer must have begun.
+    request_timeout_s: PositiveFloat = 60.0
+    # Requests a second, of all clients together, for what needs no key: /health, /openapi.json and gRPC's
+    # health check.
+    public_requests_per_second: PositiveInt = 200
     # A client connection without a request is closed after this long.
     idle_timeout_s: PositiveFloat = 3600.0
     # Streams in flight may go on for this long when Envoy stops.

@@ -150,6 +150,8 @@ async def _fail(context: ServicerContext, error: Exception, method: str) -> None
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, MillraceError):
+        # Where it was raised holds the request, which may be large, until the garbage collector comes by.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         await abort(context, error)
     if isinstance(error, NotImplementedError):
         await abort(

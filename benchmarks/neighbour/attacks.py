@@ -102,7 +102,7 @@ def _list(item: bytes, count: int) -> bytes:
 
 def _chat_body(target: Target, rest: bytes = b"", messages: bytes | None = None) -> tuple[str, bytes]:
     messages = messages or b'[{"role":"user","content":"Hi"}]'
-    return _CHAT, b'{"model":"%b","max_tokens":1,"messages":%b%b}' % (target.model.encode(), messages, rest)
+    return _CHAT, b'{"model":"%b","messages":%b%b}' % (target.model.encode(), messages, rest)
 
 
 def _completion(target: Target, prompt: bytes, rest: bytes = b"") -> tuple[str, bytes]:
