@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import multiprocessing
 import time
@@ -24,20 +23,10 @@ from typing import Any
 import psutil
 
 from benchmarks.neighbour.attacks import ATTACKS, Target, drive, request_head
+from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
 from benchmarks.tokenizer_isolation import quantile, steal_ms
 
-_KEYS = {"neighbour": "mr-neighbour", "attacker": "mr-attacker"}
-CONFIG = "".join(
-    f"""
-[tenants.{tenant}]
-[[keys.entries]]
-id = "{tenant}-1"
-tenant = "{tenant}"
-hash = "sha256:{hashlib.sha256(key.encode()).hexdigest()}"
-"""
-    for tenant, key in _KEYS.items()
-)
 TTFT_AIM_MS, GAP_AIM_MS = 250.0, 100.0
 _EVERY_S = 0.125
 _TOKENS = 24
@@ -149,7 +138,7 @@ def _pss(process: psutil.Process) -> int:
 
 async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, Any]:
     host, _, port = stack.state.address.rpartition(":")
-    neighbour, attacker = (Target(host, int(port), key, stack.state.model) for key in _KEYS.values())
+    neighbour, attacker = (Target(host, int(port), key, stack.state.model) for key in KEYS.values())
     pids, memory = stack.pids(), _memory(stack)
     before = await _window(neighbour, seconds / 2)
     processes = multiprocessing.get_context("spawn")

@@ -50,7 +50,8 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader."""
-        if len(self._items) >= _AT_EASE and self._backlog is not None and not self._fits(self._backlog):
+        is_counted = len(self._items) >= _AT_EASE or self._is_full
+        if is_counted and self._backlog is not None and not self._fits(self._backlog):
             return
         self.put_last(item)
 
