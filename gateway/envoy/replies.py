@@ -61,7 +61,7 @@ def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
     cases: list[tuple[dict[str, Any], Reason, str]] = [
         (_all_of(_has_flag(flag), _has_status(status)), Reason.ENGINE_UNAVAILABLE, _NO_AUTHORIZATION),
         *((_has_flag(*flags), reason, message) for flags, reason, message in _BY_FLAG),
-        (_all_of(_has_flag("RL"), _is_public()), Reason.QUEUE_LIMIT_EXCEEDED, _TOO_OFTEN),
+        (_all_of(_has_status(429), _is_public()), Reason.QUEUE_LIMIT_EXCEEDED, _TOO_OFTEN),
         (_has_status(413), Reason.REQUEST_TOO_LARGE, too_large),
         *((_has_status(status), reason, message) for status, reason, message in _BY_STATUS),
         (_all_of(_has_status(403), _IS_UPGRADE), Reason.MALFORMED_BODY, _NO_UPGRADE),
