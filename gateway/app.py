@@ -167,7 +167,6 @@ class Gateway:
             tiers=self._edge.tiers,
             callers=self._callers,
             recorder=self._recorder,
-            metrics=self._metrics,
             telemetry=self._telemetry,
             deferred=self._edge.deferred,
             intake=self._intake,

@@ -162,6 +162,7 @@ async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, 
     restarted = [each for each, pid in stack.pids().items() if pids.get(each) != pid]
     return {
         "attack": name,
+        "seconds": seconds,
         "before": before.summary(),
         "under": under.summary(),
         "after": after.summary(),
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
     seconds = 4.0 if options.quick else options.seconds
@@ -212,10 +213,18 @@ def main() -> None:
             print(_row(found[-1]), flush=True)
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
+    if options.json is not None and options.json.exists():
+        found = _beside(json.loads(options.json.read_text())["attacks"], found)
     aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}
-    write_result(options.json, {"seconds": seconds, "aims": aims, "attacks": found})
+    write_result(options.json, {"aims": aims, "attacks": found})
     if options.markdown is not None:
         options.markdown.write_text("\n".join([_TABLE, *map(_row, found)]) + "\n", encoding="utf-8")
+
+
+def _beside(earlier: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was found before of other attacks, in the attacks' order."""
+    rows = {each["attack"]: each for each in [*earlier, *found]}
+    return [rows[name] for name in ATTACKS if name in rows]
 
 
 if __name__ == "__main__":

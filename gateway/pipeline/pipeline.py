@@ -43,7 +43,6 @@ from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability.emit import names
-from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
@@ -67,7 +66,6 @@ class Pipeline:
         tiers: Tiers,
         callers: CallerVerifier,
         recorder: OutcomeRecorder,
-        metrics: Metrics,
         telemetry: Telemetry,
         deferred: Deferred,
         intake: Intake,
@@ -90,7 +88,7 @@ class Pipeline:
         self._admission = admission
         self._tiers = tiers
         self._recorder = recorder
-        self._metrics = metrics
+        self._metrics = recorder.metrics
         self._telemetry = telemetry
         self._own_names = frozenset((model.served_name, *model.aliases))
         self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
