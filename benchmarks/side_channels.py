@@ -41,7 +41,7 @@ def turns(model: str, number: int) -> tuple[str, dict[str, Any]]:
 def schema(model: str, number: int) -> tuple[str, dict[str, Any]]:
     """A chat request whose answer follows a schema."""
     properties = {
-        f"p{number}_{at}": {"enum": [f"v{number}_{at}_{each}" for each in range(20)]} for at in range(40)
+        f"p{number}_{at}": {"enum": [f"v{number}_{at}_{each}" for each in range(24)]} for at in range(55)
     }
     form = {"type": "object", "properties": properties, "additionalProperties": False}
     asked = {"name": "probe", "schema": form, "strict": False}
