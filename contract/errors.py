@@ -79,6 +79,7 @@ class Reason(StrEnum):
     CANCELLED = "CANCELLED", _LEFT
     VOCABULARY_MISMATCH = "VOCABULARY_MISMATCH", _UNFIT
     DRAINING = "DRAINING", _DOWN
+    GATEWAY_FULL = "GATEWAY_FULL", _DOWN
     ENGINE_UNAVAILABLE = "ENGINE_UNAVAILABLE", _DOWN
     ENGINE_LOST = "ENGINE_LOST", _DOWN
     TOKENIZER_UNAVAILABLE = "TOKENIZER_UNAVAILABLE", _DOWN
@@ -87,6 +88,9 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL", _BROKEN
 
 
+# What a client has sent is echoed up to here, in characters of a whole message.
+MAX_MESSAGE = 2048
+MAX_FIELD = 256
 # Domain of google.rpc.ErrorInfo in every status of this suite.
 ERROR_DOMAIN = "millrace"
 
@@ -108,10 +112,12 @@ class MillraceError(Exception):
         metadata: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.field = field
+        self.field = field[:MAX_FIELD]
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
 

@@ -7,9 +7,8 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from importlib import metadata
-
-from millrace.inference.v1 import inference_pb2_grpc
 
 from contract.errors import MillraceError, Reason
 from gateway.auth.callers import HttpCallers
@@ -17,10 +16,12 @@ from gateway.auth.verifier import CallerVerifier
 from gateway.edge import Edge
 from gateway.engines import discovery
 from gateway.engines.fleet import Fleet
+from gateway.grpc_face.large import add_to_server
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
 from gateway.overload import Admission
+from gateway.pipeline.intake import Intake
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
 from gateway.settings import Settings
@@ -52,8 +53,9 @@ class Gateway:
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
-        self.grpc = GrpcServer(self._config.grpc_listen)
+        self.grpc = GrpcServer(self._config.grpc_listen, max_request_bytes=self._config.max_body_bytes)
         http_callers = HttpCallers(self._edge.authorizer, self._callers)
+        self._intake = Intake(self._config.request)
         self.http = HttpServer(
             build_app(
                 self._current_pipeline,
@@ -68,16 +70,14 @@ class Gateway:
             self._config.http_listen,
             max_body_bytes=self._config.max_body_bytes,
             callers=http_callers,
+            intake=self._intake,
         )
         self._add_servicers()
         self._tasks: list[asyncio.Task[None]] = []
 
     def _add_servicers(self) -> None:
-        self.grpc.add(
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            InferenceServicer(self._current_pipeline),
-            FULL_NAME,
-        )
+        register = partial(add_to_server, intake=self._intake)
+        self.grpc.add(register, InferenceServicer(self._current_pipeline), FULL_NAME)
         self._edge.register(self.grpc)
 
     async def start(self) -> None:
@@ -166,9 +166,9 @@ class Gateway:
             tiers=self._edge.tiers,
             callers=self._callers,
             recorder=self._recorder,
-            metrics=self._metrics,
             telemetry=self._telemetry,
             deferred=self._edge.deferred,
+            intake=self._intake,
         )
         self._fleet = fleet
         await discovery.follow(self._lookup, fleet.set_targets, self._config.discovery_interval_s)

@@ -84,6 +84,37 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rate_memory_s: PositiveFloat = 10.0
 
 
+class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[gateway.request]`: what one request may hold. More is refused with the field, before it is parsed."""
+
+    # Messages of a conversation; the parts of all of them together, and their tool calls.
+    max_messages: PositiveInt = 4096
+    max_parts: PositiveInt = 8192
+    max_tool_calls: PositiveInt = 4096
+    # Functions that the model may call.
+    max_tools: PositiveInt = 256
+    # Token ids of one field: of a prompt, of those to decode, of those that are allowed or end the answer.
+    max_token_ids: PositiveInt = 256 * 1024
+    # Values of any other field: numbers, texts, lists and objects, wherever they stand in it.
+    max_values: PositiveInt = 64 * 1024
+    # Lists and objects inside each other.
+    max_depth: PositiveInt = 512
+    # Answers that are computed: prompts times the larger of n and best_of.
+    max_answers: PositiveInt = 256
+    # Bytes of large bodies that are read, and of the requests in them until they are answered. A tenant may
+    # have as much as is left free after it: half of this, where no other has any.
+    max_held_bytes: PositiveInt = 128 * 1024 * 1024
+    # Tokens, and log-probabilities with their alternatives, that an answer may be ahead of its client beyond
+    # what is on the way to it; and all answers of a tenant together. Then the answer is ended.
+    max_unread: PositiveInt = 32 * 1024
+    max_unread_of_tenant: PositiveInt = 256 * 1024
+    # Log-probabilities, alternatives included, of answers that are chosen among more at their end.
+    max_ranked_logprobs: PositiveInt = 128 * 1024
+
+
+DEFAULT_REQUEST_LIMITS = RequestConfig()
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway]`: one gateway process."""
 
@@ -105,6 +136,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_limit_s: PositiveFloat = 30.0
     # Largest request body. Envoy refuses larger ones by their declared length, the gateway by what arrives.
     max_body_bytes: PositiveInt = 16 * 1024 * 1024
+    request: RequestConfig = DEFAULT_REQUEST_LIMITS
     # Tier of tenants that name none.
     default_tier: str = DEFAULT_TIER
     limits: LimitsConfig = LimitsConfig()
@@ -258,6 +290,11 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stream_idle_timeout_s: PositiveFloat = 600.0
     # A client must have sent its whole request header within this time.
     request_headers_timeout_s: PositiveFloat = 10.0
+    # A client must have sent its whole request within this time, or the answer must have begun.
+    request_timeout_s: PositiveFloat = 60.0
+    # Requests a second, of all clients together, for what needs no key: /health, /openapi.json and gRPC's
+    # health check.
+    public_requests_per_second: PositiveInt = 200
     # A client connection without a request is closed after this long.
     idle_timeout_s: PositiveFloat = 3600.0
     # Streams in flight may go on for this long when Envoy stops.

@@ -45,6 +45,8 @@ CLIENT_OPTIONS = (
 SERVER_OPTIONS = (
     *_COMMON,
     ("grpc.so_reuseport", 0),
+    # A message that is packed says nothing of its size before it is unpacked: of the encodings only identity.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Ports ask nobody who they are. gRPC's core itself stops reading from whoever makes it queue answers to
     # SETTINGS, PING and resets, and refuses streams that are opened and reset beyond the number of calls.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -102,6 +102,8 @@ def _wrap_unary(behavior: Callable[..., Any], method: str) -> Callable[..., Any]
             result = behavior(request, context)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
+            # An aborted call holds its own end, and all that stands here, until the collector comes by.
+            request = None
             return await _fail(context, error, method)
         finally:
             otel_context.detach(token)
@@ -128,6 +130,8 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
             # task, whose context it was, is over.
             raise
         except Exception as error:
+            # As above.
+            request = None
             otel_context.detach(token)
             await _fail(context, error, method)
         else:
@@ -140,6 +144,8 @@ async def _fail(context: ServicerContext, error: Exception, method: str) -> None
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, MillraceError):
+        # So does where it was raised.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         await abort(context, error)
     if isinstance(error, NotImplementedError):
         await abort(

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services import tls
 from services.addresses import with_port
-from services.channels import SERVER_OPTIONS
+from services.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from services.errors import ConfigError
 from services.interceptors import CallInterceptor, ServerInterceptor
 
@@ -40,12 +40,20 @@ class GrpcServer:
     Health is NOT_SERVING until `set_serving(True)`, so that a service is not sent work before it is ready.
     """
 
-    def __init__(self, listen: str, *, interceptors: Sequence[ServerInterceptor] = ()) -> None:
+    def __init__(
+        self,
+        listen: str,
+        *,
+        interceptors: Sequence[ServerInterceptor] = (),
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         self.listen = listen
         # Known after start().
         self.port = 0
         self._server = grpc.aio.server(
-            interceptors=[CallInterceptor(), *interceptors], options=SERVER_OPTIONS
+            interceptors=[CallInterceptor(), *interceptors],
+            # The last of several values of an option counts.
+            options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)),
         )
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]

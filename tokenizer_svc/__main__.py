@@ -46,7 +46,10 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
     )
     metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
     compiler = GrammarCompiler(
-        pool, fingerprint=checkpoint.vocabulary.fingerprint, cache_bytes=settings.compile.cache_bytes
+        pool,
+        fingerprint=checkpoint.vocabulary.fingerprint,
+        cache_bytes=settings.compile.cache_bytes,
+        shared=settings.compile.shared,
     )
     preparer = Preparer(
         checkpoint,

@@ -52,6 +52,8 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queued_per_tenant: int = 64
     # Artifacts kept for reuse, in bytes of payload.
     cache_bytes: int = 256 * 1024 * 1024
+    # Compile a grammar once for all tenants: the time of a request then tells whether another has used it.
+    shared: bool = False
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -185,7 +185,9 @@ class GrammarEngine:
 
     def is_ready(self, grammar: GrammarSpec, tenant: str) -> bool:
         """Whether `matcher` has only to copy; if not, what it needs is made in a thread, tenants in turns."""
-        return grammar.backend != BACKEND or self._prototypes.is_ready(grammar.payload, tenant)
+        return grammar.backend != BACKEND or self._prototypes.is_ready(
+            grammar.payload, tenant, grammar.digest
+        )
 
     def matcher(self, grammar: GrammarSpec, output: Sequence[int], limit: int = 0) -> Matcher:
         """A matcher that has walked along `output`, and ends within `limit` output tokens where it can; 0 is
@@ -193,7 +195,7 @@ class GrammarEngine:
         """
         if grammar.backend != BACKEND:
             raise GrammarError(f"grammar: back end {grammar.backend!r} is not supported, only {BACKEND!r}")
-        matcher = Matcher(self._prototypes.take(grammar.payload), self._finder, limit)
+        matcher = Matcher(self._prototypes.take(grammar.payload, grammar.digest), self._finder, limit)
         matcher.accept(output)
         return matcher
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import llguidance
 
@@ -21,44 +22,52 @@ _MAX_BYTES = 16 * 1024 * 1024
 Build = Callable[[bytes], llguidance.LLMatcher]
 
 
+# Digest and payload.
+_Key: TypeAlias = tuple[str, bytes]
+
+
 class Prototypes:
-    """By payload, which is the grammar itself, so nobody's word for a digest is taken."""
+    """By payload, which is the grammar itself, so nobody's word for a digest is taken; and by digest, in
+    which the tokenizer service tells tenants apart that must not learn of each other by time.
+    """
 
     def __init__(self, build: Build) -> None:
         self._build = build
         self._lock = threading.Condition()
         # Least recently used first; what was raised stands in place of a matcher.
-        self._made: OrderedDict[bytes, llguidance.LLMatcher | Exception] = OrderedDict()
+        self._made: OrderedDict[_Key, llguidance.LLMatcher | Exception] = OrderedDict()
         self._num_bytes = 0
         # Who is to be served next comes first.
-        self._wanted: OrderedDict[str, deque[bytes]] = OrderedDict()
-        self._queued: set[tuple[str, bytes]] = set()
+        self._wanted: OrderedDict[str, deque[_Key]] = OrderedDict()
+        self._queued: set[tuple[str, _Key]] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def is_ready(self, payload: bytes, tenant: str) -> bool:
+    def is_ready(self, payload: bytes, tenant: str, digest: str = "") -> bool:
         """Whether `take` has it without making it; if not, it is made in the tenant's turn."""
+        key = (digest, payload)
         with self._lock:
-            if payload in self._made or self._closed:
+            if key in self._made or self._closed:
                 return True
-            if (tenant, payload) not in self._queued:
-                self._queued.add((tenant, payload))
-                self._wanted.setdefault(tenant, deque()).append(payload)
+            if (tenant, key) not in self._queued:
+                self._queued.add((tenant, key))
+                self._wanted.setdefault(tenant, deque()).append(key)
                 self._start()
                 self._lock.notify()
             return False
 
-    def take(self, payload: bytes) -> llguidance.LLMatcher:
+    def take(self, payload: bytes, digest: str = "") -> llguidance.LLMatcher:
         """A matcher of the caller's own. Raises what making it raised."""
+        key = (digest, payload)
         with self._lock:
-            made = self._made.get(payload)
+            made = self._made.get(key)
             if made is not None:
-                self._made.move_to_end(payload)
+                self._made.move_to_end(key)
         if made is None:
-            made = self._make(payload)
+            made = self._make(key)
         if isinstance(made, Exception):
             with self._lock:
-                self._drop(payload)
+                self._drop(key)
             try:
                 raise made
             finally:
@@ -81,40 +90,41 @@ class Prototypes:
 
     def _run(self) -> None:
         while (wanted := self._next()) is not None:
-            tenant, payload = wanted
+            tenant, key = wanted
             with self._lock:
-                done = payload in self._made
+                done = key in self._made
             if not done:
-                self._make(payload)
+                self._make(key)
             with self._lock:
-                self._queued.discard((tenant, payload))
+                self._queued.discard((tenant, key))
 
-    def _next(self) -> tuple[str, bytes] | None:
+    def _next(self) -> tuple[str, _Key] | None:
         with self._lock:
             self._lock.wait_for(lambda: self._wanted or self._closed)
             if self._closed:
                 return None
-            tenant, payloads = next(iter(self._wanted.items()))
-            payload = payloads.popleft()
+            tenant, keys = next(iter(self._wanted.items()))
+            key = keys.popleft()
             del self._wanted[tenant]
-            if payloads:
-                self._wanted[tenant] = payloads
-            return tenant, payload
+            if keys:
+                self._wanted[tenant] = keys
+            return tenant, key
 
-    def _make(self, payload: bytes) -> llguidance.LLMatcher | Exception:
+    def _make(self, key: _Key) -> llguidance.LLMatcher | Exception:
+        payload = key[1]
         made: llguidance.LLMatcher | Exception
         try:
             made = self._build(payload)
         except Exception as error:
             made = error.with_traceback(None)
         with self._lock:
-            self._drop(payload)
-            self._made[payload] = made
+            self._drop(key)
+            self._made[key] = made
             self._num_bytes += len(payload)
             while len(self._made) > 1 and (len(self._made) > _MAX_KEPT or self._num_bytes > _MAX_BYTES):
                 self._drop(next(iter(self._made)))
         return made
 
-    def _drop(self, payload: bytes) -> None:
-        if self._made.pop(payload, None) is not None:
-            self._num_bytes -= len(payload)
+    def _drop(self, key: _Key) -> None:
+        if self._made.pop(key, None) is not None:
+            self._num_bytes -= len(key[1])

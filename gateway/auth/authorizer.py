@@ -49,6 +49,7 @@ _REMOVED = (
 )
 _COUNTED = (COUNTED_HEADER.encode(), b"1")
 _SCHEME = b"bearer "
+NO_CREDENTIALS = "no API key was sent; send the header `authorization: Bearer <key>`"
 # The ids of tokens are their issuer's words.
 _CONTROL_CHARACTERS = bytes([*range(32), 127])
 _decode_claims = msgspec.json.Decoder(dict[str, Any]).decode
@@ -139,10 +140,7 @@ class Authorizer:
             return self._directory.principal_of_claims(_claims(claims))
         credentials = headers.get(b"authorization", b"")
         if not credentials:
-            raise MillraceError(
-                Reason.MISSING_CREDENTIALS,
-                "no API key was sent; send the header `authorization: Bearer <key>`",
-            )
+            raise MillraceError(Reason.MISSING_CREDENTIALS, NO_CREDENTIALS)
         if credentials[: len(_SCHEME)].lower() != _SCHEME:
             raise MillraceError(
                 Reason.INVALID_CREDENTIALS,

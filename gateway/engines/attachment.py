@@ -275,7 +275,7 @@ class Attachment:
             output = to_domain(message)
             if output.error is not None:
                 self._close(leg)
-                leg.inbox.put(Lost(leg, output.error))
+                leg.inbox.put_last(Lost(leg, output.error))
                 continue
             if not leg.started:
                 leg.started = True
@@ -316,7 +316,7 @@ class Attachment:
         if self.state is not EngineState.INCOMPATIBLE:
             self._set_state(EngineState.CONNECTING)
         for leg in lost.values():
-            leg.inbox.put(Lost(leg))
+            leg.inbox.put_last(Lost(leg))
         silent, self._taken_back = self._taken_back, {}
         for worked in silent.values():
             if not worked.done():

@@ -19,7 +19,7 @@ from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
 from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
-from gateway.engines.mailbox import Mailbox
+from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
 
 # How long an engine may take to say what it has done for a request that was taken back: it does so after the
@@ -54,13 +54,15 @@ class ContinuousStream:
         *,
         renew: Callable[[], Any] | None = None,
         tell: Callable[[MillraceError], MillraceError] = lambda error: error,
+        backlog: Backlog | None = None,
     ) -> None:
         self._fleet = fleet
         self._submission = submission
         self._config = fleet.routing
         self._renew = renew
         self._tell = tell
-        self._inbox: Inbox = Mailbox()
+        logprobs = submission.sampling.logprobs
+        self._inbox: Inbox = Mailbox(backlog, 1 if logprobs is None else 2 + logprobs)
         # Open legs, with the number of engines that were lost before each.
         self._legs: dict[Leg, int] = {}
         # Choices that have not ended, with their tokens so far.
@@ -114,10 +116,15 @@ class ContinuousStream:
 
     def interrupt(self, error: MillraceError) -> None:
         """Makes `take` raise `error` now, also while it waits for an engine."""
-        self._inbox.put(error)
+        self._inbox.put_last(error)
+
+    def when_full(self, call: Callable[[], None]) -> None:
+        """Has `call` made when more outputs wait to be taken than may; they are dropped."""
+        self._inbox.on_full = call
 
     def cancel(self, reason: CancelReason) -> None:
         """Takes everything back from the engines."""
+        self._inbox.close()
         for leg in self._legs:
             leg.cancel(reason)
             if leg.worked is not None:
@@ -221,12 +228,12 @@ class ContinuousStream:
         while not self._fleet.takers(self._submission):
             remaining = end - time.monotonic()
             if remaining <= 0:
-                self._inbox.put(
+                self._inbox.put_last(
                     self._lost(f"no other engine was attached within {self._config.continuation_wait_s:g} s")
                 )
                 return
             await self._fleet.wait_change(remaining)
-        self._inbox.put(EngineReady())
+        self._inbox.put_last(EngineReady())
 
     def _lost(self, why: str) -> MillraceError:
         return MillraceError(

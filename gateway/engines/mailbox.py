@@ -3,31 +3,91 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+# As many items wait now and then for a reader who takes them as they come; they are not counted.
+_AT_EASE = 64
 
-class Mailbox(Generic[Item]):
-    """An unbounded queue whose reader takes everything at once.
 
-    A burst of outputs wakes the reader once. The bound is the request's own max_tokens.
+def _nothing() -> None:
+    pass
+
+
+class Backlog:
+    """How much may wait for the readers of one tenant's requests: of each, and of all together.
+
+    What is counted is up to whoever makes it; a log-probability counts as much as a token.
     """
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("__weakref__", "max_each", "max_together", "num_together")
 
-    def __init__(self) -> None:
+    def __init__(self, max_each: int, max_together: int) -> None:
+        self.max_each = max_each
+        self.max_together = max_together
+        self.num_together = 0
+
+
+class Mailbox(Generic[Item]):
+    """A queue whose reader takes everything at once: a burst of outputs wakes it once.
+
+    Where a reader does not read, `on_full` is called once, and nothing more is kept but for `put_last`.
+    """
+
+    __slots__ = ("_backlog", "_is_full", "_items", "_num_counted", "_waiter", "_weight", "on_full")
+
+    def __init__(self, backlog: Backlog | None = None, weight: int = 1) -> None:
+        """`weight` is what an item counts in the backlog; without one, everything is kept."""
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._backlog = backlog
+        self._weight = weight
+        self._num_counted = 0
+        self._is_full = False
+        self.on_full: Callable[[], None] = _nothing
 
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader."""
+        is_counted = len(self._items) >= _AT_EASE or self._is_full
+        if is_counted and self._backlog is not None and not self._fits(self._backlog):
+            return
+        self.put_last(item)
+
+    def put_last(self, item: Item) -> None:
+        """Adds an item however much waits."""
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _fits(self, backlog: Backlog) -> bool:
+        if self._is_full:
+            return False
+        self._num_counted += self._weight
+        backlog.num_together += self._weight
+        if self._num_counted <= backlog.max_each and backlog.num_together <= backlog.max_together:
+            return True
+        self._is_full = True
+        self._items.clear()
+        self._forget()
+        self.on_full()
+        return False
+
+    def _forget(self) -> None:
+        if self._num_counted and self._backlog is not None:
+            self._backlog.num_together -= self._num_counted
+            self._num_counted = 0
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._forget()
+        self._is_full = True
+        # Whoever waits for this holds the mailbox, too.
+        self.on_full = _nothing
 
     async def take(self) -> list[Item]:
         """Everything that has come, oldest first; waits when there is nothing."""
@@ -36,4 +96,6 @@ class Mailbox(Generic[Item]):
             await self._waiter
         items = self._items
         self._items = []
+        if self._num_counted:
+            self._forget()
         return items

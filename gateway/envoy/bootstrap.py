@@ -114,6 +114,7 @@ _TEMPLATES.globals.update(
     address=_address,
     http_connection_manager="type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3"
     ".HttpConnectionManager",
+    local_rate_limit="type.googleapis.com/envoy.extensions.filters.http.local_ratelimit.v3.LocalRateLimit",
     context_headers=_CONTEXT_HEADERS,
     dropped_headers=(
         *IDENTITY_HEADERS,

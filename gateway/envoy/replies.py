@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
 from typing import Any
 
 from contract.errors import MillraceError, Reason
+from contract.proto.status import to_status
+from gateway.auth.authorizer import NO_CREDENTIALS
 
+# What needs no key: Envoy itself says who asks too often.
+PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
+_TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
 _NO_GATEWAY = "no gateway process answers; retry shortly"
 _NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"
 _IS_GRPC: dict[str, Any] = {
@@ -38,6 +45,7 @@ _BY_FLAG: tuple[tuple[tuple[str, ...], Reason, str], ...] = (
 _UNAUTHORIZED_BY_FAILURE = ("UAEX", 503)
 _BY_STATUS: tuple[tuple[int, Reason, str], ...] = (
     (404, Reason.ROUTE_NOT_FOUND, "there is no such path here"),
+    (401, Reason.MISSING_CREDENTIALS, NO_CREDENTIALS),
     (408, Reason.DEADLINE_EXCEEDED, "the request was not sent in time"),
     (431, Reason.REQUEST_TOO_LARGE, "the request's headers are larger than the edge accepts"),
     (400, Reason.MALFORMED_BODY, "the request is not valid HTTP"),
@@ -53,21 +61,28 @@ def local_reply_config(max_body_bytes: int) -> dict[str, Any]:
     cases: list[tuple[dict[str, Any], Reason, str]] = [
         (_all_of(_has_flag(flag), _has_status(status)), Reason.ENGINE_UNAVAILABLE, _NO_AUTHORIZATION),
         *((_has_flag(*flags), reason, message) for flags, reason, message in _BY_FLAG),
+        (_all_of(_has_status(429), _is_public()), Reason.QUEUE_LIMIT_EXCEEDED, _TOO_OFTEN),
         (_has_status(413), Reason.REQUEST_TOO_LARGE, too_large),
         *((_has_status(status), reason, message) for status, reason, message in _BY_STATUS),
         (_all_of(_has_status(403), _IS_UPGRADE), Reason.MALFORMED_BODY, _NO_UPGRADE),
     ]
-    mappers = []
+    # Denials by the gateway have its own body.
+    mappers: list[dict[str, Any]] = [{"filter": _all_of(_has_flag(flag), _has_status(401))}]
     for when, reason, message in cases:
-        mappers.append(_grpc_mapper(when, message))
-        mappers.append(_http_mapper(when, MillraceError(reason, message)))
+        error = MillraceError(reason, message)
+        mappers.append(_grpc_mapper(when, error))
+        mappers.append(_http_mapper(when, error))
     return {"mappers": mappers}
 
 
-def _grpc_mapper(when: dict[str, Any], message: str) -> dict[str, Any]:
+def _grpc_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
+    details = b64encode(to_status(error).SerializeToString()).decode().rstrip("=")
+    # Of other statuses Envoy makes other codes, which clients do not take together with ours.
+    is_rich = error.reason is Reason.MISSING_CREDENTIALS
     return {
         "filter": _all_of(when, _IS_GRPC),
-        "body_format_override": {"text_format_source": {"inline_string": message}},
+        **({"headers_to_add": [_header("grpc-status-details-bin", details)]} if is_rich else {}),
+        "body_format_override": {"text_format_source": {"inline_string": error.message}},
     }
 
 
@@ -79,13 +94,25 @@ def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
         "code": error.reason.value,
     }
     # What passes by itself is worth another try.
-    retry = {"header": {"key": "retry-after", "value": "1"}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+    more = {429: [_header("retry-after", "1")], 503: [_header("retry-after", "1")]}
+    more[401] = [_header("www-authenticate", "Bearer")]
+    status = error.mapping.http_status
     return {
         "filter": when,
         "status_code": error.mapping.http_status,
-        **({"headers_to_add": [retry]} if error.mapping.http_status in {429, 503} else {}),
+        **({"headers_to_add": more[status]} if status in more else {}),
         "body_format_override": {"json_format": {"error": body}, "content_type": "application/json"},
     }
+
+
+def _header(key: str, value: str) -> dict[str, Any]:
+    return {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+
+
+def _is_public() -> dict[str, Any]:
+    paths = "|".join(map(re.escape, PUBLIC_PATHS))
+    regex = {"safe_regex": {"regex": f"(?:{paths})(?:\\?.*)?"}}
+    return {"header_filter": {"header": {"name": ":path", "string_match": regex}}}
 
 
 def _all_of(*filters: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from millrace.common.v1 import output_pb2
+from millrace.common.v1 import chat_pb2, output_pb2
 from millrace.inference.v1 import inference_pb2
 from msgspec.structs import asdict
 
@@ -16,9 +16,15 @@ from contract.proto import chat
 from contract.proto.grammar import verdict_message
 from contract.proto.sampling import options
 from contract.sampling import OPTIONS
+from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
-from gateway.pipeline.validate import check_conversation, check_metadata
+from gateway.pipeline.validate import (
+    SizedConversation,
+    check_conversation,
+    check_counts,
+    check_metadata,
+)
 from gateway.text.vocabulary import Vocabulary
 from gateway.types.request import GenerationRequest
 
@@ -37,13 +43,25 @@ _CHAT_NAMES: Mapping[str, str] = {
 }
 
 
-def chat_request(message: inference_pb2.ChatRequest) -> GenerationRequest:
-    """The domain request of Chat."""
+def chat_request(
+    message: inference_pb2.ChatRequest, limits: RequestConfig = DEFAULT_REQUEST_LIMITS
+) -> GenerationRequest:
+    """The domain request of Chat, within the limits."""
     _check(message)
     if message.sampling.HasField("prompt_logprobs"):
         field = "sampling.prompt_logprobs"
         raise unsupported(field, "use Generate", "Chat does not report them")
-    return _request(message, chat.conversation(message.conversation, "conversation."), _CHAT_NAMES)
+    return _request(message, _conversation(message.conversation, limits), _CHAT_NAMES)
+
+
+def _conversation(message: chat_pb2.Conversation, limits: RequestConfig) -> Conversation:
+    sized = SizedConversation(
+        num_messages=len(message.messages),
+        num_tool_calls=sum(len(each.tool_calls) for each in message.messages),
+        num_tools=len(message.tools),
+    )
+    check_counts(sized, limits, "conversation.{}".format)
+    return chat.conversation(message, "conversation.")
 
 
 def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -80,13 +98,13 @@ def _request(
 
 
 def prompt_request(
-    message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest,
+    message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest, limits: RequestConfig
 ) -> GenerationRequest:
     """A request with the prompt to encode; raises INVALID_ARGUMENT for none, and for no conversation."""
     refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
-            conversation = chat.conversation(message.conversation, "conversation.")
+            conversation = _conversation(message.conversation, limits)
             request = GenerationRequest(
                 model=message.model,
                 prompt=conversation,

@@ -15,11 +15,14 @@ from gateway.auth.verifier import Arrival
 from gateway.grpc_face import convert
 from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import AnswerInfo, by_choice
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode
 from gateway.types.caller import Caller
 from services.context import CONTEXT_HEADER
 
+# Ids of an answer that are written at once.
+_TOGETHER = 4096
 FULL_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
@@ -33,9 +36,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.ChatResponse]:
         """Answers a conversation."""
-        caller = self._caller(context)
-        vocabulary = self._pipeline().vocabulary
-        async with await self._pipeline().begin(caller, convert.chat_request(request)) as generation:
+        caller, pipeline = self.caller(context), self._pipeline()
+        vocabulary = pipeline.vocabulary
+        asked = convert.chat_request(request, pipeline.intake.limits)
+        async with await pipeline.begin(caller, asked) as generation:
             info = generation.info
             response = _response(inference_pb2.ChatResponse, info, info.enforcement)
             while deltas := await generation.take():
@@ -50,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Continues a text or token ids."""
-        caller = self._caller(context)
+        caller = self.caller(context)
         vocabulary = self._pipeline().vocabulary
         async with await self._pipeline().begin(caller, convert.generate_request(request)) as generation:
             info = generation.info
@@ -74,32 +78,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.CountTokensRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.CountTokensResponse:
         """Counts without generating."""
-        self._pipeline().check_model(self._caller(context), request.model)
-        ids = await self._pipeline().encode(convert.prompt_request(request))
+        pipeline, caller = self._pipeline(), self.caller(context)
+        pipeline.check_model(caller, request.model)
+        ids = await pipeline.encode(caller, convert.prompt_request(request, pipeline.intake.limits))
         return inference_pb2.CountTokensResponse(num_tokens=len(ids))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         """Encodes without generating."""
-        pipeline = self._pipeline()
-        pipeline.check_model(self._caller(context), request.model)
-        ids = await pipeline.encode(convert.prompt_request(request), convert.special_tokens(request))
-        shown = ids if request.include_token_texts else ()
-        return inference_pb2.TokenizeResponse(
-            token_ids=ids,
-            token_texts=[pipeline.vocabulary.token_text(token_id) for token_id in shown],
-            max_model_len=pipeline.fleet.max_model_len,
-        )
+        pipeline, caller = self._pipeline(), self.caller(context)
+        pipeline.check_model(caller, request.model)
+        asked = convert.prompt_request(request, pipeline.intake.limits)
+        ids = await pipeline.encode(caller, asked, convert.special_tokens(request))
+        response = inference_pb2.TokenizeResponse(max_model_len=pipeline.fleet.max_model_len)
+        slices, text_of = Slices(), pipeline.vocabulary.token_text
+        for start in range(0, len(ids), _TOGETHER):
+            some = ids[start : start + _TOGETHER]
+            response.token_ids.extend(some)
+            if request.include_token_texts:
+                response.token_texts.extend(map(text_of, some))
+            await slices.breathe()
+        return response
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         """Decodes token ids."""
-        pipeline = self._pipeline()
-        pipeline.check_model(self._caller(context), request.model)
+        pipeline, caller = self._pipeline(), self.caller(context)
+        pipeline.check_model(caller, request.model)
         refuse_unknown(request)
-        return inference_pb2.DetokenizeResponse(text=pipeline.decode(request.token_ids, "token_ids"))
+        text = await pipeline.decode(caller, request.token_ids, "token_ids")
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -114,11 +124,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     created_unix_s=pipeline.created_unix_s,
                     owned_by="millrace",
                 )
-                for name in pipeline.served_names(self._caller(context))
+                for name in pipeline.served_names(self.caller(context))
             ]
         )
 
-    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """Who calls; raises MISSING_CREDENTIALS or CONTEXT_SIGNATURE_INVALID."""
         metadata = {
             key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
         }

@@ -6,6 +6,7 @@ from google.protobuf import unknown_fields
 from google.protobuf.message import Message
 
 from contract.errors import unsupported
+from gateway.grpc_face.shape import REMEDY
 
 
 def refuse_unknown(message: Message) -> None:
@@ -16,8 +17,7 @@ def refuse_unknown(message: Message) -> None:
     if known.ByteSize() == message.ByteSize():
         return
     field = _first(message, "")
-    remedy = "it would have no effect: leave it out, or generate the client from the proto/ of this version"
-    raise unsupported(field, remedy, "unknown field")
+    raise unsupported(field, REMEDY, "unknown field")
 
 
 def _first(message: Message, path: str) -> str:

@@ -12,21 +12,22 @@ from contract.errors import MillraceError
 from gateway.auth.callers import HttpCallers
 from gateway.http.errors import unexpected
 from gateway.http.exchange import Exchange, Handler, Receive, Send
+from gateway.pipeline.intake import LARGE_BYTES, Hold, Intake
 
 _log = logging.getLogger(__name__)
-
-# Larger bodies, and those of unknown length, are only taken from callers who have been identified.
-_ANYBODYS_BYTES = 64 * 1024
 
 
 class AsgiApplication:
     """Calls the handler when a request's body is there, or once it is clear that it will not be taken."""
 
-    def __init__(self, handler: Handler, body_limit: int, callers: HttpCallers | None) -> None:
+    def __init__(
+        self, handler: Handler, body_limit: int, callers: HttpCallers | None, intake: Intake
+    ) -> None:
         """With `callers`, nobody without credentials may send a large body."""
         self._handler = handler
         self._body_limit = body_limit
         self._callers = callers
+        self._intake = intake
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """See ASGI 3."""
@@ -44,23 +45,39 @@ class AsgiApplication:
     async def _answer(self, exchange: Exchange) -> None:
         headers = exchange.headers
         declared = headers.get(b"content-length", b"")
-        if declared or b"transfer-encoding" in headers:
-            num_bytes = int(declared) if declared.isdigit() else None
-            if not self._is_taken(exchange, num_bytes):
-                exchange.refuse_body(num_bytes or 0)
-            else:
-                await exchange.read_body()
-                if exchange.client_gone:
-                    return
-        await self._handler(exchange)
+        if not declared and b"transfer-encoding" not in headers:
+            await self._handler(exchange)
+            return
+        num_bytes = int(declared) if declared.isdigit() else None
+        if self._callers is None or (num_bytes is not None and num_bytes <= LARGE_BYTES):
+            await self._read(exchange, num_bytes, None)
+        elif self._is_taken(exchange, self._callers, num_bytes):
+            tenant = exchange.verified_caller.identity.tenant
+            with self._intake.hold(tenant) as hold:
+                await self._read(exchange, num_bytes, hold)
+        else:
+            exchange.refuse_body(num_bytes or 0)
+            await self._handler(exchange)
 
-    def _is_taken(self, exchange: Exchange, num_bytes: int | None) -> bool:
+    async def _read(self, exchange: Exchange, num_bytes: int | None, hold: Hold | None) -> None:
         if num_bytes is not None and num_bytes > self._body_limit:
+            exchange.refuse_body(num_bytes)
+        else:
+            await exchange.read_body(hold)
+        if not exchange.client_gone:
+            await self._handler(exchange)
+
+    def _is_taken(self, exchange: Exchange, callers: HttpCallers, num_bytes: int | None) -> bool:
+        """Whether a body is, that only callers who have been identified may send."""
+        exchange.identify(callers)
+        if exchange.caller is None:
             return False
-        if self._callers is None or (num_bytes is not None and num_bytes <= _ANYBODYS_BYTES):
-            return True
-        exchange.identify(self._callers)
-        return exchange.caller is not None
+        try:
+            exchange.check_encoding()
+        except MillraceError:
+            exchange.refuse_body(num_bytes or 0)
+            raise
+        return True
 
 
 async def _tell(exchange: Exchange, error: Exception) -> None:

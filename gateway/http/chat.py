@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from contract.chat import Conversation, Message, Role, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from contract.errors import invalid, unsupported
+from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.http.fields import with_unserved
 from gateway.http.requests import CommonBody, check_common, generation_request, json_text, sampling
+from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
 # Values of reasoning_effort, and whether the model thinks under them.
@@ -116,21 +118,33 @@ DECODER = msgspec.json.Decoder(with_unserved(ChatBody))
 CONVERSATION_NAMES: Mapping[str, str] = {"prompt": "messages", "template_options": "chat_template_kwargs"}
 
 
-def chat_request(body: ChatBody, *, reasons: bool) -> GenerationRequest:
+def chat_request(
+    body: ChatBody, *, reasons: bool, limits: RequestConfig = DEFAULT_REQUEST_LIMITS
+) -> GenerationRequest:
     """The domain request. `reasons` says whether the model can think, for reasoning_effort."""
     check_common(body)
     max_tokens, max_field = _max_tokens(body)
     return generation_request(
         body,
-        conversation(body, reasons=reasons),
+        conversation(body, reasons=reasons, limits=limits),
         sampling(body, max_tokens=max_tokens, logprobs=_logprobs(body)),
         names={**CONVERSATION_NAMES, "max_tokens": max_field, "logprobs": "top_logprobs"},
         safety_identifier=body.safety_identifier,
     )
 
 
-def conversation(body: ChatBody, *, reasons: bool) -> Conversation:
+def _sized(messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None) -> SizedConversation:
+    return SizedConversation(
+        num_messages=len(messages),
+        num_parts=sum(len(each.content) for each in messages if isinstance(each.content, list)),
+        num_tool_calls=sum(len(each.tool_calls) for each in messages if each.tool_calls),
+        num_tools=len(tools or ()),
+    )
+
+
+def conversation(body: ChatBody, *, reasons: bool, limits: RequestConfig) -> Conversation:
     """What the template renders."""
+    check_counts(_sized(body.messages, body.tools), limits)
     return Conversation(
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
         tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),

@@ -8,8 +8,10 @@ import msgspec
 
 from contract.chat import Prompt, TextPrompt, TokenPrompt
 from contract.errors import invalid
+from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.http.fields import with_unserved
 from gateway.http.requests import CommonBody, check_common, generation_request, sampling
+from gateway.pipeline.validate import check_answers
 from gateway.types.request import GenerationRequest
 
 # OpenAI's default for this endpoint.
@@ -31,7 +33,9 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
 DECODER = msgspec.json.Decoder(with_unserved(CompletionBody))
 
 
-def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
+def completion_requests(
+    body: CompletionBody, *, limits: RequestConfig = DEFAULT_REQUEST_LIMITS
+) -> list[GenerationRequest]:
     """One domain request per prompt, in order."""
     check_common(body)
     prompts = _prompts(body.prompt)
@@ -41,7 +45,9 @@ def completion_requests(body: CompletionBody) -> list[GenerationRequest]:
     if echo and logprobs is not None:
         # Echoed tokens have their log-probabilities too.
         options = msgspec.structs.replace(options, prompt_logprobs=logprobs)
-    return [generation_request(body, prompt, options, echo=echo) for prompt in prompts]
+    requests = [generation_request(body, prompt, options, echo=echo) for prompt in prompts]
+    check_answers(requests[0], len(requests), limits)
+    return requests
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:
@@ -65,4 +71,5 @@ def _one_prompt(prompt: Any, field: str) -> Prompt:
 
 
 def _are_ids(values: list[Any]) -> TypeGuard[list[int]]:
-    return all(type(value) is int for value in values)
+    # The types first: ids come by the hundred thousand.
+    return set(map(type, values)) <= {int}

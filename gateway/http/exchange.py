@@ -13,6 +13,7 @@ from contract.errors import MillraceError, Reason, unsupported
 from gateway.auth.authorizer import KEY_HEADER, TENANT_HEADER, header_value
 from gateway.auth.callers import HttpCallers
 from gateway.openai_error import error_body, error_headers
+from gateway.pipeline.intake import Hold
 from gateway.types.caller import Caller
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -96,8 +97,11 @@ class Exchange:
         """Whether more came, or was declared, than the limit of the body."""
         return self.num_body_bytes > self.body_limit
 
-    async def read_body(self) -> None:
-        """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end."""
+    async def read_body(self, hold: Hold | None = None) -> None:
+        """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end.
+
+        Raises as `Hold.grow` does where there is no room for what comes.
+        """
         more = True
         while more and not self.too_large:
             message = await self._receive()
@@ -105,6 +109,8 @@ class Exchange:
                 self.client_gone = True
                 return
             piece: bytes = message["body"]
+            if hold is not None:
+                self._hold(hold, len(piece))
             self.num_body_bytes += len(piece)
             self._pieces.append(piece)
             more = message["more_body"]
@@ -113,6 +119,14 @@ class Exchange:
             self._closes = True
             self._body_follows = more
 
+    def _hold(self, hold: Hold, num_bytes: int) -> None:
+        try:
+            hold.grow(num_bytes)
+        except MillraceError:
+            self._pieces.clear()
+            self.refuse_body(0)
+            raise
+
     def refuse_body(self, num_declared_bytes: int) -> None:
         """The body is not taken: what comes of it is dropped, and the connection ends with the response."""
         self.num_body_bytes = num_declared_bytes
@@ -120,19 +134,24 @@ class Exchange:
         # A client that waits to be told to go on never sends it.
         self._body_follows = self.headers.get(b"expect", b"").lower() != b"100-continue"
 
-    def body(self) -> bytes:
-        """The request's body; raises REQUEST_TOO_LARGE, and UNSUPPORTED_FIELD for one that is compressed."""
+    def check_encoding(self) -> None:
+        """Raises UNSUPPORTED_FIELD for a body that is compressed."""
+        encoding = self.headers.get(b"content-encoding")
+        if encoding and encoding.lower() != b"identity":
+            problem = f"{encoding.decode('latin-1')!r} is not supported"
+            raise unsupported("content-encoding", "send the body as it is", problem)
+
+    def take_body(self) -> bytes:
+        """The request's body, once; raises REQUEST_TOO_LARGE, and as `check_encoding` does."""
         if self.too_large:
             raise MillraceError(
                 Reason.REQUEST_TOO_LARGE,
                 f"the body is larger than the limit of {self.body_limit} bytes; send less",
                 metadata={"limit_bytes": str(self.body_limit)},
             )
-        encoding = self.headers.get(b"content-encoding")
-        if encoding and encoding.lower() != b"identity":
-            problem = f"{encoding.decode('latin-1')!r} is not supported"
-            raise unsupported("content-encoding", "send the body as it is", problem)
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self.check_encoding()
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def watch_client(self, on_gone: Callable[[], None]) -> None:
         """Calls `on_gone` when the client disconnects before its answer is over, until `unwatch`."""

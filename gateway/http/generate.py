@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,16 +12,20 @@ from contract.chat import TextPrompt
 from contract.errors import MillraceError
 from gateway.http import chat, completions
 from gateway.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, usage_body
-from gateway.http.body import decode
 from gateway.http.errors import error_event, unexpected
 from gateway.http.exchange import Exchange
 from gateway.http.fields import WARNING_HEADER, check_unserved
+from gateway.http.large import read
 from gateway.http.requests import CommonBody, yielding
 from gateway.pipeline.delta import ChoiceDelta
 from gateway.pipeline.generation import Generation
+from gateway.pipeline.intake import Hold, Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.text.detokenizer import decode as decode_ids
 from gateway.types.request import GenerationRequest
+
+# Deltas whose events are written at once.
+_TOGETHER = 32
 
 
 class GenerateEndpoints:
@@ -31,16 +36,23 @@ class GenerateEndpoints:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        body = decode(chat.DECODER, exchange.body())
+        pipeline = self._pipeline()
+        convert = partial(
+            chat.chat_request,
+            reasons=bool(pipeline.vocabulary.reasoning_format),
+            limits=pipeline.intake.limits,
+        )
+        body, request = await read(exchange, pipeline.intake, chat.DECODER, convert)
         _warn(exchange, body)
-        request = chat.chat_request(body, reasons=bool(self._pipeline().vocabulary.reasoning_format))
         await self._answer(exchange, body, [request], ChatAnswer)
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        body = decode(completions.DECODER, exchange.body())
+        intake = self._pipeline().intake
+        convert = partial(completions.completion_requests, limits=intake.limits)
+        body, requests = await read(exchange, intake, completions.DECODER, convert)
         _warn(exchange, body)
-        await self._answer(exchange, body, completions.completion_requests(body), CompletionAnswer)
+        await self._answer(exchange, body, requests, CompletionAnswer)
 
     async def _answer(
         self,
@@ -65,13 +77,14 @@ class GenerateEndpoints:
             if body.stream:
                 await _stream(exchange, generations, answers, body)
                 return
-            gathered = await _gathered(generations)
-            choices = [
-                choice
-                for answer, deltas in zip(answers, gathered, strict=True)
-                for choice in answer.choices(deltas)
-            ]
-            await exchange.respond(200, answers[0].body(choices, _usage(generations, body)))
+            with pipeline.intake.hold(exchange.verified_caller.identity.tenant) as hold:
+                gathered = await _gathered(generations, answers, hold)
+                slices, choices = Slices(), []
+                for answer, deltas in zip(answers, gathered, strict=True):
+                    for choice in answer.choices(deltas):
+                        choices.append(choice)
+                        await slices.breathe()
+                await exchange.respond(200, answers[0].body(choices, _usage(generations, body)))
 
     def _echo(self, request: GenerationRequest, generation: Generation) -> str | None:
         if not request.echo:
@@ -99,11 +112,11 @@ async def _stream(
     await exchange.begin_events()
     first = b"".join([each.begin() for each in answers])
     try:
-        await exchange.write(first + b"".join(map(answers[index].event, deltas)))
+        await _write(exchange, answers[index], deltas, first)
         generations[index].first_chunk_written()
         async for index, deltas in source:
             generations[index].first_chunk_written()
-            await exchange.write(b"".join(map(answers[index].event, deltas)))
+            await _write(exchange, answers[index], deltas)
     except MillraceError as error:
         await exchange.end_events(error_event(error))
         raise
@@ -164,14 +177,32 @@ class _Accepted:
                 generation.cancel()
 
 
-async def _gathered(generations: Sequence[Generation]) -> list[list[ChoiceDelta]]:
-    """Everything, in one delta a choice."""
+async def _gathered(
+    generations: Sequence[Generation], answers: Sequence[Answer], hold: Hold
+) -> list[list[ChoiceDelta]]:
+    """Everything, in one delta a choice; log-probabilities are kept by the answers, and count as held."""
     gathered = [[ChoiceDelta(index=index) for index in range(each.info.num_choices)] for each in generations]
+    slices = Slices()
     async for index, deltas in _merged(generations):
         generations[index].first_chunk_written()
         for delta in deltas:
+            for num_bytes in answers[index].keep(delta):
+                hold.grow(num_bytes)
+                await slices.breathe()
             gathered[index][delta.index].absorb(delta)
     return gathered
+
+
+async def _write(
+    exchange: Exchange, answer: Answer, deltas: Sequence[ChoiceDelta], first: bytes = b""
+) -> None:
+    """Writes events, not too many together: a client that was slow has many waiting."""
+    for start in range(0, len(deltas), _TOGETHER):
+        if start:
+            await asyncio.sleep(0)
+        some = deltas[start : start + _TOGETHER]
+        await exchange.write(first + b"".join(map(answer.event, some)))
+        first = b""
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[ChoiceDelta]]]:

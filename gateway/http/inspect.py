@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from contract.chat import TextPrompt
 from contract.errors import invalid
+from gateway.config import RequestConfig
 from gateway.http import chat
-from gateway.http.body import decode
 from gateway.http.exchange import Exchange
+from gateway.http.large import read
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.validate import check_conversation
 from gateway.types.request import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
 MODELS_PREFIX = "/v1/models/"
+# Ids of an answer that are written at once.
+_TOGETHER = 4096
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,25 +80,28 @@ class InspectEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = decode(_TOKENIZE, exchange.body())
+        pipeline, caller = self._pipeline(), exchange.verified_caller
+        convert = partial(_prompt_request, limits=pipeline.intake.limits)
+        body, request = await read(exchange, pipeline.intake, _TOKENIZE, convert)
         self._check_model(exchange, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
-        ids = await self._pipeline().encode(_prompt_request(body), body.add_special_tokens)
-        answer: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": self._pipeline().fleet.max_model_len or None,
-            "tokens": ids,
-        }
+        ids = await pipeline.encode(caller, request, body.add_special_tokens)
+        parts = [b'"tokens":[' + await _encoded(ids, list) + b"]"]
         if body.return_token_strs:
-            answer["token_strs"] = [self._pipeline().vocabulary.token_text(id_) for id_ in ids]
-        await exchange.respond(200, _encode(answer))
+            text_of = pipeline.vocabulary.token_text
+            parts.append(
+                b'"token_strs":[' + await _encoded(ids, lambda some: list(map(text_of, some))) + b"]"
+            )
+        head = _encode({"count": len(ids), "max_model_len": pipeline.fleet.max_model_len or None})
+        await exchange.respond(200, b",".join([head[:-1], *parts]) + b"}")
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = decode(_DETOKENIZE, exchange.body())
+        pipeline = self._pipeline()
+        convert = partial(_check_num_ids, limits=pipeline.intake.limits)
+        body, _ = await read(exchange, pipeline.intake, _DETOKENIZE, convert)
         self._check_model(exchange, body.model)
-        await exchange.respond(200, _encode({"prompt": self._pipeline().decode(body.tokens, "tokens")}))
+        text = await pipeline.decode(exchange.verified_caller, body.tokens, "tokens")
+        await exchange.respond(200, _encode({"prompt": text}))
 
     def _check_model(self, exchange: Exchange, name: str | None) -> None:
         pipeline, caller = self._pipeline(), exchange.verified_caller
@@ -102,16 +110,34 @@ class InspectEndpoints:
         pipeline.check_model(caller, usable if name is None else name)
 
 
-def _prompt_request(body: TokenizeBody) -> GenerationRequest:
+async def _encoded(ids: Sequence[int], shown: Callable[[Iterable[int]], list[Any]]) -> bytes:
+    """The items of a JSON array, made while others go on: a long text has a million tokens."""
+    slices = Slices()
+    parts = []
+    for start in range(0, len(ids), _TOGETHER):
+        parts.append(_encode(shown(ids[start : start + _TOGETHER]))[1:-1])
+        await slices.breathe()
+    return b",".join(parts)
+
+
+def _check_num_ids(body: DetokenizeBody, *, limits: RequestConfig) -> None:
+    if len(body.tokens) > limits.max_token_ids:
+        problem = f"{len(body.tokens)} token ids; the limit is {limits.max_token_ids}: send fewer"
+        raise invalid("tokens", problem)
+
+
+def _prompt_request(body: TokenizeBody, *, limits: RequestConfig) -> GenerationRequest:
     kind = "a prompt" if body.messages is None else "messages, whose template decides"
     for name in _OF_MESSAGES if body.messages is None else ("add_special_tokens",):
         if getattr(body, name) is not None:
             raise invalid(name, f"it has no effect with {kind}; leave it out")
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
     if body.messages is None:
         return GenerationRequest(model="", prompt=TextPrompt(body.prompt or ""))
     more = {name: getattr(body, name) for name in _OF_MESSAGES}
     asked = chat.ChatBody(model="", messages=body.messages, **more)
-    conversation = chat.conversation(asked, reasons=True)
+    conversation = chat.conversation(asked, reasons=True, limits=limits)
     request = GenerationRequest(model="", prompt=conversation, field_names=chat.CONVERSATION_NAMES)
     check_conversation(request, conversation)
     return request

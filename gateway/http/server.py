@@ -12,6 +12,7 @@ from gateway.auth.callers import HttpCallers
 from gateway.http.asgi import AsgiApplication
 from gateway.http.connection import Connection
 from gateway.http.exchange import Handler
+from gateway.pipeline.intake import Intake
 from services import tls
 from services.errors import ConfigError
 
@@ -28,10 +29,16 @@ class HttpServer:
     """One listening HTTP/1.1 server; `handler` answers every request."""
 
     def __init__(
-        self, handler: Handler, listen: str, *, max_body_bytes: int, callers: HttpCallers | None = None
+        self,
+        handler: Handler,
+        listen: str,
+        *,
+        max_body_bytes: int,
+        callers: HttpCallers | None = None,
+        intake: Intake | None = None,
     ) -> None:
         """With `callers`, nobody without credentials may send a large body."""
-        self._application = AsgiApplication(handler, max_body_bytes, callers)
+        self._application = AsgiApplication(handler, max_body_bytes, callers, intake or Intake())
         self._listen = listen
         self._server: uvicorn.Server | None = None
         self._socket: socket.socket | None = None

@@ -17,10 +17,13 @@ from gateway.engines.types import EngineOutput
 from gateway.limits.reservation import Reservation
 from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
+from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.transcript import Transcript
 
+# Outputs after which it is asked whether others had better go on: some tenths of a millisecond.
+_IN_ONE_SLICE = 16
 # Outcome of a request whose client went away.
 CANCELLED = Reason.CANCELLED.value
 
@@ -74,6 +77,7 @@ class Generation:
         self._settled = False
         # Nothing was generated, and no engine has worked on the prompt: nothing is charged.
         self._is_refunded = False
+        stream.when_full(self.fall_behind)
         # Kept, so that it is not collected while it runs.
         self._settling: asyncio.Task[None] | None = None
 
@@ -122,6 +126,15 @@ class Generation:
         """Ends the request from this side; `take` raises `error`."""
         self._interrupt(CancelReason.CLIENT, error)
 
+    def fall_behind(self) -> None:
+        """Ends the request because its client does not read what is sent to it."""
+        error = MillraceError(
+            Reason.CANCELLED,
+            "the client does not read its stream: more of it waits than gateway.request.max_unread or "
+            "max_unread_of_tenant allow; read on while it comes, or ask for fewer log-probabilities",
+        )
+        self._interrupt(CancelReason.CLIENT, error)
+
     def first_chunk_written(self) -> None:
         """The face has handed the first chunk to its socket."""
         if self.meter.first_written_s is None:
@@ -150,7 +163,11 @@ class Generation:
             if budget is not None:
                 budget = await self._pay(outputs, budget)
             now_s = time.monotonic()
-            for output in outputs:
+            # Few have come, or the client was slow.
+            slices = Slices() if len(outputs) > _IN_ONE_SLICE else None
+            for number, output in enumerate(outputs, start=1):
+                if slices is not None and number % _IN_ONE_SLICE == 0:
+                    await slices.breathe()
                 if output.choice_index not in self._open:
                     # It came with the end of its choice: how far an engine was ahead is not charged.
                     output.token_ids = []

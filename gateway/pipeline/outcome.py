@@ -55,7 +55,7 @@ class OutcomeRecorder:
     """Writes each request's outcome once, to all places that keep it."""
 
     def __init__(self, metrics: Metrics, telemetry: Telemetry, ledger: Ledger) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._telemetry = telemetry
         self._ledger = ledger
 
@@ -76,10 +76,10 @@ class OutcomeRecorder:
         reason = error.reason.value if isinstance(error, MillraceError) else Reason.INTERNAL.value
         if not isinstance(error, Exception):
             reason = CANCELLED
-        self._metrics.add(names.REJECTIONS, reason=reason, tier=tier)
+        self.metrics.add(names.REJECTIONS, reason=reason, tier=tier)
         self._count(caller, request, model, tier, "cancelled" if reason == CANCELLED else "refused")
         labels = _gen_ai_labels(request, model)
-        self._metrics.observe(
+        self.metrics.observe(
             names.GEN_AI_DURATION, end_s - caller.received_s, span=NO_EXEMPLAR, **labels, error_type=reason
         )
         if not span.is_recording():
@@ -99,7 +99,7 @@ class OutcomeRecorder:
             # cut by a limit is not. What the grammar leaves open has been judged.
             complete = (judge is None or judge.all_valid) and end.outcome.name in _COMPLETE
             kind = span_attributes.GUIDED_KINDS[type(form)]
-            self._metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
+            self.metrics.add(names.GUIDED_OUTPUTS, kind=kind, valid=str(complete).lower())
         self._observe(end)
         self._observe_gen_ai(end)
         self._count_tokens(end)
@@ -108,7 +108,7 @@ class OutcomeRecorder:
         self._ledger.record(_entry(end))
 
     def _count(self, caller: Caller, request: GenerationRequest, model: str, tier: str, group: str) -> None:
-        self._metrics.add(
+        self.metrics.add(
             names.REQUESTS,
             face=request.face,
             model=model,
@@ -118,7 +118,7 @@ class OutcomeRecorder:
         )
 
     def _observe(self, end: Ended) -> None:
-        observe = self._metrics.observe
+        observe = self.metrics.observe
         request, usage, pool = end.call.request, end.usage, end.generation.pool
         of = {"model": request.model, "tier": end.call.tier.name}
         observe(names.E2E, end.duration_s, span=NO_EXEMPLAR, **of, face=request.face)
@@ -151,7 +151,7 @@ class OutcomeRecorder:
 
     def _observe_gen_ai(self, end: Ended) -> None:
         """The same times as other makers' servers report them."""
-        observe, labels = self._metrics.observe, _gen_ai_labels(end.call.request, end.call.request.model)
+        observe, labels = self.metrics.observe, _gen_ai_labels(end.call.request, end.call.request.model)
         error = "" if end.group == "ok" else end.outcome.name
         observe(names.GEN_AI_DURATION, end.duration_s, span=NO_EXEMPLAR, **labels, error_type=error)
         if error:
@@ -175,7 +175,7 @@ class OutcomeRecorder:
             ("reasoning", usage.reasoning_tokens),
         ):
             if amount > 0:
-                self._metrics.add(names.TOKENS, amount, kind=kind, **labels)
+                self.metrics.add(names.TOKENS, amount, kind=kind, **labels)
 
     def _judge(self, end: Ended) -> None:
         targets, ttft, completed = end.call.tier.config, end.usage.ttft, end.group == "ok"
@@ -187,7 +187,7 @@ class OutcomeRecorder:
             if target_ms is None or (value_s is None and completed):
                 continue
             met = completed and value_s is not None and value_s * 1000 <= target_ms
-            self._metrics.add(names.SLO, 1, **labels, objective=objective, met=str(met).lower())
+            self.metrics.add(names.SLO, 1, **labels, objective=objective, met=str(met).lower())
 
     def _end_span(self, end: Ended) -> None:
         if not end.call.span.is_recording():

@@ -28,13 +28,14 @@ from gateway.pipeline.call import Call, Step
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
+from gateway.pipeline.intake import Intake
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_vocabulary, validate
-from gateway.text.detokenizer import decode
+from gateway.pipeline.validate import check_model_name, check_ranked, check_vocabulary, validate
+from gateway.text.detokenizer import detokenizer
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
 from gateway.tokenizer.client import TokenizerClient
@@ -42,10 +43,12 @@ from gateway.types.caller import Caller
 from gateway.types.prepared import Prepared
 from gateway.types.request import GenerationRequest
 from observability.emit import names
-from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
 from services.config import ModelConfig
 from services.deferred import Deferred
+
+# Token ids that become text at once, in less than a millisecond.
+_DECODED_AT_ONCE = 4096
 
 
 class Pipeline:
@@ -63,11 +66,12 @@ class Pipeline:
         tiers: Tiers,
         callers: CallerVerifier,
         recorder: OutcomeRecorder,
-        metrics: Metrics,
         telemetry: Telemetry,
         deferred: Deferred,
+        intake: Intake,
     ) -> None:
         self.model = model
+        self.intake = intake
         self.vocabulary = vocabulary
         self.tokenizer = tokenizer
         self.fleet = fleet
@@ -84,7 +88,7 @@ class Pipeline:
         self._admission = admission
         self._tiers = tiers
         self._recorder = recorder
-        self._metrics = metrics
+        self._metrics = recorder.metrics
         self._telemetry = telemetry
         self._own_names = frozenset((model.served_name, *model.aliases))
         self._checkpoint = checkpoint_defaults(vocabulary.generation_config)
@@ -111,6 +115,7 @@ class Pipeline:
         """Raises MODEL_NOT_FOUND or MODEL_NOT_ALLOWED."""
         if name in self._own_names and not caller.identity.allowed_models:
             return
+        check_model_name(name)
         usable = self.served_names(caller)
         if name in usable:
             return
@@ -128,25 +133,37 @@ class Pipeline:
     def _adapter(self, name: str) -> str:
         return "" if name in self._own_names else name
 
-    async def encode(self, request: GenerationRequest, special_tokens: bool | None = None) -> tuple[int, ...]:
+    async def encode(
+        self, caller: Caller, request: GenerationRequest, special_tokens: bool | None = None
+    ) -> Sequence[int]:
         """Token ids of a request's prompt, which nothing is generated for."""
         prompt = request.prompt
         assert not isinstance(prompt, TokenPrompt), "what is encoded already needs no encoding"
+        tier = self._tiers.resolve(caller.identity, "")
         try:
             # All names stand for one vocabulary.
             return await self.tokenizer.tokenize(
-                self.model.served_name, prompt, add_special_tokens=special_tokens
+                self.model.served_name,
+                prompt,
+                add_special_tokens=special_tokens,
+                context=self.callers.sign(caller, tier, ("", "")),
             )
         except MillraceError as error:
             raise request.tell(error) from error
 
-    def decode(self, token_ids: Sequence[int], field: str) -> str:
+    async def decode(self, caller: Caller, token_ids: Sequence[int], field: str) -> str:
         """Text of token ids; raises INVALID_ARGUMENT below `field` for one that the model does not have."""
         size = self.vocabulary.size
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < size:
-                raise invalid(f"{field}[{index}]", outside(token_id, size))
-        return decode(self.texts, token_ids)
+        decoder, pieces = detokenizer(self.texts), []
+        async with self.intake.turn(caller.identity.tenant) as slices:
+            for start in range(0, len(token_ids), _DECODED_AT_ONCE):
+                some = token_ids[start : start + _DECODED_AT_ONCE]
+                for index, token_id in enumerate(some):
+                    if not 0 <= token_id < size:
+                        raise invalid(f"{field}[{start + index}]", outside(token_id, size))
+                pieces.append(decoder.feed(some))
+                await slices.breathe()
+        return "".join([*pieces, decoder.finish()])
 
     async def begin(self, caller: Caller, request: GenerationRequest) -> Generation:
         """Accepts or refuses. The result must be used as a context manager, which settles it."""
@@ -162,7 +179,7 @@ class Pipeline:
                     "this gateway is shutting down; send the request again",
                     retry_after_s=1.0,
                 )
-            validate(request)
+            validate(request, self.intake.limits)
             self.check_model(caller, request.model)
             check_vocabulary(request, self.vocabulary.size)
             self._reader.check(request)
@@ -199,6 +216,7 @@ class Pipeline:
         num_prompt_tokens = len(prepared.token_ids)
         limit = token_limit(self._model_limit(), call.tier.config.max_context_tokens)
         max_tokens = completion_limit(request, num_prompt_tokens, limit)
+        check_ranked(request, max_tokens, self.intake.limits)
         sampling = complete(
             request.sampling,
             checkpoint=self._checkpoint,
@@ -280,6 +298,7 @@ class Pipeline:
             ),
             renew=lambda: self.callers.sign(caller, tier.accepted, call.traceparent),
             tell=call.request.tell,
+            backlog=self.intake.backlog(caller.identity.tenant),
         )
         stream.start()
         return stream

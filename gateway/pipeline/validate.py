@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -28,10 +28,10 @@ from contract.sampling import (
     check_token_ids,
     outside,
 )
+from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
 from gateway.types.request import GenerationRequest
 
-MAX_MESSAGES = 4096
-MAX_TOOLS = 256
+MAX_MODEL_NAME = 256
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -40,19 +40,93 @@ MAX_PROMPT_CACHE_KEY = 256
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+class SizedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of what a conversation has, told before anything is made of it."""
+
+    num_messages: int
+    num_parts: int = 0
+    num_tool_calls: int = 0
+    num_tools: int = 0
+
+
 def refuse(request: GenerationRequest, name: str, problem: str) -> MillraceError:
     """An INVALID_ARGUMENT that names the field in the caller's terms."""
     return invalid(request.field(name), problem)
 
 
-def validate(request: GenerationRequest) -> None:
+def validate(request: GenerationRequest, limits: RequestConfig = DEFAULT_REQUEST_LIMITS) -> None:
     """Raises INVALID_ARGUMENT for the first field that is out of its limits."""
     refused = partial(refuse, request)
+    check_answers(request, 1, limits)
+    _check_ids(request, limits, refused)
     _check_sampling(request, refused)
     _check_prompt(request, refused)
     _check_format(request, refused)
     if (length := len(request.prompt_cache_key)) > MAX_PROMPT_CACHE_KEY:
         raise refused("prompt_cache_key", f"{length} characters; the limit is {MAX_PROMPT_CACHE_KEY}")
+
+
+def check_model_name(name: str) -> None:
+    """Raises INVALID_ARGUMENT for a name that is no model's: it would be told back. Both faces call it so."""
+    if len(name) > MAX_MODEL_NAME:
+        raise invalid("model", f"{len(name)} characters; the limit is {MAX_MODEL_NAME}")
+
+
+def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestConfig) -> None:
+    """Raises INVALID_ARGUMENT for more answers than one request may have computed."""
+    sampling = request.sampling
+    name = "n" if (sampling.n or 1) >= (sampling.best_of or 1) else "best_of"
+    num_each = max(sampling.n or 1, sampling.best_of or 1, sampling.beam_width or 1)
+    if num_prompts * num_each > limits.max_answers:
+        raise refuse(
+            request,
+            name,
+            f"{num_prompts} prompts with {num_each} answers each; the limit is {limits.max_answers} answers "
+            "in all: send fewer prompts in one request, or ask for fewer answers",
+        )
+
+
+def check_ranked(request: GenerationRequest, max_tokens: int, limits: RequestConfig) -> None:
+    """Raises INVALID_ARGUMENT for more log-probabilities than may come at once: of ranked answers all do."""
+    sampling = request.sampling
+    n = sampling.n or 1
+    if sampling.logprobs is None or not (sampling.beam_width or (sampling.best_of or n) > n):
+        return
+    count = n * max_tokens * (1 + sampling.logprobs)
+    if count > limits.max_ranked_logprobs:
+        raise refuse(
+            request,
+            "logprobs",
+            f"{n} answers of {max_tokens} tokens would have {count} log-probabilities, which come all at "
+            f"once where answers are ranked; the limit is {limits.max_ranked_logprobs}: ask for fewer "
+            "tokens, answers or alternatives",
+        )
+
+
+def check_counts(
+    conversation: SizedConversation, limits: RequestConfig, field: Callable[[str], str] = str
+) -> None:
+    """Raises INVALID_ARGUMENT for a conversation of too many parts, by the caller's name for the field."""
+    for name, what, count, limit in (
+        ("messages", "messages", conversation.num_messages, limits.max_messages),
+        ("messages", "parts", conversation.num_parts, limits.max_parts),
+        ("messages", "tool calls", conversation.num_tool_calls, limits.max_tool_calls),
+        ("tools", "tools", conversation.num_tools, limits.max_tools),
+    ):
+        if count > limit:
+            raise invalid(field(name), f"{count} {what}; the limit is {limit}: send fewer in one request")
+
+
+def _check_ids(request: GenerationRequest, limits: RequestConfig, refused: Refuse) -> None:
+    sampling = request.sampling
+    prompt = request.prompt.token_ids if isinstance(request.prompt, TokenPrompt) else ()
+    for name, ids in (
+        ("prompt", prompt),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if len(ids) > limits.max_token_ids:
+            raise refused(name, f"{len(ids)} token ids; the limit is {limits.max_token_ids}: send fewer")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -118,15 +192,11 @@ def _check_prompt(request: GenerationRequest, refused: Refuse) -> None:
 
 def check_conversation(request: GenerationRequest, conversation: Conversation) -> None:
     """Raises INVALID_ARGUMENT for the first part of a conversation that is out of its limits."""
-    messages, tools, refused = conversation.messages, conversation.tools, partial(refuse, request)
+    messages, refused = conversation.messages, partial(refuse, request)
     if not messages:
         raise refused("messages", "it is empty; give at least one message")
-    if len(messages) > MAX_MESSAGES:
-        raise refused("messages", f"{len(messages)} messages; the limit is {MAX_MESSAGES}")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", refused)
-    if len(tools) > MAX_TOOLS:
-        raise refused("tools", f"{len(tools)} tools; the limit is {MAX_TOOLS}")
     _check_tool_choice(request, conversation, refused)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -133,16 +134,24 @@ class TokenizerClient:
         return verdict(answer.verdicts[0])
 
     async def tokenize(
-        self, model: str, prompt: Conversation | TextPrompt, *, add_special_tokens: bool | None = None
-    ) -> tuple[int, ...]:
-        """Token ids of a text, or of a rendered conversation."""
-        request = tokenizer_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+        self,
+        model: str,
+        prompt: Conversation | TextPrompt,
+        *,
+        context: Any,
+        add_special_tokens: bool | None = None,
+    ) -> Sequence[int]:
+        """Token ids of a text, or of a rendered conversation, for the tenant of the signed context."""
+        request = tokenizer_pb2.TokenizeRequest(
+            model=model, add_special_tokens=add_special_tokens, context=context
+        )
         if isinstance(prompt, Conversation):
             request.conversation.CopyFrom(chat_pb2.Conversation(**conversation_fields(prompt)))
         else:
             request.text = prompt.text
         answer = await self._call(self._stub.Tokenize(request, timeout=PREPARE_TIMEOUT_S))
-        return tuple(answer.token_ids)
+        ids: Sequence[int] = answer.token_ids
+        return ids
 
     async def _call(self, call: Any) -> Any:
         try:

@@ -28,6 +28,9 @@ _GRACE_S = 2.0
 _LARGE_BYTES = 256 * 1024
 # What a message has beside a request and its trace context, at most: numbers, the time limit, tags.
 _FRAMING_BYTES = 64
+# Fields of the proto that are put together by hand.
+_CALLS = tokenizer_pb2.PrepareStreamRequest.CALLS_FIELD_NUMBER
+_CALL_REQUEST = tokenizer_pb2.PrepareCall.REQUEST_FIELD_NUMBER
 
 
 class Unanswered(MillraceError):
@@ -69,6 +72,8 @@ class PrepareStreams:
         """See PrepareStream."""
         num_bytes = request.ByteSize()
         stream = self._large if num_bytes > _LARGE_BYTES else self._small
+        if stream is self._large:
+            await asyncio.sleep(0)
         return await stream.call(request, num_bytes, (traceparent, tracestate), timeout_s, tenant)
 
 
@@ -139,16 +144,17 @@ class PrepareStream:
     def _put(
         self, number: int, request: tokenizer_pb2.PrepareRequest, trace: tuple[str, str], timeout_s: float
     ) -> int:
-        call = tokenizer_pb2.PrepareCall(
+        head = tokenizer_pb2.PrepareCall(
             id=number,
-            request=request,
             traceparent=trace[0],
             tracestate=trace[1],
             # 0 would be no limit.
             timeout_s=max(timeout_s, 0.001),
         )
+        # Put together here: protobuf copies a message into another by writing and reading it.
+        wire = _field(_CALL_REQUEST, request.SerializeToString())
         try:
-            return self._outbox.put(tokenizer_pb2.PrepareStreamRequest(calls=[call]).SerializeToString())
+            return self._outbox.put(_field(_CALLS, head.SerializeToString(), wire))
         except OutboxFull as error:
             raise MillraceError(
                 Reason.TOKENIZER_UNAVAILABLE, "it does not take what is sent to it", retry_after_s=1.0
@@ -191,6 +197,16 @@ class PrepareStream:
             was_sent = not self._outbox.discard(ticket)
             if not answer.done():
                 answer.set_exception(Unanswered(failure, was_sent=was_sent))
+
+
+def _field(number: int, *parts: bytes) -> bytes:
+    """A field of a message that is serialized already, in parts."""
+    left, length = sum(map(len, parts)), bytearray()
+    while left > 127:
+        length.append(left & 127 | 128)
+        left >>= 7
+    length.append(left)
+    return b"".join((bytes([number << 3 | 2]), length, *parts))
 
 
 def _too_large(request: tokenizer_pb2.PrepareRequest) -> MillraceError:

@@ -40,6 +40,7 @@ PROMISED = {
     "CANCELLED": ("CANCELLED", 499, "cancelled_error"),
     "VOCABULARY_MISMATCH": ("FAILED_PRECONDITION", 503, "service_unavailable_error"),
     "DRAINING": ("UNAVAILABLE", 503, "service_unavailable_error"),
+    "GATEWAY_FULL": ("UNAVAILABLE", 503, "service_unavailable_error"),
     "ENGINE_UNAVAILABLE": ("UNAVAILABLE", 503, "service_unavailable_error"),
     "ENGINE_LOST": ("UNAVAILABLE", 503, "service_unavailable_error"),
     "TOKENIZER_UNAVAILABLE": ("UNAVAILABLE", 503, "service_unavailable_error"),

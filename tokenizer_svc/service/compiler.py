@@ -1,4 +1,8 @@
-"""Compiled grammars by content: the same request compiles once, whoever sends it."""
+"""Compiled grammars by content and tenant: the same request compiles once.
+
+Shared between tenants, they would compile once for all; but how long a request takes then tells whether
+another tenant has used the same schema.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
+from typing import TypeAlias
 
 from contract.errors import MillraceError
 from contract.grammar import GrammarSpec, Verdict
@@ -28,48 +33,54 @@ _MAX_REFUSALS = 4096
 # Bookkeeping of an entry beside its payload, in bytes.
 _ENTRY_BYTES = 512
 
+# What is asked for, and for whom: "" is everybody.
+_Asked: TypeAlias = tuple[bytes, str]
+
 
 class GrammarCompiler:
     """Compiles through the pool, once per content. Use from one event loop."""
 
-    def __init__(self, pool: WorkerPool, *, fingerprint: str, cache_bytes: int) -> None:
+    def __init__(self, pool: WorkerPool, *, fingerprint: str, cache_bytes: int, shared: bool = False) -> None:
+        """`shared` compiles once for all tenants."""
         self.pool = pool
         self._fingerprint = fingerprint
         self._capacity = cache_bytes
+        self._shared = shared
         self._size = 0
-        self._built: OrderedDict[bytes, Compiled] = OrderedDict()
-        # By content, and by tenant where one in debt asked: its workers may be late for want of a processor,
-        # which is nobody else's matter.
-        self._refused: OrderedDict[tuple[bytes, str], tuple[float, Refused]] = OrderedDict()
+        # By content, and by tenant unless they are shared.
+        self._built: OrderedDict[_Asked, Compiled] = OrderedDict()
+        # Where they are shared also by tenant, if one in debt asked: its workers may be late for want of a
+        # processor, which is nobody else's matter.
+        self._refused: OrderedDict[_Asked, tuple[float, Refused]] = OrderedDict()
         # With the tenant in whose turn it is.
-        self._in_flight: dict[tuple[bytes, str], tuple[asyncio.Task[WorkerReply], str]] = {}
+        self._in_flight: dict[_Asked, tuple[asyncio.Task[WorkerReply], str]] = {}
 
     async def compile(self, request: EncodedGrammar, *, tenant: str) -> tuple[Compiled, bool]:
         """The grammar, and whether it was there already. Raises GRAMMAR_REFUSED with the reason."""
-        key = request.key
+        key = (request.key, "" if self._shared else tenant)
         found = self._built.get(key)
         if found is not None:
             self._built.move_to_end(key)
             return found, True
-        asked = (key, tenant if self.pool.in_debt(tenant) else "")
-        for each in dict.fromkeys((asked, (key, ""))):
+        asked = (request.key, tenant) if self.pool.in_debt(tenant) else key
+        for each in dict.fromkeys((asked, key)):
             self._raise_if_refused(each)
-        task = self._joined(key, asked[1], tenant)
+        task = self._joined(key, asked, tenant)
         if task is None:
             task = asyncio.ensure_future(self.pool.run(request, tenant=tenant))
             self._in_flight[asked] = (task, tenant)
-            task.add_done_callback(lambda done: self._finish(asked, done))
+            task.add_done_callback(lambda done: self._finish(key, asked, done))
         # A caller that goes away does not stop the work: others may wait for it, and the result is kept.
         reply = await asyncio.shield(task)
         if reply.built is None:
             assert reply.refused is not None
             raise refusal(reply.refused)
-        return self._built.get(key) or self._compiled(reply.built), False
+        return self._built.get(key) or self._compiled(reply.built, key[1]), False
 
-    def _joined(self, key: bytes, debtor: str, tenant: str) -> asyncio.Task[WorkerReply] | None:
+    def _joined(self, key: _Asked, asked: _Asked, tenant: str) -> asyncio.Task[WorkerReply] | None:
         """The same work, under way: not behind what another tenant has queued before it."""
-        for asked in dict.fromkeys(((key, ""), (key, debtor))):
-            task, whose = self._in_flight.get(asked, (None, ""))
+        for each in dict.fromkeys((key, asked)):
+            task, whose = self._in_flight.get(each, (None, ""))
             if task is not None and (whose == tenant or not self.pool.num_queued(whose)):
                 return task
         return None
@@ -83,7 +94,7 @@ class GrammarCompiler:
             raise refusal(reply.refused)
         return reply.verdicts
 
-    def _finish(self, asked: tuple[bytes, str], task: asyncio.Task[WorkerReply]) -> None:
+    def _finish(self, key: _Asked, asked: _Asked, task: asyncio.Task[WorkerReply]) -> None:
         if self._in_flight.get(asked, (None, ""))[0] is task:
             del self._in_flight[asked]
         if task.cancelled() or task.exception() is not None:
@@ -95,22 +106,23 @@ class GrammarCompiler:
             while len(self._refused) > _MAX_REFUSALS:
                 self._refused.popitem(last=False)
         elif reply.built is not None:
-            compiled = self._compiled(reply.built)
-            replaced = self._built.pop(asked[0], None)
+            compiled = self._compiled(reply.built, key[1])
+            replaced = self._built.pop(key, None)
             if replaced is not None:
                 self._size -= len(replaced.artifact.payload) + _ENTRY_BYTES
-            self._built[asked[0]] = compiled
+            self._built[key] = compiled
             self._size += len(compiled.artifact.payload) + _ENTRY_BYTES
             while self._size > self._capacity and len(self._built) > 1:
                 _, dropped = self._built.popitem(last=False)
                 self._size -= len(dropped.artifact.payload) + _ENTRY_BYTES
 
-    def _compiled(self, built: Built) -> Compiled:
-        digest = hashlib.sha256(built.payload + self._fingerprint.encode()).hexdigest()
+    def _compiled(self, built: Built, owner: str) -> Compiled:
+        # Engines keep grammars by digest: not each other's either.
+        digest = hashlib.sha256(built.payload + f"{self._fingerprint}\0{owner}".encode()).hexdigest()
         artifact = GrammarSpec(digest=digest, payload=built.payload, backend=BACKEND)
         return Compiled(artifact=artifact, enforcement=built.enforcement)
 
-    def _raise_if_refused(self, asked: tuple[bytes, str]) -> None:
+    def _raise_if_refused(self, asked: _Asked) -> None:
         entry = self._refused.get(asked)
         if entry is None:
             return

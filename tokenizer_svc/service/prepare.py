@@ -103,11 +103,17 @@ class Preparer:
         self._metrics.observe(names.PROMPT_LENGTH, prompted.num_tokens, span=span.get_span_context())
 
     async def encode(
-        self, request: tokenizer_pb2.PrepareRequest, *, add_special_tokens: bool = True
+        self, request: tokenizer_pb2.PrepareRequest, *, tenant: str | None, add_special_tokens: bool = True
     ) -> list[int] | memoryview:
-        """Token ids of a conversation or text; packed where a worker wrote them."""
-        asked = PromptRequest(add_special_tokens=add_special_tokens, with_grammar=False)
-        whole = large(request.SerializeToString()) if is_large(request) else request
+        """Token ids of a conversation or text; packed where a worker wrote them. None is a service that asks
+        for no tenant.
+        """
+        asked = PromptRequest(tenant=tenant or "", add_special_tokens=add_special_tokens, with_grammar=False)
+        if not is_large(request):
+            return (await self._prompted(request, asked)).token_ids
+        whole = large(request.SerializeToString())
+        if tenant is not None:
+            await self._pace.wait(tenant, len(whole.wire))
         return (await self._prompted(whole, asked)).token_ids
 
     async def _prompted(

@@ -175,7 +175,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             case _:
                 raise no_input()
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await self._preparer.encode(prompt, add_special_tokens=special)
+        tenant = self._verify(request).tenant if request.HasField("context") else None
+        ids = await self._preparer.encode(prompt, tenant=tenant, add_special_tokens=special)
         if isinstance(ids, memoryview):
             # Packed ids are the whole answer.
             return LargeAnswer((ids,))
@@ -245,7 +246,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.ValidateOutputResponse(verdicts=map(verdict_message, verdicts))
 
     def _verify(
-        self, request: tokenizer_pb2.PrepareRequest | tokenizer_pb2.ValidateOutputRequest
+        self,
+        request: tokenizer_pb2.PrepareRequest
+        | tokenizer_pb2.TokenizeRequest
+        | tokenizer_pb2.ValidateOutputRequest,
     ) -> context_pb2.RequestContext:
         if request.HasField("context"):
             return verify(

@@ -96,7 +96,7 @@ class Faces(inference_pb2_grpc.InferenceServiceServicer):
         headers = {name.decode(): value.decode() for name, value in exchange.headers.items()}
         if exchange.caller is not None:
             headers[CONTEXT_HEADER] = to_header(self.sign(exchange.caller))
-        body = {"headers": headers, "num_bytes": len(exchange.body())}
+        body = {"headers": headers, "num_bytes": len(exchange.take_body())}
         await exchange.respond(200, json.dumps(body).encode())
 
     async def _events(self, exchange: Exchange) -> None:

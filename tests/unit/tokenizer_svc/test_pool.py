@@ -162,16 +162,27 @@ async def test_closing_refuses_what_waits(pool: WorkerPool) -> None:
     assert all(isinstance(each, MillraceError) and each.reason is Reason.DRAINING for each in outcomes)
 
 
-async def test_the_same_grammar_compiles_once(pool: WorkerPool) -> None:
+async def test_the_same_grammar_of_a_tenant_compiles_once(pool: WorkerPool) -> None:
     compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
-    first, second = await asyncio.gather(
-        compiler.compile(QUICK, tenant="a"), compiler.compile(QUICK, tenant="b")
-    )
-    third = await compiler.compile(QUICK, tenant="c")
+    first, second = await asyncio.gather(*(compiler.compile(QUICK, tenant="a") for _ in range(2)))
+    third = await compiler.compile(QUICK, tenant="a")
     assert first[0].artifact == second[0].artifact == third[0].artifact
     assert (first[1], third[1]) == (False, True)
     other = GrammarCompiler(pool, fingerprint="g", cache_bytes=1 << 20)
     assert (await other.compile(QUICK, tenant="a"))[0].artifact.digest != first[0].artifact.digest
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_grammar_is_compiled_for_each_tenant_unless_they_are_shared(
+    pool: WorkerPool, shared: bool
+) -> None:
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20, shared=shared)
+    first, _ = await compiler.compile(QUICK, tenant="a")
+    second, cached = await compiler.compile(QUICK, tenant="b")
+    assert cached is shared
+    assert (first.artifact.payload, first.enforcement) == (second.artifact.payload, second.enforcement)
+    # Engines find what they have prepared by it.
+    assert (first.artifact.digest == second.artifact.digest) is shared
 
 
 async def test_a_refusal_is_remembered(pool: WorkerPool) -> None:
@@ -261,7 +272,7 @@ async def asked(pool: WorkerPool, *tenants: str) -> None:
 
 
 async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool: WorkerPool) -> None:
-    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20, shared=True)
     pool._accounts.charge("debtor", 60.0)
     theirs = asyncio.ensure_future(compiler.compile(slow(8), tenant="debtor"))
     await asked(pool, "debtor")
@@ -283,7 +294,7 @@ async def test_others_do_not_wait_for_the_same_grammar_of_a_tenant_in_debt(pool:
 async def test_others_do_not_wait_behind_what_a_tenant_queued_before_the_same_grammar(
     pool: WorkerPool,
 ) -> None:
-    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20)
+    compiler = GrammarCompiler(pool, fingerprint="f", cache_bytes=1 << 20, shared=True)
     asked_for = (slow(30), slow(31), slow(32), QUICK)
     theirs = [asyncio.ensure_future(compiler.compile(each, tenant="flood")) for each in asked_for]
     while not pool.num_queued("flood"):

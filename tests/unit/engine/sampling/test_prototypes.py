@@ -79,6 +79,19 @@ def test_everybody_gets_a_matcher_of_their_own(build: Callable[[bytes], llguidan
     made.close()
 
 
+def test_under_another_digest_the_same_grammar_is_made_again(
+    build: Callable[[bytes], llguidance.LLMatcher],
+) -> None:
+    calls: list[bytes] = []
+    made = Prototypes(lambda payload: (calls.append(payload), build(payload))[1])
+    eventually(lambda: made.is_ready(DIGITS, "a", "of a"))
+    assert not made.is_ready(DIGITS, "b", "of b")
+    eventually(lambda: made.is_ready(DIGITS, "b", "of b"))
+    assert made.take(DIGITS, "of a").compute_bitmask() == made.take(DIGITS, "of b").compute_bitmask()
+    assert calls == [DIGITS, DIGITS]
+    made.close()
+
+
 def test_a_failure_is_told_to_who_takes_it() -> None:
     def fail(payload: bytes) -> llguidance.LLMatcher:
         raise ValueError(payload.decode())

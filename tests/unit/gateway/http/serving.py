@@ -37,7 +37,7 @@ class Echo:
 
     async def _echo(self, exchange: Exchange) -> None:
         try:
-            body = f"{exchange.method} {exchange.path} ".encode() + exchange.body()
+            body = f"{exchange.method} {exchange.path} ".encode() + exchange.take_body()
             await exchange.respond(200, body)
         except MillraceError as error:
             await exchange.respond_error(error)

@@ -430,12 +430,17 @@ class TokenizeRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Add the tokens that the tokenizer puts around a text, such as BOS. True when unset."""
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
+    @_builtins.property
+    def context(self) -> _context_pb2.SignedContext:
+        """Who asks: in whose turn it is done, and whose turns are kept. Nobody's are, where it is unset."""
+
     def __init__(
         self,
         *,
@@ -443,10 +448,11 @@ class TokenizeRequest(_message.Message):
         conversation: _chat_pb2.Conversation | None = ...,
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        context: _context_pb2.SignedContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "conversation", b"conversation", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "context", b"context", "conversation", b"conversation", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

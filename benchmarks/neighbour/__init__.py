@@ -1,0 +1,1 @@
+"""What one tenant's attacks do to another's answers."""

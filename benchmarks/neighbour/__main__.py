@@ -1,0 +1,231 @@
+"""What one tenant's attacks do to another tenant's answers: nothing, is the aim.
+
+Starts the whole stack with the bundled model. A neighbour streams short answers at fixed moments, over one
+window before the first attack, one under each, and one after it. Each attack is driven by a process of the
+lowest priority: in truth it sits on another machine. Told are the neighbour's time to the first token and the
+gaps between its tokens, how many requests it lost, what became of the attacker's, and the memory of every
+process before, under and after. The aims are 250 ms to the first token and 100 ms between two, both at the
+99th percentile.
+
+    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--json OUT] [--markdown OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.neighbour.attacks import ATTACKS, Target, drive, request_head
+from benchmarks.neighbour.tenants import CONFIG, KEYS
+from benchmarks.stack import RunningStack, running_stack, write_result
+from benchmarks.tokenizer_isolation import quantile, steal_ms
+
+TTFT_AIM_MS, GAP_AIM_MS = 250.0, 100.0
+_EVERY_S = 0.125
+_TOKENS = 24
+_TIMEOUT_S = 15.0
+# What the attack before has left behind comes to its end.
+_PAUSE_S = 2.0
+
+
+class Window:
+    """What the neighbour saw over some seconds, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.ttft_ms: list[float] = []
+        self.gaps_ms: list[float] = []
+        self.num_lost = 0
+        # How late a request was begun at most: what the machine did to the neighbour itself.
+        self.late_ms = 0.0
+
+    def summary(self) -> dict[str, float]:
+        """The figures of the table."""
+        return {
+            "requests": len(self.ttft_ms) + self.num_lost,
+            "lost": self.num_lost,
+            "ttft_p50_ms": _at(self.ttft_ms, 0.5),
+            "ttft_p99_ms": _at(self.ttft_ms, 0.99),
+            "gap_p99_ms": _at(self.gaps_ms, 0.99),
+            "gap_max_ms": _at(self.gaps_ms, 1.0),
+            "begun_late_ms": round(self.late_ms, 1),
+        }
+
+
+def _at(values: list[float], share: float) -> float:
+    return round(quantile(values, share), 1) if values else 0.0
+
+
+async def _ask(target: Target, window: Window, number: int) -> None:
+    body = json.dumps(
+        {
+            "model": target.model,
+            "messages": [{"role": "user", "content": f"What is {number} plus {number}?"}],
+            "max_tokens": _TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    start_s = time.perf_counter()
+    writer = None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            writer.write(
+                request_head(target, "/v1/chat/completions", len(body), more="connection: close\r\n") + body
+            )
+            await _follow(reader, window, start_s)
+    except (OSError, TimeoutError, EOFError):
+        window.num_lost += 1
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+async def _follow(reader: asyncio.StreamReader, window: Window, start_s: float) -> None:
+    last_s = 0.0
+    while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+        if not line:
+            raise EOFError
+        if not line.startswith(b"data: ") or b'"content":' not in line:
+            continue
+        now_s = time.perf_counter()
+        if last_s:
+            window.gaps_ms.append((now_s - last_s) * 1e3)
+        else:
+            window.ttft_ms.append((now_s - start_s) * 1e3)
+        last_s = now_s
+
+
+async def _window(target: Target, seconds: float) -> Window:
+    """The neighbour's requests at fixed moments, whatever is still under way."""
+    window, loop = Window(), asyncio.get_running_loop()
+    due_s = loop.time()
+    until_s = due_s + seconds
+    number = 0
+    async with asyncio.TaskGroup() as group:
+        while due_s < until_s:
+            await asyncio.sleep(due_s - loop.time())
+            window.late_ms = max(window.late_ms, (loop.time() - due_s) * 1e3)
+            number += 1
+            group.create_task(_ask(target, window, number))
+            due_s += _EVERY_S
+    return window
+
+
+def _memory(stack: RunningStack) -> dict[str, float]:
+    """Megabytes of each process and its children, shared pages by share."""
+    found = {}
+    for name, pid in stack.pids().items():
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        found[name] = round(sum(_pss(each) for each in family) / 1e6, 1)
+    return found
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, Any]:
+    host, _, port = stack.state.address.rpartition(":")
+    neighbour, attacker = (Target(host, int(port), key, stack.state.model) for key in KEYS.values())
+    pids, memory = stack.pids(), _memory(stack)
+    before = await _window(neighbour, seconds / 2)
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=drive, args=(name, attacker, seconds, theirs))
+    process.start()
+    theirs.close()
+    try:
+        await asyncio.to_thread(ours.recv)
+        ours.send("go")
+        stolen_ms = -steal_ms()
+        under = await _window(neighbour, seconds)
+        stolen_ms += steal_ms()
+        peak = _memory(stack)
+        outcomes = await asyncio.to_thread(ours.recv)
+    finally:
+        process.kill()
+        process.join()
+    await asyncio.sleep(_PAUSE_S)
+    after = await _window(neighbour, seconds / 2)
+    restarted = [each for each, pid in stack.pids().items() if pids.get(each) != pid]
+    return {
+        "attack": name,
+        "seconds": seconds,
+        "before": before.summary(),
+        "under": under.summary(),
+        "after": after.summary(),
+        "memory_mb": {"before": memory, "under": peak, "after": _memory(stack)},
+        "outcomes": outcomes,
+        "steal_ms": round(stolen_ms, 1),
+        "restarted": restarted,
+    }
+
+
+def _row(found: dict[str, Any]) -> str:
+    before, under, after = found["before"], found["under"], found["after"]
+    memory = found["memory_mb"]
+    gateway = next(name for name in memory["before"] if name.startswith("gateway"))
+    cells = [
+        found["attack"],
+        f"{before['ttft_p99_ms']:.0f} / {under['ttft_p99_ms']:.0f} / {after['ttft_p99_ms']:.0f}",
+        f"{before['gap_p99_ms']:.0f} / {under['gap_p99_ms']:.0f} / {after['gap_p99_ms']:.0f}",
+        f"{under['gap_max_ms']:.0f}",
+        f"{under['lost']} of {under['requests']}",
+        " / ".join(f"{memory[when][gateway]:.0f}" for when in ("before", "under", "after")),
+        ", ".join(f"{name} x {count}" for name, count in sorted(found["outcomes"].items())),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+_TABLE = """| attack | TTFT p99, ms | gaps p99, ms | worst gap | lost | gateway, MB | the attacker's answers |
+|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    """Prints the table as it grows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
+    parser.add_argument("--quick", action="store_true", help="4 seconds each")
+    parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    options = parser.parse_args()
+    seconds = 4.0 if options.quick else options.seconds
+    found: list[dict[str, Any]] = []
+    print(_TABLE, flush=True)
+    with running_stack(CONFIG) as stack:
+        for name in options.attack or ATTACKS:
+            found.append(asyncio.run(_measure(stack, name, seconds)))
+            print(_row(found[-1]), flush=True)
+            if found[-1]["restarted"]:
+                print(f"started again: {found[-1]['restarted']}", flush=True)
+    if options.json is not None and options.json.exists():
+        found = _beside(json.loads(options.json.read_text())["attacks"], found)
+    aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}
+    write_result(options.json, {"aims": aims, "attacks": found})
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join([_TABLE, *map(_row, found)]) + "\n", encoding="utf-8")
+
+
+def _beside(earlier: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was found before of other attacks, in the attacks' order."""
+    rows = {each["attack"]: each for each in [*earlier, *found]}
+    return [rows[name] for name in ATTACKS if name in rows]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""The attacks, each of which one tenant drives with all that its key, or no key at all, lets it do.
+
+An attack is a coroutine that goes on until it is cancelled and counts what became of its requests. What it
+sends is made before it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import random
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.neighbour import http2
+
+_LIMIT_S = 60.0
+_MEGABYTES_16 = 16 * 1024 * 1024 - 1024
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT_CALL = "/millrace.inference.v1.InferenceService/Chat"
+
+
+class Target(NamedTuple):
+    """Where the edge listens, and who attacks it."""
+
+    host: str
+    port: int
+    key: str
+    model: str
+
+    def authority(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self.port}"
+
+
+Attack = Callable[[Target, Counter[str]], Awaitable[None]]
+# Makes of a target the path and the body that are sent.
+Body = Callable[[Target], tuple[str, bytes]]
+
+
+def request_head(target: Target, path: str, length: int | None, *, key: bool = True, more: str = "") -> bytes:
+    framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    credentials = f"authorization: Bearer {target.key}\r\n" if key else ""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\n{credentials}content-type: application/json\r\n{more}"
+        f"{framing}\r\n\r\n"
+    ).encode()
+
+
+async def _status(reader: asyncio.StreamReader) -> str:
+    line = await reader.readline()
+    return line.split()[1].decode() if line else "closed"
+
+
+async def _sent(target: Target, request: bytes, outcomes: Counter[str], *, reads: bool = True) -> None:
+    """One request on a connection of its own, read to its end."""
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(target.host, target.port)
+        writer.write(request)
+        outcomes[await _status(reader)] += 1
+        while reads and await reader.read(1 << 20):
+            pass
+    except (OSError, asyncio.IncompleteReadError):
+        outcomes["connection lost"] += 1
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+async def _repeatedly(width: int, once: Callable[[], Awaitable[None]]) -> None:
+    async def one_after_the_other() -> None:
+        while True:
+            await once()
+
+    await asyncio.gather(*(one_after_the_other() for _ in range(width)))
+
+
+def posted(make: Body, *, width: int = 4, more: str = "") -> Attack:
+    """Sends one body again and again, so many at a time."""
+
+    async def attack(target: Target, outcomes: Counter[str]) -> None:
+        path, body = make(target)
+        request = request_head(target, path, len(body), more=f"connection: close\r\n{more}") + body
+        await _repeatedly(width, lambda: _sent(target, request, outcomes))
+
+    return attack
+
+
+def _list(item: bytes, count: int) -> bytes:
+    return b"[" + b",".join([item] * count) + b"]"
+
+
+def _chat_body(target: Target, rest: bytes = b"", messages: bytes | None = None) -> tuple[str, bytes]:
+    messages = messages or b'[{"role":"user","content":"Hi"}]'
+    return _CHAT, b'{"model":"%b","messages":%b%b}' % (target.model.encode(), messages, rest)
+
+
+def _completion(target: Target, prompt: bytes, rest: bytes = b"") -> tuple[str, bytes]:
+    return _COMPLETIONS, b'{"model":"%b","prompt":%b%b}' % (target.model.encode(), prompt, rest)
+
+
+def _json(**fields: Any) -> bytes:
+    return b"," + json.dumps(fields).encode()[1:-1]
+
+
+_TURN = b'{"role":"user","content":"a"}'
+_PART = b'{"type":"text","text":"a"}'
+_CALL = b'{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
+
+_BODIES: Mapping[str, Body] = {
+    "detokenize of 8 million ids": lambda target: ("/detokenize", b'{"tokens":%b}' % _list(b"1", 7_900_000)),
+    "tokenize of 400,000 messages": lambda target: (
+        "/tokenize",
+        b'{"messages":%b}' % _list(_TURN, 400_000),
+    ),
+    "500,000 messages": lambda target: _chat_body(target, messages=_list(_TURN, 500_000)),
+    "300,000 parts": lambda target: _chat_body(
+        target, messages=b'[{"role":"user","content":%b}]' % _list(_PART, 300_000)
+    ),
+    "a prompt of 3 million ids": lambda target: _completion(target, _list(b"5", 3_000_000)),
+    "allowed_token_ids of 3 million": lambda target: _chat_body(
+        target, b',"allowed_token_ids":' + _list(b"5", 3_000_000)
+    ),
+    "stop_token_ids of 3 million": lambda target: _chat_body(
+        target, b',"stop_token_ids":' + _list(b"5", 3_000_000)
+    ),
+    "14 MB of chat_template_kwargs": lambda target: _chat_body(
+        target, b',"chat_template_kwargs":{"a":%b}' % _list(b'{"b":[1]}', 1_400_000)
+    ),
+    "14 MB of documents": lambda target: _chat_body(
+        target, b',"documents":' + _list(b'{"title":"a","text":"b"}', 560_000)
+    ),
+    "700,000 entries of metadata": lambda target: _chat_body(
+        target, b',"metadata":{%b}' % b",".join(b'"k%d":"v"' % index for index in range(700_000))
+    ),
+    "100,000 tool calls": lambda target: _chat_body(
+        target, messages=b'[{"role":"assistant","tool_calls":%b},%b]' % (_list(_CALL, 100_000), _TURN)
+    ),
+    "a million choices": lambda target: _chat_body(
+        target, b',"guided_choice":[%b]' % b",".join(b'"c%d"' % index for index in range(1_000_000))
+    ),
+    "a model name of 4 MB": lambda target: _chat_body(target._replace(model="m" * 4_000_000)),
+    "nesting of 100,000": lambda target: _chat_body(
+        target, b',"guided_json":' + b'{"items":' * 100_000 + b"{}" + b"}" * 100_000
+    ),
+    "a text of 16 MB": lambda target: _chat_body(
+        target, messages=b'[{"role":"user","content":"%b"}]' % (b"a b, c" * (_MEGABYTES_16 // 6 - 64))
+    ),
+    "128 prompts x n = 128": lambda target: _completion(
+        target,
+        _list(b'"The rain in Spain"', 128),
+        _json(n=128, max_tokens=64, temperature=1.0, ignore_eos=True),
+    ),
+    "best_of = 128 x 16 prompts": lambda target: _completion(
+        target,
+        _list(b'"The rain in Spain"', 16),
+        _json(best_of=128, max_tokens=64, temperature=1.0, ignore_eos=True),
+    ),
+    "n = 128 with log-probabilities": lambda target: _chat_body(
+        target, _json(n=128, max_completion_tokens=1000, logprobs=True, top_logprobs=20, ignore_eos=True)
+    ),
+    "prompts as long as the context": lambda target: _completion(
+        target, b"[" + b",".join(b"%d" % random.randrange(10, 2000) for _ in range(4000)) + b"]"
+    ),
+}
+_WIDTHS = {"best_of = 128 x 16 prompts": 8, "prompts as long as the context": 32}
+
+
+async def stalled_streams(target: Target, outcomes: Counter[str]) -> None:
+    """Opens 25 streams of 8 choices with 20 log-probabilities each, and reads none of them."""
+    path, body = _chat_body(
+        target,
+        _json(n=8, max_completion_tokens=3500, logprobs=True, top_logprobs=20, stream=True, ignore_eos=True),
+    )
+    request = request_head(target, path, len(body)) + body
+
+    async def once() -> None:
+        reader, writer = await asyncio.open_connection(target.host, target.port, limit=1024)
+        writer.transport.get_extra_info("socket").setsockopt(1, 8, 4096)  # SOL_SOCKET, SO_RCVBUF
+        writer.write(request)
+        outcomes[await _status(reader)] += 1
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(_LIMIT_S)
+        writer.close()
+
+    await _repeatedly(25, once)
+
+
+async def grpc_garbage(target: Target, outcomes: Counter[str]) -> None:
+    """Messages of 4 MB that are garbage, and of which a part reads like fields that nobody knows."""
+    unknown = b"".join(struct.pack("<BB", 0xA0, 0x7F) + b"\x01" for _ in range(1_300_000))
+    noise = random.Random(0).randbytes(4 * 1024 * 1024)
+    metadata = (("authorization", f"Bearer {target.key}"),)
+    options = (("grpc.use_local_subchannel_pool", 1),)
+
+    async with grpc.aio.insecure_channel(target.authority(), options=options) as channel:
+
+        async def once() -> None:
+            for payload in (unknown, noise, b"\xff" * 64):
+                call = channel.unary_stream(_CHAT_CALL)(payload, metadata=metadata)
+                with contextlib.suppress(grpc.RpcError):
+                    async for _ in call:
+                        pass
+                outcomes[(await call.code()).name] += 1
+
+        await _repeatedly(16, once)
+
+
+async def gzip_bodies(target: Target, outcomes: Counter[str]) -> None:
+    """Bodies of 300 KB that unpack to 300 MB, over HTTP and gRPC."""
+    packed = gzip.compress(b" " * 300_000_000, 9)
+    http = (
+        request_head(target, _CHAT, len(packed), more="connection: close\r\ncontent-encoding: gzip\r\n")
+        + packed
+    )
+
+    async def over_grpc() -> None:
+        try:
+            await _one_http2(
+                target,
+                _grpc_fields(target, ("grpc-encoding", "gzip")),
+                http2.grpc_message(packed, compressed=True),
+            )
+            outcomes["grpc answered"] += 1
+        except OSError:
+            outcomes["grpc connection lost"] += 1
+
+    await asyncio.gather(_repeatedly(4, lambda: _sent(target, http, outcomes)), _repeatedly(4, over_grpc))
+
+
+def _fields(target: Target, path: str, *more: tuple[str, str], key: bool = True) -> list[tuple[str, str]]:
+    credentials = [("authorization", f"Bearer {target.key}")] if key else []
+    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", target.authority())]
+    return [*pseudo, *credentials, *more]
+
+
+def _grpc_fields(target: Target, *more: tuple[str, str]) -> list[tuple[str, str]]:
+    return _fields(target, _CHAT_CALL, ("content-type", "application/grpc"), ("te", "trailers"), *more)
+
+
+async def _one_http2(target: Target, fields: list[tuple[str, str]], body: bytes) -> None:
+    """One request on a connection of its own; returns when the first frame of its answer is there."""
+    reader, writer = await http2.connected(target.host, target.port)
+    try:
+        writer.write(http2.headers(1, fields))
+        for start in range(0, len(body), http2.MAX_FRAME_BYTES):
+            writer.write(http2.data(1, body[start : start + http2.MAX_FRAME_BYTES]))
+        writer.write(http2.data(1, b"", ends=True))
+        while True:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3]))
+            if head[3] in (http2.HEADERS, http2.RST_STREAM):
+                return
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionError from error
+    finally:
+        writer.close()
+
+
+async def health_watches(target: Target, outcomes: Counter[str]) -> None:
+    """Opens 8,000 streams that watch the health, without a key, and leaves them open."""
+    channels = [
+        grpc.aio.insecure_channel(target.authority(), options=(("grpc.use_local_subchannel_pool", 1),))
+        for _ in range(16)
+    ]
+
+    async def watch(channel: grpc.aio.Channel) -> None:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        try:
+            await call.read()
+            outcomes["watching"] += 1
+            await asyncio.sleep(_LIMIT_S)
+        except grpc.RpcError as error:
+            outcomes[error.code().name] += 1
+
+    try:
+        await asyncio.gather(*(watch(channels[index % 16]) for index in range(8000)))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def rapid_reset(*, over_grpc: bool) -> Attack:
+    """Opens streams with a key and resets each at once, hundreds in one write."""
+
+    async def attack(target: Target, outcomes: Counter[str]) -> None:
+        _, body = _chat_body(target)
+        fields = _fields(target, _CHAT, ("content-type", "application/json"))
+        if over_grpc:
+            fields, body = _grpc_fields(target), http2.grpc_message(b"")
+
+        def stream(number: int) -> bytes:
+            return http2.headers(number, fields) + http2.data(number, body, ends=True) + http2.reset(number)
+
+        async def once() -> None:
+            try:
+                reader, writer = await http2.connected(target.host, target.port)
+                number = 1
+                while not reader.at_eof() and number < 100_000:
+                    writer.write(b"".join(stream(each) for each in range(number, number + 200, 2)))
+                    number += 200
+                    outcomes["reset"] += 100
+                    await writer.drain()
+                    # What the server says is not looked at.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(reader.read(1 << 16), 0.001)
+                writer.close()
+            except OSError:
+                outcomes["connection lost"] += 1
+
+        await _repeatedly(8, once)
+
+    return attack
+
+
+def endless_bodies(*, over_http2: bool, key: bool, width: int = 100) -> Attack:
+    """Begins bodies of unknown length, sends them bit by bit, and never ends them."""
+
+    async def attack(target: Target, outcomes: Counter[str]) -> None:
+        async def once() -> None:
+            try:
+                await (_endless_http2 if over_http2 else _endless_http1)(target, outcomes, key)
+            except OSError:
+                outcomes["connection lost"] += 1
+
+        await _repeatedly(width, once)
+
+    return attack
+
+
+async def _endless_http1(target: Target, outcomes: Counter[str], key: bool) -> None:
+    reader, writer = await asyncio.open_connection(target.host, target.port)
+    try:
+        writer.write(request_head(target, _CHAT, None, key=key))
+        status = asyncio.ensure_future(_status(reader))
+        while not status.done():
+            writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
+            await writer.drain()
+            await asyncio.wait({status}, timeout=0.01)
+        outcomes[status.result()] += 1
+    finally:
+        writer.close()
+
+
+async def _endless_http2(target: Target, outcomes: Counter[str], key: bool) -> None:
+    reader, writer = await http2.connected(target.host, target.port)
+    try:
+        fields = _fields(target, _CHAT, ("content-type", "application/json"), key=key)
+        writer.write(b"".join(http2.headers(number, fields) for number in range(1, 41, 2)))
+        answered = asyncio.ensure_future(_answers(reader, 20))
+        while not answered.done():
+            writer.write(b"".join(http2.data(number, b" " * 512) for number in range(1, 41, 2)))
+            await writer.drain()
+            await asyncio.wait({answered}, timeout=0.01)
+        outcomes["answered"] += answered.result()
+    finally:
+        writer.close()
+
+
+async def _answers(reader: asyncio.StreamReader, count: int) -> int:
+    """How many streams were answered, until that many were or the connection ended."""
+    found = 0
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while found < count:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3]))
+            found += head[3] == http2.HEADERS
+    return found
+
+
+async def large_endless_bodies(target: Target, outcomes: Counter[str]) -> None:
+    """Sends 60 bodies of 16 MB with a key, but for their last bytes, and waits."""
+    part = b'{"model":"' + b"m" * (_MEGABYTES_16 - 2048)
+    request = request_head(target, _CHAT, _MEGABYTES_16) + part
+
+    async def once() -> None:
+        try:
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            writer.write(request)
+            outcomes[await asyncio.wait_for(_status(reader), _LIMIT_S)] += 1
+            writer.close()
+        except (OSError, TimeoutError):
+            outcomes["connection lost"] += 1
+            await asyncio.sleep(0.1)
+
+    await _repeatedly(60, once)
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "streams that are not read": stalled_streams,
+    **{name: posted(make, width=_WIDTHS.get(name, 4)) for name, make in _BODIES.items()},
+    "garbage over gRPC": grpc_garbage,
+    "gzip bodies that unpack to 300 MB": gzip_bodies,
+    "8,000 health watches without a key": health_watches,
+    "rapid reset, HTTP": rapid_reset(over_grpc=False),
+    "rapid reset, gRPC": rapid_reset(over_grpc=True),
+    "endless bodies, HTTP/1.1, no key": endless_bodies(over_http2=False, key=False),
+    "endless bodies, HTTP/2, no key": endless_bodies(over_http2=True, key=False),
+    "endless bodies, HTTP/1.1, with a key": endless_bodies(over_http2=False, key=True),
+    "60 bodies of 16 MB that never end": large_endless_bodies,
+}
+
+
+def drive(name: str, target: Target, seconds: float, pipe: Connection) -> None:
+    """In a process of its own: attacks for so many seconds once it is told to; sends what became of it."""
+    os.nice(19)
+    outcomes: Counter[str] = Counter()
+    pipe.send("ready")
+    pipe.recv()
+
+    async def attack() -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await ATTACKS[name](target, outcomes)
+        except TimeoutError:
+            pass
+
+    asyncio.run(attack())
+    pipe.send(dict(outcomes))

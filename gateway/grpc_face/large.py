@@ -1,0 +1,98 @@
+"""Requests from bytes to messages: small ones as they come, large ones counted first, in slices, and one of a
+tenant at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from millrace.inference.v1 import inference_pb2
+
+from contract.errors import MillraceError, Reason
+from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
+from gateway.grpc_face.shape import counted
+from gateway.pipeline.intake import LARGE_BYTES, Intake
+
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+
+
+def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server, intake: Intake) -> None:
+    """Registers the service like the generated function, with large requests parsed as said above."""
+    handlers: dict[str, Any] = {}
+    for method in _SERVICE.methods:
+        make: Any = grpc.unary_unary_rpc_method_handler
+        wrap: Any = _unary
+        if method.server_streaming:
+            make, wrap = grpc.unary_stream_rpc_method_handler, _streaming
+        kind: Any = GetMessageClass(method.input_type)
+        handlers[method.name] = make(
+            wrap(getattr(servicer, method.name), _Parser(kind, servicer, intake)),
+            request_deserializer=_if_small(kind.FromString),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(FULL_NAME, handlers),))
+
+
+def _if_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    return lambda data: data if len(data) > LARGE_BYTES else parse(data)
+
+
+class _Parser:
+    """Of one kind of request."""
+
+    def __init__(self, kind: Any, servicer: InferenceServicer, intake: Intake) -> None:
+        self._kind = kind
+        self._servicer = servicer
+        self.intake = intake
+
+    def tenant(self, context: Any) -> str:
+        """Who calls."""
+        return self._servicer.caller(context).identity.tenant
+
+    async def parsed(self, data: bytes, tenant: str) -> Any:
+        """The message, in the tenant's turn."""
+        kind = self._kind
+        async with self.intake.turn(tenant) as slices:
+            for _ in counted(data, kind.DESCRIPTOR, self.intake.limits):
+                await slices.breathe()
+            try:
+                return kind.FromString(data)
+            except DecodeError as error:
+                raise MillraceError(
+                    Reason.MALFORMED_BODY,
+                    f"the bytes of the request are no {kind.DESCRIPTOR.full_name}; generate the client from "
+                    "proto/",
+                ) from error
+
+
+def _unary(behavior: Callable[[Any, Any], Awaitable[Any]], parser: _Parser) -> Callable[[Any, Any], Any]:
+    async def call(request: Any, context: Any) -> Any:
+        if not isinstance(request, bytes):
+            return await behavior(request, context)
+        tenant = parser.tenant(context)
+        with parser.intake.hold(tenant) as hold:
+            hold.grow(len(request))
+            return await behavior(await parser.parsed(request, tenant), context)
+
+    return call
+
+
+def _streaming(
+    behavior: Callable[[Any, Any], AsyncIterator[Any]], parser: _Parser
+) -> Callable[[Any, Any], Any]:
+    async def large(request: bytes, context: Any) -> AsyncIterator[Any]:
+        tenant = parser.tenant(context)
+        with parser.intake.hold(tenant) as hold:
+            hold.grow(len(request))
+            async for response in behavior(await parser.parsed(request, tenant), context):
+                yield response
+
+    def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        # Not in between where it is small: each message would pass one generator more.
+        return large(request, context) if isinstance(request, bytes) else behavior(request, context)
+
+    return call

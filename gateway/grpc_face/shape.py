@@ -1,0 +1,122 @@
+"""What a large message holds, counted on the wire before it is parsed, as `http.shape` does with JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from contract.errors import MillraceError, Reason, invalid, unsupported
+from gateway.config import RequestConfig
+
+# Fields that are counted between two breaths, in about a millisecond.
+_IN_ONE_SLICE = 1024
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# The last byte of every number is below it.
+_CONTINUED = bytes(range(128, 256))
+# Parts of a name that are told: "conversation.messages".
+_MAX_PARTS = 2
+REMEDY = "it would have no effect: leave it out, or generate the client from the proto/ of this version"
+
+
+class _Reader:
+    """A place in the bytes of a message."""
+
+    __slots__ = ("data", "place")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.place = 0
+
+    def number(self) -> int:
+        """A varint; raises IndexError where the bytes end before it."""
+        data, place, value, shift = self.data, self.place, 0, 0
+        while (byte := data[place]) >= 128:
+            value |= (byte & 127) << shift
+            shift += 7
+            place += 1
+            if shift > 63:
+                raise IndexError
+        self.place = place + 1
+        return value | byte << shift
+
+    def skip(self, wire: int) -> int:
+        """Passes a value; where it would end, for one of a length."""
+        match wire:
+            case 0:
+                self.number()
+                return self.place
+            case 1:
+                self.place += 8
+            case 5:
+                self.place += 4
+            case 2:
+                length = self.number()
+                return self.place + length
+            case _:
+                raise IndexError
+        return self.place
+
+
+def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[None]:
+    """Yields now and then while it counts. Raises INVALID_ARGUMENT with the field that holds too much,
+    UNSUPPORTED_FIELD for one that is not known, and MALFORMED_BODY.
+    """
+    reader = _Reader(data)
+    # Messages inside each other: what they are, where they end, and the name of the field that holds them.
+    inside: list[tuple[Descriptor, int, str]] = [(kind, len(data), "")]
+    counts: dict[str, int] = {}
+    num_fields = 0
+    try:
+        while inside:
+            message, end, path = inside[-1]
+            if reader.place >= end:
+                if reader.place > end:
+                    raise IndexError
+                inside.pop()
+                continue
+            tag = reader.number()
+            field = message.fields_by_number.get(tag >> 3)
+            if field is None:
+                raise unsupported(f"{path}{'.' if path else ''}{tag >> 3}", REMEDY, "unknown field")
+            name = path
+            if len(inside) <= _MAX_PARTS:
+                name = f"{path}.{field.name}" if path else field.name
+            ends = reader.skip(tag & 7)
+            if ends > end:
+                raise IndexError
+            _count(counts, name, field, data[reader.place : ends] if _is_packed(field, tag) else None, limits)
+            if field.message_type is not None and tag & 7 == _BYTES:
+                inside.append((field.message_type, ends, name))
+                if len(inside) > limits.max_depth:
+                    raise invalid(name, f"nested more than {limits.max_depth} levels deep; nest less")
+            else:
+                reader.place = ends
+            num_fields += 1
+            if num_fields % _IN_ONE_SLICE == 0:
+                yield
+    except IndexError as error:
+        raise MillraceError(
+            Reason.MALFORMED_BODY,
+            f"the bytes of the request are no {kind.full_name}; generate the client from proto/",
+        ) from error
+
+
+def _is_packed(field: FieldDescriptor, tag: int) -> bool:
+    return tag & 7 == _BYTES and field.cpp_type in (
+        FieldDescriptor.CPPTYPE_UINT32,
+        FieldDescriptor.CPPTYPE_UINT64,
+    )
+
+
+def _count(
+    counts: dict[str, int], name: str, field: FieldDescriptor, packed: bytes | None, limits: RequestConfig
+) -> None:
+    num_values = 1 if packed is None else len(packed.translate(None, _CONTINUED))
+    counts[name] = counts.get(name, 0) + num_values
+    has_ids = field.cpp_type == FieldDescriptor.CPPTYPE_UINT32
+    limit = limits.max_token_ids if has_ids else limits.max_values
+    if counts[name] > limit:
+        raise invalid(
+            name, f"more than {limit} {'token ids' if has_ids else 'values'}; send fewer in one request"
+        )

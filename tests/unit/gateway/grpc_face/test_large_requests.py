@@ -1,0 +1,151 @@
+"""Large messages are counted on the wire before they are parsed, and refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError, Message
+from hypothesis import given
+from hypothesis import strategies as st
+from millrace.common.v1 import chat_pb2
+from millrace.inference.v1 import inference_pb2
+
+from contract.errors import MillraceError, Reason
+from contract.proto.status import from_rpc_error
+from gateway.config import RequestConfig
+from gateway.grpc_face import large
+from gateway.grpc_face.shape import counted
+from services.context import CONTEXT_HEADER
+from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
+
+METADATA = ((CONTEXT_HEADER, signed_context()),)
+LIMITS = {"gateway": {"request": {"max_values": 1000, "max_token_ids": 5000, "max_depth": 20}}}
+ROLE = chat_pb2.ROLE_USER
+
+
+def count(
+    message: Message | bytes, kind: Any = inference_pb2.ChatRequest, **limits: int
+) -> MillraceError | None:
+    data = message if isinstance(message, bytes) else message.SerializeToString()
+    try:
+        list(counted(data, kind.DESCRIPTOR, RequestConfig(**limits)))
+    except MillraceError as error:
+        return error
+    return None
+
+
+def conversation(num_messages: int) -> chat_pb2.Conversation:
+    return chat_pb2.Conversation(messages=[chat_pb2.Message(role=ROLE, content="hi")] * num_messages)
+
+
+def test_a_message_within_its_limits_is_counted_to_its_end() -> None:
+    request = inference_pb2.ChatRequest(model="m", conversation=conversation(10), metadata={"a": "b"})
+    request.conversation.template_options["x"] = [1, {"y": None}]
+    request.sampling.temperature = 0.5
+    request.sampling.stop_token_ids.extend(range(300))
+    assert count(request) is None
+    ids = inference_pb2.DetokenizeRequest(model="m", token_ids=range(1000))
+    assert count(ids, inference_pb2.DetokenizeRequest, max_token_ids=1000) is None
+
+
+def test_ids_are_counted_where_they_are_packed() -> None:
+    ids = inference_pb2.DetokenizeRequest(token_ids=range(1000))
+    error = count(ids, inference_pb2.DetokenizeRequest, max_token_ids=999)
+    assert error is not None
+    assert (error.field, error.reason) == ("token_ids", Reason.INVALID_ARGUMENT)
+
+
+@given(st.binary(min_size=1, max_size=60))
+def test_garbage_ends_in_a_refusal_by_name_if_it_is_not_a_message(garbage: bytes) -> None:
+    error = count(garbage)
+    try:
+        inference_pb2.ChatRequest.FromString(garbage)
+    except DecodeError:
+        # The parser looks closer: at texts, and at kinds of values.
+        return
+    if error is not None:
+        assert error.reason is Reason.UNSUPPORTED_FIELD
+
+
+def test_a_message_that_breaks_off_is_malformed() -> None:
+    wire = inference_pb2.ChatRequest(model="a model", conversation=conversation(2)).SerializeToString()
+    error = count(wire[:-1])
+    assert error is not None
+    assert error.reason is Reason.MALFORMED_BODY
+
+
+async def refusal(call: Any) -> MillraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        async for _ in call:
+            pass
+    return from_rpc_error(failure.value)
+
+
+async def refusal_of(stack: Deployment, data: bytes) -> MillraceError:
+    call = stack.channel.unary_stream("/millrace.inference.v1.InferenceService/Chat")
+    return await refusal(call(data, metadata=METADATA))
+
+
+def nested(levels: int) -> inference_pb2.ChatRequest:
+    request = inference_pb2.ChatRequest(model="tiny", conversation=conversation(1))
+    request.conversation.messages[0].content = "a" * 70_000
+    inner = request.conversation.template_options
+    for _ in range(levels):
+        inner = inner.get_or_create_struct("a")
+    return request
+
+
+ATTACKS: dict[str, tuple[bytes, Reason, str]] = {
+    "messages": (
+        inference_pb2.ChatRequest(conversation=conversation(9000)).SerializeToString(),
+        Reason.INVALID_ARGUMENT,
+        "conversation.messages",
+    ),
+    "metadata": (
+        inference_pb2.ChatRequest(metadata={f"k{at}": "v" * 20 for at in range(3000)}).SerializeToString(),
+        Reason.INVALID_ARGUMENT,
+        "metadata",
+    ),
+    "nesting": (nested(15).SerializeToString(), Reason.INVALID_ARGUMENT, "conversation.template_options"),
+    "unknown fields": (b"\xa0\x7f\x01" * 30_000, Reason.UNSUPPORTED_FIELD, "2036"),
+    "garbage": (b"\xff" * 70_000, Reason.MALFORMED_BODY, ""),
+}
+
+
+@pytest.mark.parametrize(("data", "reason", "field"), ATTACKS.values(), ids=ATTACKS)
+async def test_too_much_is_refused_by_its_field_before_it_is_parsed(
+    data: bytes, reason: Reason, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = large._Parser.parsed
+    assert len(data) > 64 * 1024
+
+    async def never(parser: Any, message: bytes, tenant: str) -> Any:
+        result = await parsed(parser, message, tenant)
+        pytest.fail(f"it was parsed: {type(result)}")
+
+    monkeypatch.setattr(large._Parser, "parsed", never)
+    async with deployed(tables=LIMITS) as stack:
+        error = await refusal_of(stack, data)
+        assert (error.reason, error.field) == (reason, field)
+
+
+async def test_a_large_request_that_is_none_too_large_is_answered() -> None:
+    async with deployed() as stack:
+        text = inference_pb2.TokenizeRequest(model="tiny", text="a" * 100_000)
+        answer = await stack.inference.Tokenize(text, metadata=METADATA)
+        assert len(answer.token_ids) == 100_000
+        ids = inference_pb2.DetokenizeRequest(model="tiny", token_ids=[97] * 100_000)
+        decoded = await stack.inference.Detokenize(ids, metadata=METADATA)
+        assert decoded.text == "a" * 100_000
+
+
+async def test_packed_messages_are_refused_by_the_name_of_their_packing() -> None:
+    async with deployed() as stack:
+        call = stack.inference.ListModels(
+            inference_pb2.ListModelsRequest(), metadata=METADATA, compression=grpc.Compression.Gzip
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert "gzip" in (failure.value.details() or "")

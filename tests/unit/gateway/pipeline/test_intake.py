@@ -1,0 +1,126 @@
+"""Large requests hold bounded memory, by tenant and in all, and take turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from contract.errors import MillraceError, Reason
+from gateway.config import RequestConfig
+from gateway.engines.mailbox import Backlog, Mailbox
+from gateway.pipeline import intake as intake_module
+from gateway.pipeline.intake import Intake
+
+
+@pytest.fixture
+def intake() -> Intake:
+    return Intake(RequestConfig(max_held_bytes=1000))
+
+
+async def test_a_tenant_holds_as_much_as_is_left_free_after_it(intake: Intake) -> None:
+    with intake.hold("a") as first, intake.hold("a") as second:
+        first.grow(400)
+        with pytest.raises(MillraceError) as refused:
+            second.grow(250)
+        assert refused.value.reason is Reason.QUEUE_LIMIT_EXCEEDED
+        assert "max_held_bytes" in refused.value.message
+        with intake.hold("b") as other:
+            other.grow(300)
+            with intake.hold("c") as third:
+                third.grow(100)
+                # What is left is less than what comes: not this tenant's doing.
+                with intake.hold("d") as last, pytest.raises(MillraceError) as full:
+                    last.grow(250)
+                assert (full.value.reason, full.value.mapping.http_status) == (Reason.GATEWAY_FULL, 503)
+    with intake.hold("a") as again:
+        again.grow(500)
+
+
+async def test_bodies_that_come_bit_by_bit_are_held_bit_by_bit(intake: Intake) -> None:
+    with intake.hold("a") as hold:
+        for _ in range(5):
+            hold.grow(100)
+        with pytest.raises(MillraceError):
+            hold.grow(100)
+    with intake.hold("b") as other:
+        other.grow(500)
+
+
+async def test_memory_is_given_back_once_large_requests_have_ended(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(intake_module, "_GIVE_BACK_AFTER_S", 0.0)
+    monkeypatch.setattr(intake_module, "give_back", lambda: loop.call_soon_threadsafe(given_back.set))
+    with intake.hold("a") as hold:
+        hold.grow(10)
+    await asyncio.wait_for(given_back.wait(), 20)
+
+
+async def test_a_tenant_has_one_large_request_in_work_and_others_their_own(intake: Intake) -> None:
+    order: list[str] = []
+    proceed = asyncio.Event()
+
+    async def work(tenant: str, name: str) -> None:
+        async with intake.turn(tenant):
+            order.append(name)
+            await proceed.wait()
+
+    tasks = [asyncio.ensure_future(work(tenant, f"{tenant}{at}")) for tenant in "ab" for at in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == ["a0", "b0"]
+    proceed.set()
+    await asyncio.gather(*tasks)
+    assert sorted(order) == ["a0", "a1", "b0", "b1"]
+
+
+async def test_slices_let_everybody_else_go_on(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "_SLICE_S", 0.0)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    async with intake.turn("a") as slices:
+        for _ in range(100):
+            await slices.breathe()
+    counting.cancel()
+    assert turns >= 99
+
+
+async def test_what_a_reader_leaves_is_bounded_for_it_and_for_its_tenant() -> None:
+    backlog = Backlog(max_each=200, max_together=250)
+    full: list[str] = []
+    one: Mailbox[int] = Mailbox(backlog, weight=10)
+    other: Mailbox[int] = Mailbox(backlog, weight=10)
+    one.on_full = lambda: full.append("one")
+    other.on_full = lambda: full.append("other")
+    # The first ones wait for any reader now and then.
+    for number in range(64 + 20):
+        one.put(number)
+    assert not full
+    for number in range(64 + 6):
+        other.put(number)
+    assert full == ["other"]
+    # What comes later is not kept, but for the reason.
+    other.put(1)
+    other.put_last(-1)
+    assert await other.take() == [-1]
+    one.put(84)
+    assert full == ["other", "one"]
+    assert backlog.num_together == 0
+
+
+async def test_a_reader_who_reads_is_never_behind() -> None:
+    mailbox: Mailbox[int] = Mailbox(Backlog(max_each=1, max_together=1))
+    mailbox.on_full = lambda: pytest.fail("it was read")
+    for number in range(500):
+        mailbox.put(number)
+        assert await mailbox.take() == [number]
