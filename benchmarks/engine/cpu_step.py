@@ -1,14 +1,15 @@
 """Where a step on a CPU goes, and how fast prompts are computed beside the machine's own rates.
 
 The real loop, scheduler and runner over a checkpoint with random weights, messages encoded as for the front;
-no other process takes part. The baseline puts every step together anew. "native" is the time inside the
-kernels, "read" that of the weights alone at the memory's measured rate (a last cache that holds them is
-faster). The second table says to which ops that time goes (products by outputs x inputs) and at what rate
-they read and multiply. The third is a prompt of 2,048 tokens, beside the measured rate of multiplication,
-attention's operations counted; rates are the better of two measurements, before and after. "others" says how
-many CPUs other programs took meanwhile: above 0.05, measure again. Lines say what was found as
-it goes; tables follow. NATIVE_KERNELS_LEVEL forces a level of instructions below the machine's best. Needs
-what `make dev` installs: transformers makes the checkpoint.
+no other process takes part. The baseline puts every step together anew; the two take turns, and only steps
+in which all sequences decode count, so that both see contexts of the same length ("context": tokens).
+"native" is the time inside the kernels, "read" that of the weights alone at the memory's measured rate (a
+last cache that holds them is faster). The second table says to which ops that time goes (products by outputs
+x inputs) and at what rate they read and multiply. The third is a prompt of 2,048 tokens, beside the measured
+rate of multiplication, attention's operations counted; rates are the better of two measurements, before and
+after. "others" says how many CPUs other programs took meanwhile: above 0.05, measure again. Lines say what
+was found as it goes; tables follow. NATIVE_KERNELS_LEVEL forces a level of instructions below the machine's
+best. Needs what `make dev` installs: transformers makes the checkpoint.
 
     python -m benchmarks.engine.cpu_step [--checkpoint llama-40m] [--ours bf16] [--sequences 1 32]
         [--environments DIR] [--json OUT]
@@ -22,6 +23,7 @@ import importlib.util
 import os
 import random
 import time
+from collections import defaultdict
 from contextlib import nullcontext
 from ctypes import c_int64
 from pathlib import Path
@@ -48,21 +50,24 @@ from engine.core.loop import EngineLoop
 from engine.kernels.native import Op
 from engine.kernels.native.library import Program
 from engine.model.native_decoder import NativeDecoder
+from engine.runner.base import PendingStep
 from engine.runner.build import build_here
 from engine.runner.executors.following import FollowingSteps
 from engine.runner.runner import ModelRunner
-from engine.types import Request, SamplingParams
+from engine.types import Request, SamplingParams, SchedulerOutput
 from services.config import ModelConfig
 
 _PROMPT = 256
 _NUM_TOKENS = 128
 _LONG_PROMPT = 2048
 _ROUNDS = 3
-# No round of a row begins that would end later than this.
-_ROW_S = 10.0
+# No round of both kinds of steps begins that would end later than this.
+_ROUNDS_S = 20.0
 # Rows of the products that show the machine's rate: torch's may run at a hundredth of it.
 _RATE_ROWS = 512
 _KV_BYTES = 2 << 30
+# Whether each kind of steps is put together anew.
+_ANEW = {"baseline: anew": True, "ours": False}
 # Ops that take less of a step are left out.
 _LEAST_MS = 0.01
 
@@ -138,11 +143,21 @@ class Bench:
         self.runner, self.level = runner, runner.model.library.level
         self.watch = _Watch()
         self.watch.around(runner.model.library, "run_pool", "native")
+        self._plan: SchedulerOutput | None = None
+        launch = runner.launch
+
+        def noted(plan: SchedulerOutput) -> PendingStep:
+            self._plan = plan
+            return launch(plan)
+
+        runner.launch = noted  # type: ignore[method-assign]
         self.watch.around(runner, "launch", "launch")
         self._random = random.Random(0)
 
     def run(self, num_sequences: int, prompt: int, num_tokens: int) -> tuple[float, float]:
-        """Seconds of greedy answers to so many random prompts at once, and CPUs that others took."""
+        """Seconds of greedy answers to so many random prompts at once, and CPUs that others took. The watch
+        keeps the steps in which all of them decode.
+        """
         scheduler = make_scheduler(self.config, self.model, self.memory, self.facts)
         requests = [
             Request(
@@ -160,30 +175,52 @@ class Bench:
         self.watch.around(mailbox, "send", "publish")
         began, busy, own = time.perf_counter(), _busy_s(), time.process_time()
         while mailbox.num_ended < num_sequences:
+            self._plan = None
             with self.watch.during("step"):
                 loop.step()
-            self.watch.end_step()
+            scheduled = self._plan.scheduled if self._plan else ()
+            if len(scheduled) == num_sequences and all(each.num_tokens == 1 for each in scheduled):
+                self.watch.end_step()
+                self.watch.parts["context"].append(1 + sum(each.start for each in scheduled) / num_sequences)
+            else:
+                self.watch.drop_step()
         seconds = time.perf_counter() - began
         # The runner forgets the last sequences.
         loop.step()
         others = (_busy_s() - busy - (time.process_time() - own)) / seconds
         return seconds, max(0.0, others)
 
-    def decode_row(self, num_sequences: int, machine: Machine, *, anew: bool) -> Row:
-        """Medians of the parts of a step in microseconds; `anew` puts every step together as a whole."""
-        with (
-            patch.object(FollowingSteps, "follows", lambda steps, scheduled: None) if anew else nullcontext()
-        ):
-            return self._decode_row(num_sequences, machine, "baseline: anew" if anew else "ours")
+    def decode_rows(self, num_sequences: int, machine: Machine) -> list[Row]:
+        """Medians of the parts of a step in microseconds, of both kinds in turns."""
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in _ANEW}
+        parts: dict[str, defaultdict[str, list[float]]] = {name: defaultdict(list) for name in _ANEW}
+        for name in _ANEW:
+            self._run_as(name, num_sequences, 16, 8)
+        began = round_began = time.perf_counter()
+        for turn in range(_ROUNDS):
+            last, round_began = time.perf_counter() - round_began, time.perf_counter()
+            if turn and round_began + last > began + _ROUNDS_S:
+                break
+            for name in sorted(_ANEW, reverse=turn % 2 == 1):
+                self.watch.parts = parts[name]
+                runs[name].append(self._run_as(name, num_sequences, _PROMPT, _NUM_TOKENS))
+        rows = []
+        for name in _ANEW:
+            self.watch.parts = parts[name]
+            rows.append(self._decode_row(num_sequences, machine, name, runs[name]))
+        return rows
 
-    def _decode_row(self, num_sequences: int, machine: Machine, name: str) -> Row:
-        self.run(num_sequences, 16, 8)
-        self.watch.parts.clear()
-        runs, began = [self.run(num_sequences, _PROMPT, _NUM_TOKENS)], time.perf_counter()
-        while len(runs) < _ROUNDS and time.perf_counter() - began < _ROW_S - runs[-1][0]:
-            runs.append(self.run(num_sequences, _PROMPT, _NUM_TOKENS))
+    def _run_as(self, name: str, num_sequences: int, prompt: int, num_tokens: int) -> tuple[float, float]:
+        anew = patch.object(FollowingSteps, "follows", lambda steps, scheduled: None)
+        with anew if _ANEW[name] else nullcontext():
+            return self.run(num_sequences, prompt, num_tokens)
+
+    def _decode_row(
+        self, num_sequences: int, machine: Machine, name: str, runs: list[tuple[float, float]]
+    ) -> Row:
         weights = matrix_parameters(self.checkpoint) * precision_of(f"millrace-{self.precision}").weight_bytes
         row: dict[str, str | float | int] = {"sequences": num_sequences, "steps": name}
+        row["context"] = round(median(self.watch.parts["context"]))
         for part in ("plan", "launch", "native", "results", "publish", "step"):
             row[f"{part} us"] = round(self.watch.median_us(part), 1)
         host = self.watch.median_us("step") - self.watch.median_us("native")
@@ -259,9 +296,9 @@ def main() -> None:
     decode: list[Row] = []
     ops: list[Row] = []
     for count in arguments.sequences:
-        for anew in (True, False):
-            decode.append(bench.decode_row(count, machine, anew=anew))
-            tell(decode[-1])
+        for row in bench.decode_rows(count, machine):
+            decode.append(row)
+            tell(row)
         found = bench.op_rows(count)
         tell(", ".join(f"{row['op']} {row['ms']} ms" for row in found))
         ops += found

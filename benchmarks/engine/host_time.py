@@ -160,6 +160,10 @@ class _Watch:
         """Closes one step's account."""
         for part, seconds in self._now.items():
             self.parts[part].append(seconds)
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Forgets the step in progress."""
         self._now.clear()
 
     def median_us(self, part: str) -> float:

@@ -79,6 +79,7 @@ def decode(name: str, count: int, length: int, **options: Any) -> Case:
 CASES = [
     decode("", 1, 2048, by_torch=True),
     decode("", 8, 256),
+    decode("", 32, 256),
     decode("", 32, 320, by_torch=True),
     decode(", cold", 32, 320, cold=True),
     decode(", cold", 8, 320, cold=True),
@@ -95,6 +96,7 @@ CASES = [
     Case(name="prefill, 256 after 1792", lengths=[2048], new=[256]),
     Case(name="prefill, 16 x 64 after 1024 shared", lengths=[1088] * 16, new=[64] * 16, shared=1024),
     Case(name="prefill, 2048, heads of 64", lengths=[2048], new=[2048], shape=SMALL),
+    Case(name="prefill, 512, int8", lengths=[512], new=[512], dtype=torch.int8),
     Case(name="prefill, 2048, int8", lengths=[2048], new=[2048], dtype=torch.int8),
     Case(name="prefill, 2048, float32", lengths=[2048], new=[2048], dtype=torch.float32),
 ]
