@@ -48,6 +48,7 @@ LAUNCHERS = (
     "linear.triton_linear",
     "norm.triton_norm",
     "rope.triton_rope",
+    "sampling.triton_filters",
     "sampling.triton_sampling",
 )
 # Programs along the second and third axis of a grid.
