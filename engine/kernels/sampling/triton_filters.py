@@ -17,15 +17,12 @@ Shape letters: R rows, V vocabulary, B blocks of a row, G groups of a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from engine.kernels.sampling.triton_sampling import Processed, RowOptions
 
 BLOCK = tl.constexpr(4096)
 # Groups in a block.
@@ -45,6 +42,17 @@ SUMS = tl.constexpr(4)
 FRAME = tl.constexpr(4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Processed:
+    """Logits to draw from, and what is known of each block of them."""
+
+    logits: Tensor  # [R, V] float32, after penalties, biases and masks
+    finite: Tensor  # [R, B] int32, whether the model's logits were; 0 is no
+    peaks: Tensor  # [R, B] float32, the largest of a block
+    bottoms: Tensor  # [R, B] float32, the smallest that is not excluded
+    groups: Tensor  # [R, G] float32, the largest of a group of neighbours
+
+
 @triton.jit
 def largest_of(peaks, temperature, row, num_blocks, BLOCKS: tl.constexpr):
     """Largest logit of a row over the temperature."""
@@ -54,12 +62,12 @@ def largest_of(peaks, temperature, row, num_blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def min_p_floor(min_ps, row, largest):
-    """The smallest logit that min-p leaves."""
-    min_p = tl.load(min_ps + row)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if min_p > 0:
-        floor = largest + tl.log(min_p)
+def floor_of(least_shares, row, largest):
+    """The smallest logit that has the least share of the largest's probability, and can be drawn."""
+    least_share = tl.load(least_shares + row)
+    floor = largest - DEEPEST
+    if least_share > 0:
+        floor = tl.maximum(floor, largest + tl.log(least_share))
     return floor
 
 
@@ -106,7 +114,7 @@ def frame_kernel(
     bottoms,
     groups,
     temperatures,
-    min_ps,
+    least_shares,
     top_ks,
     top_ps,
     frames,
@@ -124,7 +132,7 @@ def frame_kernel(
         block = tl.arange(0, BLOCKS)
         bottom = tl.load(bottoms + row * num_blocks + block, mask=block < num_blocks, other=float("inf"))
         smallest = tl.div_rn(tl.min(bottom, axis=0), temperature)
-        floor = tl.maximum(min_p_floor(min_ps, row, largest), largest - DEEPEST)
+        floor = floor_of(least_shares, row, largest)
         if top_k > 0:
             group = tl.arange(0, BLOCKS * GROUPS)
             number = num_blocks * GROUPS
@@ -241,6 +249,50 @@ def _beyond(
 
 
 @triton.jit
+def _smallest_that_stays(
+    low,
+    high,
+    before,
+    limit,
+    source,
+    length,
+    divisor,
+    largest,
+    floor,
+    width,
+    first,
+    last,
+    MASS: tl.constexpr,
+):
+    """Of orders from `low` to `high` the smallest above which less than `limit` lies, by bisection."""
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        over = _beyond(source, length, divisor, largest, floor, width, first, last, middle, MASS)
+        enough = (before + over).to(tl.float64) < limit
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return low
+
+
+@triton.jit
+def _extent(source, length, divisor, largest, floor, width, first, last):
+    """Smallest and largest order of the border's bins, and the largest of the last bin."""
+    low = tl.full([], (1 << 31) - 1, tl.int64)
+    most = tl.full([], -(1 << 31), tl.int64)
+    high = most
+    for start in range(0, length, PART):
+        place = start + tl.arange(0, PART)
+        value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
+        counted, bins = _placed(value, largest, floor, width)
+        listed = counted & (bins >= first) & (bins <= last)
+        order = _order(value).to(tl.int64)
+        low = tl.minimum(low, tl.min(tl.where(listed, order, (1 << 31) - 1), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(listed, order, -(1 << 31)), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(listed & (bins == last), order, -(1 << 31)), axis=0))
+    return low, most, high
+
+
+@triton.jit
 def settle_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, near, borders, vocab_size):
     """One program per row: the smallest logit (over the temperature) that top-k and top-p leave."""
     row = tl.program_id(0).to(tl.int64)
@@ -264,52 +316,34 @@ def settle_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, nea
             source = logits + row * vocab_size
             length = vocab_size
             divisor = temperature
-        # Smallest and largest of the list, and the largest in its last bin, where the border of top-k is.
-        low = tl.full([], (1 << 31) - 1, tl.int64)
-        most = tl.full([], -(1 << 31), tl.int64)
-        high = most
-        for start in range(0, length, PART):
-            place = start + tl.arange(0, PART)
-            value = tl.div_rn(tl.load(source + place, mask=place < length, other=float("-inf")), divisor)
-            counted, bins = _placed(value, largest, floor, width)
-            listed = counted & (bins >= first) & (bins <= last)
-            order = _order(value).to(tl.int64)
-            low = tl.minimum(low, tl.min(tl.where(listed, order, (1 << 31) - 1), axis=0))
-            most = tl.maximum(most, tl.max(tl.where(listed, order, -(1 << 31)), axis=0))
-            high = tl.maximum(high, tl.max(tl.where(listed & (bins == last), order, -(1 << 31)), axis=0))
+        low, most, high = _extent(source, length, divisor, largest, floor, width, first, last)
         whole = tl.load(mine)
         if top_k > 0:
-            # The smallest with fewer than top_k above it, by bisection.
-            while low < high:
-                middle = low + ((high - low) >> 1)
-                over = _beyond(source, length, divisor, largest, floor, width, first, last, middle, False)
-                enough = before + over < top_k
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
+            limit = top_k.to(tl.float64)
+            low = _smallest_that_stays(
+                low, high, before, limit, source, length, divisor, largest, floor, width, first, last, False
+            )
             if top_p < 1:
-                # All of them are listed.
+                # All of the k best are listed, and of several that equal the last of them as many as belong.
                 over = _beyond(source, length, divisor, largest, floor, width, first, last, low, False)
                 whole = _beyond(source, length, divisor, largest, floor, width, first, last, low, True)
-                # Of several that equal the last of the k best, as many as are among them.
                 equal = tl.minimum(number, top_k.to(tl.int64)) - over
                 whole += equal * _share(_value(low.to(tl.int32)), largest)
         if top_p < 1:
             limit = top_p.to(tl.float64) * whole.to(tl.float64)
-            high = most
-            # The smallest with less than top_p of the probability above it.
-            while low < high:
-                middle = low + ((high - low) >> 1)
-                over = _beyond(source, length, divisor, largest, floor, width, first, last, middle, True)
-                enough = (before + over).to(tl.float64) < limit
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
+            low = _smallest_that_stays(
+                low, most, before, limit, source, length, divisor, largest, floor, width, first, last, True
+            )
         border = _value(low.to(tl.int32))
     tl.store(borders + row, border)
 
 
-def borders(processed: Processed, options: RowOptions) -> Tensor:
-    """The smallest logit over the temperature that top-k and top-p leave in each row [R] float32; minus
-    infinity where a row asks for neither. Fixed launches over fixed memory, whatever the logits.
+def borders(
+    processed: Processed, temperature: Tensor, least_share: Tensor, top_k: Tensor, top_p: Tensor
+) -> Tensor:
+    """The smallest logit over the temperature that top-k and top-p leave in each row [R] float32, of
+    those with some share of the largest. Minus infinity where a row asks for neither. Options: RowOptions.
+    Launches and memory are the same for all logits.
     """
     logits, peaks = processed.logits, processed.peaks
     rows, vocab_size = logits.shape
@@ -321,15 +355,15 @@ def borders(processed: Processed, options: RowOptions) -> Tensor:
     edges = torch.empty(rows, 3, dtype=torch.int64, device=device)
     near = torch.empty(rows, CAPACITY.value, dtype=torch.float32, device=device)
     found = torch.empty(rows, dtype=torch.float32, device=device)
-    asked = (options.temperature, options.top_k, options.top_p)
+    asked = (temperature, top_k, top_p)
     frame_kernel[(rows,)](
         peaks,
         processed.bottoms,
         processed.groups,
-        options.temperature,
-        options.min_p,
-        options.top_k,
-        options.top_p,
+        temperature,
+        least_share,
+        top_k,
+        top_p,
         frames,
         vocab_size,
         num_blocks,

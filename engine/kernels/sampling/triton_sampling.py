@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.sampling.triton_filters import BLOCK, DEEPEST, GROUPS, borders, largest_of, min_p_floor
+from engine.kernels.sampling.triton_filters import BLOCK, GROUPS, Processed, borders, floor_of, largest_of
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -45,17 +45,6 @@ class RowOptions:
     masks: Tensor | None = None  # [W, V/32] int32, bit i % 32 of word i / 32 allows token i
     # Whether any row may ask for top-k or top-p: where none does, nothing is launched for them.
     filters: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processed:
-    """Logits to draw from, and what is known of each block of them."""
-
-    logits: Tensor  # [R, V] float32, after penalties, biases and masks
-    finite: Tensor  # [R, B] int32, whether the model's logits were; 0 is no
-    peaks: Tensor  # [R, B] float32, the largest of a block
-    bottoms: Tensor  # [R, B] float32, the smallest that is not excluded
-    groups: Tensor  # [R, G] float32, the largest of a group of neighbours
 
 
 @triton.jit
@@ -171,7 +160,7 @@ def draw_kernel(
     largest = largest_of(peaks, temperature, row, num_blocks, BLOCKS)
     floor = largest
     if greedy == 0:
-        floor = tl.maximum(min_p_floor(min_ps, row, largest), largest - DEEPEST)
+        floor = floor_of(min_ps, row, largest)
         if FILTERS:
             floor = tl.maximum(floor, tl.load(borders + row))
     best = tl.full([], float("-inf"), tl.float64)
@@ -297,12 +286,13 @@ def draw(processed: Processed, options: RowOptions) -> Tensor:
     scores = torch.empty(rows, num_blocks, dtype=torch.float64, device=logits.device)
     winners = torch.empty(rows, num_blocks, dtype=torch.int64, device=logits.device)
     blocks = triton.next_power_of_2(num_blocks)
+    filters = (options.temperature, options.min_p, options.top_k, options.top_p)
     draw_kernel[(rows, num_blocks)](
         logits,
         peaks,
         options.temperature,
         options.min_p,
-        borders(processed, options) if options.filters else options.temperature,
+        borders(processed, *filters) if options.filters else options.temperature,
         options.noise_keys,
         scores,
         winners,

@@ -245,7 +245,9 @@ def test_devices_are_never_mixed(
                 raise step.error
             # Nobody reads the tokens, of which there are none.
             runner._outstanding = None
-    assert launches["draw_kernel"] == launches["process_logits_kernel"] == 3
+    assert launches["draw_kernel"] == launches["settle_kernel"] == 3
+    # Anew after stop tokens were taken out.
+    assert launches["process_logits_kernel"] == 6
     assert launches["attention_kernel"] > launches["merge_kernel"] > 0
     assert launches["list_parts_kernel"] >= 4
     runner.grammar.close()

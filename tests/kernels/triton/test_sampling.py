@@ -176,7 +176,8 @@ def kept_by_torch(warm: torch.Tensor, chosen: RowOptions) -> torch.Tensor:
 def kept(warm: torch.Tensor, chosen: RowOptions) -> torch.Tensor:
     """The same, of the kernels."""
     by_min_p = warm.amax(-1) + torch.log(chosen.min_p)
-    lowest = torch.maximum(borders(process(warm, chosen), chosen), by_min_p)
+    filters = (chosen.temperature, chosen.min_p, chosen.top_k, chosen.top_p)
+    lowest = torch.maximum(borders(process(warm, chosen), *filters), by_min_p)
     return (warm >= lowest[:, None]) & drawable(warm)
 
 
