@@ -104,8 +104,7 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
         zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
     )
     top_k, count_rows, bias_rows, mask_rows = there[4 * width :].view(torch.int32).view(4, width)
-    filtered = (options["temperature"] > 0) & ((options["top_k"] > 0) | (options["top_p"] < 1))
-    asked |= {"noise_keys": there[:count], "top_k": top_k, "filters": bool(filtered.any())}
+    asked |= {"noise_keys": there[:count], "top_k": top_k, "filters": _filtered(options)}
     if penalized:
         asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
     if biased:
@@ -113,6 +112,11 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     if masks is not None:
         asked |= {"mask_row": mask_rows, "masks": masks}
     return asked
+
+
+def _filtered(options: NDArray[np.void]) -> bool:
+    """Whether any row asks for top-k or top-p."""
+    return bool(((options["temperature"] > 0) & ((options["top_k"] > 0) | (options["top_p"] < 1))).any())
 
 
 def with_drafts(
