@@ -23,6 +23,11 @@ from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenE
 from services.config import ModelConfig
 
 Listener = Callable[[TokenEvent], None]
+# How tokens are drawn: what a benchmark of speed usually asks for, and what a conversation does.
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+}
 
 
 @dataclass
@@ -58,8 +63,8 @@ class InProcessEngine:
         self._next_id = 1
         self._random = random.Random(0)
 
-    def submit(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """A request of so many tokens; returns its id."""
+    def submit(self, num_prompt_tokens: int, max_tokens: int, draw: str = "greedy") -> int:
+        """A request of so many tokens, drawn as DRAWS says; returns its id."""
         request_id, self._next_id = self._next_id, self._next_id + 1
         vocabulary = self.facts.vocab_size
         prompt = tuple(self._random.randrange(vocabulary) for _ in range(num_prompt_tokens))
@@ -69,7 +74,9 @@ class InProcessEngine:
                     request_id=request_id,
                     external_id=str(request_id),
                     prompt_token_ids=prompt,
-                    sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                    sampling=SamplingParams(
+                        **DRAWS[draw], seed=request_id, max_tokens=max_tokens, ignore_eos=True
+                    ),
                     arrival_s=time.monotonic(),
                 )
             )

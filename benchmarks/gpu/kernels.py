@@ -1,4 +1,4 @@
-"""Attention and row kernels, beside torch on the same shapes and what memory and matrix units give."""
+"""Attention, row kernels and draws, beside torch on the same shapes and what memory and matrix units give."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu.device import Gpu, Roofs, Work
+from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, RaggedBatch
 from engine.kernels.attention.triton_attention import TritonAttention
@@ -43,6 +44,9 @@ def run(gpu: Gpu, report: Report) -> None:
             )
     for rows in gpu.pick([128, 8192], [3]):
         _guarded(report, lambda rows=rows: _rows(gpu, report, roofs, rows))
+    for rows in gpu.pick([1, 16, 128], [2]):
+        for draw in DRAWS:
+            _guarded(report, lambda rows=rows, draw=draw: _draws(gpu, report, roofs, rows, draw))
 
 
 def _guarded(report: Report, measure: Callable[[], None]) -> None:
@@ -278,3 +282,44 @@ def _rows(gpu: Gpu, report: Report, roofs: Roofs, rows: int) -> None:
             of_bandwidth=_share(size, timing, roofs),
             times_torch=baseline.seconds / timing.seconds,
         )
+
+
+def _draws(gpu: Gpu, report: Report, roofs: Roofs, rows: int, draw: str) -> None:
+    """Tokens from logits: torch's largest, or its sort, sum and multinomial, and the engine's draw."""
+    from engine.kernels.sampling.triton_sampling import RowOptions, process
+    from engine.kernels.sampling.triton_sampling import draw as drawn
+
+    vocab_size, asked = gpu.pick(128_256, 500), DRAWS[draw]
+    size = rows * vocab_size * 4
+    copies = max(1, min(32, gpu.pick(300 << 20, 1) // size + 1))
+    inputs = [3 * torch.randn(rows, vocab_size, device=gpu.device) for _ in range(copies)]
+    numbers = torch.ones(rows, device=gpu.device)
+    options = RowOptions(
+        temperature=numbers * asked["temperature"],
+        min_p=numbers * 0,
+        top_k=(numbers * asked.get("top_k", 0)).int(),
+        top_p=numbers * asked.get("top_p", 1.0),
+        noise_keys=torch.arange(rows, device=gpu.device) * 7919,
+        filters=draw == "sampled",
+    )
+
+    def by_sorting(logits: Tensor) -> Tensor:
+        best, tokens = torch.sort(logits / asked["temperature"], dim=-1, descending=True)
+        chances = torch.softmax(best[:, : asked["top_k"]], -1)
+        chances = chances * (chances.cumsum(-1) - chances < asked["top_p"])
+        return tokens.gather(1, torch.multinomial(chances, 1))
+
+    def theirs(logits: Tensor) -> Tensor:
+        return logits.argmax(-1) if draw == "greedy" else by_sorting(logits)
+
+    row = {"what": "draw", "draw": draw, "rows": rows, "bytes": size}
+    baseline = gpu.time([lambda logits=logits: theirs(logits) for logits in inputs])
+    timing = gpu.time([lambda logits=logits: drawn(process(logits, options), options) for logits in inputs])
+    report.row(**row, by="torch", **baseline.fields(), of_bandwidth=_share(size, baseline, roofs))
+    report.row(
+        **row,
+        by="triton",
+        **timing.fields(),
+        of_bandwidth=_share(size, timing, roofs),
+        times_torch=baseline.seconds / timing.seconds,
+    )

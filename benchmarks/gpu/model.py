@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Gpu, Roofs
-from benchmarks.gpu.in_process import InProcessEngine, opened
+from benchmarks.gpu.in_process import DRAWS, InProcessEngine, opened
 from benchmarks.gpu.random_model import LLAMA_8B, TINY, tensors_of
 from benchmarks.gpu.report import Report
 
@@ -20,7 +20,9 @@ TITLE = "Llama-3.1-8B, random weights, in the engine's loop"
 
 
 def run(gpu: Gpu, report: Report, *, kind: str) -> None:
-    """Decode at two batch sizes, then a prompt. `kind` is "bf16", or "fp8" (weights and KV)."""
+    """Decode at two batch sizes, greedy and sampled, then a prompt. `kind` is "bf16", or "fp8" (both weights
+    and KV).
+    """
     roofs = gpu.roofs()
     report.fact(**roofs.fields())
     if not gpu.rehearses:
@@ -29,7 +31,8 @@ def run(gpu: Gpu, report: Report, *, kind: str) -> None:
     with opened(gpu, kind=kind, max_num_seqs=gpu.pick(128, 4), max_model_len=gpu.pick(9000, 100)) as engine:
         report.fact(attention=engine.facts.attention_backend)
         for batch in gpu.pick([1, 128], [1, 3]):
-            _decode(gpu, report, roofs, engine, kind, batch, gpu.pick(1000, 20))
+            for draw in DRAWS:
+                _decode(gpu, report, roofs, engine, kind=kind, draw=draw, batch=batch)
         _prefill(gpu, report, roofs, engine, kind, gpu.pick(8192, 60))
 
 
@@ -53,17 +56,17 @@ def step_bytes(gpu: Gpu, engine: InProcessEngine, kind: str, batch: int, context
 
 
 def _decode(
-    gpu: Gpu, report: Report, roofs: Roofs, engine: InProcessEngine, kind: str, batch: int, context: int
+    gpu: Gpu, report: Report, roofs: Roofs, engine: InProcessEngine, *, kind: str, draw: str, batch: int
 ) -> None:
     """Decode steps, from token to token."""
-    num_steps = gpu.pick(100, 5)
+    num_steps, context = gpu.pick((100, 1000), (5, 20))
     tokens: dict[int, int] = {}
 
     def count(event: Any) -> None:
         tokens[event.request_id] = tokens.get(event.request_id, 0) + len(event.token_ids)
 
     engine.mailbox.listener = count
-    requests = [engine.submit(context, 4 * num_steps) for _ in range(batch)]
+    requests = [engine.submit(context, 4 * num_steps, draw) for _ in range(batch)]
     _until(engine, lambda: len(tokens) == batch)
     for _ in range(gpu.pick(10, 1)):
         engine.loop.step()
@@ -82,6 +85,7 @@ def _decode(
     report.row(
         what="decode",
         kind=kind,
+        draw=draw,
         batch=batch,
         context=context,
         ms=mean * 1e3,
