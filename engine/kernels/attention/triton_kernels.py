@@ -193,7 +193,9 @@ def _attend(
     TILE: tl.constexpr = present.shape[0]
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, SIZES[5]], tl.float32)
+    # Triton 3.6 takes no element of a tuple for a shape.
+    WIDTH: tl.constexpr = SIZES[5]
+    total = tl.zeros([TILE, WIDTH], tl.float32)
     # Steps begin at multiples of STEP, whatever a window leaves out: a row's sum does not depend on the rows
     # beside it. Of the three loops, the first meets where windows begin, the last where rows end.
     low = begin
