@@ -1,9 +1,10 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
 `python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME]` prints registers per thread, spilled
-bytes and shared memory of each variant, and exits with 1 when one spills registers or asks for more shared
-memory than a block can have. The variants lie beside the kernels: calls of the launching functions in the
-shapes of real models, on torch's "meta" device. What is compiled is what such a call launches.
+bytes, shared memory and Hopper's own instructions of each variant, and exits with 1 when one spills
+registers, asks for more shared memory than a block can have or has its matrix products serialized. The
+variants lie beside the kernels: calls of the launching functions in the shapes of real models, on torch's
+"meta" device. What is compiled is what such a call launches.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from engine.kernels.sampling import variants as sampling
 # Shared memory that one block may ask for, in bytes.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 FIRST_ARCH_WITH_FLOAT8 = 89
+# Products of groups of warps, and bulk copies of tiles, as PTX writes them.
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tma": "cp.async.bulk.tensor"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +54,16 @@ class Usage:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    # Hopper's own: of INSTRUCTIONS, those that it has.
+    instructions: tuple[str, ...]
+    # What the assembler says of matrix products that it makes wait for each other.
+    serialized: bool
 
     @property
     def fits(self) -> bool:
-        """Whether nothing spills and a block's shared memory suffices."""
-        return not self.spilled_bytes and self.shared_bytes <= SHARED_LIMIT[self.arch]
+        """Whether nothing spills or is serialized, and a block's shared memory suffices."""
+        room = self.shared_bytes <= SHARED_LIMIT[self.arch]
+        return room and not self.spilled_bytes and not self.serialized
 
 
 class AbsentGpu:
@@ -145,6 +153,8 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
         registers=max(registers, default=0),
         spilled_bytes=sum(spilled),
         shared_bytes=int(compiled.metadata.shared),
+        instructions=tuple(name for name, text in INSTRUCTIONS.items() if text in ptx),
+        serialized="wgmma.mma_async instructions are serialized" in report,
     )
 
 
@@ -157,11 +167,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     arguments = parser.parse_args()
     usages = compile_all(arguments.arch, arguments.only)
-    print(f"{'kernel':56}{'arch':>6}{'registers':>11}{'spilled':>9}{'shared KiB':>12}")
+    print(f"{'kernel':74}{'arch':>6}{'registers':>11}{'spilled':>9}{'shared KiB':>12}  Hopper's")
     for usage in usages:
         print(
-            f"{usage.name:56}{'sm_' + str(usage.arch):>6}{usage.registers:>11}{usage.spilled_bytes:>9}"
-            f"{usage.shared_bytes / 1024:>12.1f}{'' if usage.fits else '   does not fit'}"
+            f"{usage.name:74}{'sm_' + str(usage.arch):>6}{usage.registers:>11}{usage.spilled_bytes:>9}"
+            f"{usage.shared_bytes / 1024:>12.1f}  {' '.join(usage.instructions)}"
+            f"{'   serialized' if usage.serialized else ''}{'' if usage.fits else '   does not fit'}"
         )
     return 0 if all(usage.fits for usage in usages) else 1
 
