@@ -152,9 +152,11 @@ def _attend(
 ):
     """Of positions [begin, end): maximum in powers of two, weight and unnormalized sum of each row."""
     TILE: tl.constexpr = present.shape[0]
+    # Triton 3.6 takes no element of a tuple for a shape, only a constant by its name.
+    WIDTH: tl.constexpr = SIZES[5]
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, SIZES[5]], tl.float32)
+    total = tl.zeros([TILE, WIDTH], tl.float32)
     middle = begin
     if FINAL and not WINDOW:
         # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
