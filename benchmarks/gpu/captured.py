@@ -61,7 +61,9 @@ def _outputs(gpu: Gpu, decode: str, *, churns: bool) -> Outputs:
     if not gpu.rehearses:
         options["kernels"] = KernelsConfig(linear="invariant")
     limits = {"max_num_seqs": gpu.pick(32, 4), "max_model_len": gpu.pick(4096, 100)}
-    with opened(gpu, kind="bf16", num_layers=NUM_LAYERS, **limits, **options) as engine:
+    with opened(gpu, kind="bf16", num_layers=NUM_LAYERS, is_small=True, **limits, **options) as engine:
+        if not gpu.rehearses and engine.captures != (decode == "auto"):
+            raise RuntimeError(f"graphs.decode is {decode}, and captured steps: {engine.captures}")
         return _load(gpu, engine, churns=churns)
 
 

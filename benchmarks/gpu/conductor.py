@@ -62,17 +62,15 @@ class Lease:
         reason = ""
         with _told_to_end():
             for place, phase in enumerate(self.phases):
+                left = ends_s - time.monotonic()
                 if reason:
                     self._note(phase, f"not run: {reason}", 0.0)
-                    continue
-                left = ends_s - time.monotonic()
-                if left < phase.needs_s:
+                elif left < phase.needs_s:
                     self._note(phase, f"not run: it needs {phase.needs_s:.0f} s, {left:.0f} s were left", 0.0)
-                    continue
-                later = sum(other.needs_s for other in self.phases[place + 1 :])
-                # A phase may use what those before it left over, but not what those after it need.
-                limit = min(left, phase.most_s, max(phase.needs_s, left - later))
-                reason = self._run(phase, limit)
+                else:
+                    later = sum(other.needs_s for other in self.phases[place + 1 :])
+                    # A phase may use what those before it left over, but not what those after it need.
+                    reason = self._run(phase, min(left, phase.most_s, max(phase.needs_s, left - later)))
         return all(outcome == "done" for outcome in self.outcomes.values())
 
     def _run(self, phase: Phase, limit_s: float) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.device import Work
+from benchmarks.gpu.device import Gpu, Timing, Work
 from engine.kernels.paged_cache import LayerCache
 
 WORKSPACE_BYTES = 128 << 20
@@ -29,7 +29,7 @@ def library(device: torch.device) -> Any | None:
     return flashinfer
 
 
-def prefill(cache: LayerCache, tables: Tables, q: Tensor, length: int) -> Work | None:
+def prefill(cache: LayerCache, tables: Tables, q: Tensor, length: int) -> list[Work] | None:
     """The last tokens q [T, H, D] of one history, by the paged kernel; None where it cannot be had."""
     flashinfer = library(q.device)
     if flashinfer is None:
@@ -38,7 +38,7 @@ def prefill(cache: LayerCache, tables: Tables, q: Tensor, length: int) -> Work |
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q), "HND")
         starts = torch.tensor([0, q.shape[0]], dtype=torch.int32, device=q.device)
         wrapper.plan(starts, *_pages(tables, length, cache, q), *_sizes(cache, q), causal=True, **_types(q))
-        return _first_run(lambda: wrapper.run(q, (cache.keys, cache.values)))
+        return [_first_run(lambda: wrapper.run(q, (cache.keys, cache.values)))]
     except Exception as error:
         print(f"    flashinfer: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return None
@@ -62,6 +62,17 @@ def decode(caches: list[tuple[LayerCache, Tables]], q: Tensor, length: int) -> l
         print(f"    flashinfer: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return None
     return works
+
+
+def timed(gpu: Gpu, works: list[Work] | None) -> tuple[list[Work], Timing] | None:
+    """The works with the time of one; None where there are none, or they cannot be timed."""
+    if works is None:
+        return None
+    try:
+        return works, gpu.time(works)
+    except Exception as error:
+        print(f"    flashinfer: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return None
 
 
 def _workspace(q: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import tempfile
 import time
@@ -24,6 +25,8 @@ from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
 from services.config import ModelConfig
 
+# Several engines fit beside one another with caches of this size.
+SMALL_CACHE_BYTES = 4 << 30
 Listener = Callable[[TokenEvent], None]
 # What a request asks for, by name.
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -62,6 +65,7 @@ class InProcessEngine:
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox, memory: MemoryPlan, facts: ModelFacts) -> None:
         self.loop, self.mailbox, self.memory, self.facts = loop, mailbox, memory, facts
+        self.captures = False
         self._next_id = 1
         self._random = random.Random(0)
 
@@ -107,11 +111,10 @@ class InProcessEngine:
 
 
 def engine_config(
-    gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int, **changes: Any
+    gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int, is_small: bool, **changes: Any
 ) -> EngineConfig:
     """Of an engine that serves one load at a time. `kind` "fp8" has weights and KV in fp8, "int4" weights."""
     quantize = {"fp8": gpu.pick("fp8", "int8"), "int4": "int4"}.get(kind, "off")
-    small_cache = 4 << 20 if gpu.rehearses else 4 << 30
     settings: dict[str, Any] = {
         "device": gpu.device.type,
         "dtype": gpu.pick("bfloat16", "float32"),
@@ -129,8 +132,7 @@ def engine_config(
         "cache": CacheConfig(
             kv_dtype="fp8" if kind == "fp8" else "auto",
             memory_fraction=0.92,
-            # Several processes compile side by side.
-            kv_cache_bytes=small_cache if gpu.rehearses or gpu.compiles else 0,
+            kv_cache_bytes=gpu.pick(SMALL_CACHE_BYTES if is_small or gpu.compiles else 0, 4 << 20),
             prefix_caching=False,
         ),
     }
@@ -146,12 +148,16 @@ def opened(
     max_model_len: int,
     num_layers: int = 0,
     shape: Mapping[str, Any] | None = None,
+    is_small: bool = False,
     **changes: Any,
 ) -> Iterator[InProcessEngine]:
     """An engine of the shape of `kind` (tiny in a rehearsal, of two layers while kernels are compiled), but
     for what `shape` says, with weights drawn on the device, the same ones each time. `changes` are settings.
+    One that `is_small` leaves most of the memory to others.
     """
-    config = engine_config(gpu, kind=kind, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **changes)
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    config = engine_config(gpu, kind=kind, is_small=is_small, **limits, **changes)
+    _free(gpu)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(folder, shape_of(gpu, kind, num_layers) | dict(shape or {}))
@@ -168,9 +174,21 @@ def opened(
         scheduler = Scheduler(config.scheduler, config.cache, memory, model=str(folder), window=facts.window)
         loop = EngineLoop(scheduler, runner, mailbox, overlap=facts.device.startswith("cuda"))
         try:
-            yield InProcessEngine(loop, mailbox, memory, facts)
+            engine = InProcessEngine(loop, mailbox, memory, facts)
+            # Whether decode steps are captured, or are eager, or on no GPU.
+            engine.captures = getattr(runner.executor, "graphs", None) is not None
+            yield engine
         finally:
             runner.close()
+            del runner, loop, engine
+            _free(gpu)
+
+
+def _free(gpu: Gpu) -> None:
+    """Gives back what nobody holds: the engine asks the driver what is free."""
+    gc.collect()
+    if not gpu.rehearses:
+        torch.cuda.empty_cache()
 
 
 def _quiet(stage: str, fraction: float) -> None:

@@ -180,15 +180,15 @@ def _prefill(gpu: Gpu, report: Report, roofs: Roofs, length: int, chunk: int) ->
         best = min(best, baseline.seconds)
         report.row(**row, by=name, **baseline.fields(), of_matrix_rate=_rate(flops, baseline, roofs))
     assert expected is not None, "torch has a kernel for every shape"
-    if theirs := flashinfer_peer.prefill(cache, tables, q, length):
-        baseline = gpu.time(theirs, graph=False)
+    if found := flashinfer_peer.timed(gpu, flashinfer_peer.prefill(cache, tables, q, length)):
+        theirs, baseline = found
         best = min(best, baseline.seconds)
         report.row(
             **row,
             by="flashinfer",
             **baseline.fields(),
             of_matrix_rate=_rate(flops, baseline, roofs),
-            relative_error=_error(theirs(), expected),
+            relative_error=_error(theirs[0](), expected),
         )
     for name, backend in backends().items():
         work = ours(backend, batch, q, cache)
@@ -243,8 +243,8 @@ def _decode(gpu: Gpu, report: Report, roofs: Roofs, batch: int, length: int, kin
         baseline = gpu.time(works)
         report.row(**row, by="torch SDPA", **baseline.fields(), of_bandwidth=_share(size, baseline, roofs))
         del dense, works
-        if theirs := flashinfer_peer.decode(caches, q, length):
-            timing = gpu.time(theirs)
+        if found := flashinfer_peer.timed(gpu, flashinfer_peer.decode(caches, q, length)):
+            theirs, timing = found
             share = _share(size, timing, roofs)
             error = _error(theirs[0](), expected)
             report.row(**row, by="flashinfer", **timing.fields(), of_bandwidth=share, relative_error=error)

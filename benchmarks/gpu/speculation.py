@@ -26,7 +26,7 @@ def run(gpu: Gpu, report: Report) -> None:
         if not gpu.rehearses:
             options["kernels"] = KernelsConfig(linear="invariant")
         limits = {"max_num_seqs": gpu.pick(16, 4), "max_model_len": gpu.pick(2048, 120)}
-        with opened(gpu, kind="bf16", num_layers=NUM_LAYERS, **limits, **options) as engine:
+        with opened(gpu, kind="bf16", num_layers=NUM_LAYERS, is_small=True, **limits, **options) as engine:
             measured[method] = {batch: _decoded(gpu, engine, batch) for batch in gpu.pick([1, 16], [2])}
     for batch, plain in measured["off"].items():
         with_drafts = measured["ngram"][batch]
