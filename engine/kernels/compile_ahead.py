@@ -1,11 +1,12 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
 `python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME] [--triton FOLDER ...]` prints registers
-per thread, spilled bytes and shared memory of each variant, and exits with 1 when one does not compile,
-spills more than is stated here or asks for more shared memory than a block can have. The variants lie beside
-the kernels: calls of the launching functions in the shapes of real models, on torch's "meta" device. What is
-compiled is what such a call launches. A folder holds another release of Triton, as `pip install --no-deps
---target` leaves it; each has columns beside the installed one's (`make test-gpu-versions` brings them).
+per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits with 1 when
+one does not compile, spills more than is stated here, asks for more shared memory than a block can have, or
+has its matrix products serialized. The variants lie beside the kernels: calls of the launching functions in
+the shapes of real models, on torch's "meta" device. What is compiled is what such a call launches. A folder
+holds another release of Triton, as `pip install --no-deps --target` leaves it; each has columns beside the
+installed one's (`make test-gpu-versions` brings them).
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ FIRST_ARCH_WITH_FLOAT8 = 89
 # Bytes of registers that a thread may spill, by release of Triton; none where nothing is stated. 3.6 spills
 # some in prefill attention over int8 and in float32, on sm_80.
 STATED_SPILLS = {"3.6.0": 96}
+# Hopper's own products of groups of warps, and bulk copies of tiles, as PTX writes them.
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tma": "cp.async.bulk.tensor"}
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +65,29 @@ class Usage:
     registers: int = 0
     spilled_bytes: int = 0
     shared_bytes: int = 0
+    # Of INSTRUCTIONS, those that it has.
+    instructions: tuple[str, ...] = ()
+    # Whether the assembler makes matrix products wait for each other.
+    serialized: bool = False
     # Why there is none.
     failed: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it compiles, spills no more than is stated, and a block's shared memory suffices."""
-        if self.failed or self.spilled_bytes > STATED_SPILLS.get(self.triton, 0):
+        """Whether it compiles, spills no more than is stated, fits a block's shared memory, and its matrix
+        products do not wait for each other.
+        """
+        if self.failed or self.serialized or self.spilled_bytes > STATED_SPILLS.get(self.triton, 0):
             return False
         return self.shared_bytes <= SHARED_LIMIT[self.arch]
 
     @property
     def cells(self) -> str:
-        """Registers, spilled bytes and KiB of shared memory, for a table."""
+        """Registers, spilled bytes, KiB of shared memory and Hopper's instructions, for a table."""
         if self.failed:
-            return f"{'does not compile':>25}"
-        mark = "" if self.fits else "!"
-        return f"{self.registers:>5}{self.spilled_bytes:>8}{self.shared_bytes / 1024:>8.1f}{mark:<4}"
+            return f"{'does not compile':<44}"
+        words = " ".join((*self.instructions, *(() if self.fits else ("does not fit",))))
+        return f"{self.registers:>5}{self.spilled_bytes:>8}{self.shared_bytes / 1024:>8.1f} {words:<22}"
 
 
 class AbsentGpu:
@@ -153,6 +163,8 @@ def _most(one: Usage, other: Usage) -> Usage:
         registers=max(one.registers, other.registers),
         spilled_bytes=max(one.spilled_bytes, other.spilled_bytes),
         shared_bytes=max(one.shared_bytes, other.shared_bytes),
+        instructions=tuple(dict.fromkeys((*one.instructions, *other.instructions))),
+        serialized=one.serialized or other.serialized,
         failed=one.failed or other.failed,
     )
 
@@ -169,14 +181,23 @@ def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
         return dataclasses.replace(
             usage, failed=" <- ".join(f"{type(each).__name__}: {each}" for each in reasons)
         )
-    registers, spilled = _assembled(str(compiled.asm["ptx"]), arch)
-    shared = int(compiled.metadata.shared)
-    return dataclasses.replace(usage, registers=registers, spilled_bytes=spilled, shared_bytes=shared)
+    ptx = str(compiled.asm["ptx"])
+    said = _assembled(ptx, arch)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+    return dataclasses.replace(
+        usage,
+        registers=max(registers, default=0),
+        spilled_bytes=sum(spilled),
+        shared_bytes=int(compiled.metadata.shared),
+        instructions=tuple(name for name, text in INSTRUCTIONS.items() if text in ptx),
+        serialized=SERIALIZED in said,
+    )
 
 
 @functools.cache
-def _assembled(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers per thread and spilled bytes of what the assembler makes of a kernel."""
+def _assembled(ptx: str, arch: int) -> str:
+    """What the assembler says of a kernel."""
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None, "PTX names its target"
     with tempfile.TemporaryDirectory() as folder:
@@ -184,10 +205,7 @@ def _assembled(ptx: str, arch: int) -> tuple[int, int]:
         source.write_text(ptx)
         assembler = str(get_ptxas(arch).path)
         command = [assembler, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel.cubin"]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
-    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
-    return max(registers, default=0), sum(spilled)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 def compiled_elsewhere(folder: Path, archs: Sequence[int], only: str) -> list[Usage]:
@@ -196,18 +214,20 @@ def compiled_elsewhere(folder: Path, archs: Sequence[int], only: str) -> list[Us
     command += ["--arch", *(str(arch) for arch in archs)]
     paths = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True)
-    return [Usage(**each) for each in json.loads(done.stdout)]
+    return [
+        Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in json.loads(done.stdout)
+    ]
 
 
 def show(usages: Sequence[Usage]) -> None:
     """A line per variant's kernel and architecture, with columns for each release of Triton."""
     releases = list(dict.fromkeys(usage.triton for usage in usages))
-    print(f"{'':62}" + "".join(f"  {'Triton ' + release:<25}" for release in releases))
-    print(f"{'kernel':56}{'arch':>6}" + f"  {' regs spilled shared KiB':<25}" * len(releases))
+    print(f"{'':80}" + "".join(f"  {'Triton ' + release:<44}" for release in releases))
+    print(f"{'kernel':74}{'arch':>6}" + f"  {' regs spilled     KiB of Hopper':<44}" * len(releases))
     found = {(usage.name, usage.arch, usage.triton): usage for usage in usages}
     for name, arch in dict.fromkeys((usage.name, usage.arch) for usage in usages):
         cells = [found[name, arch, release].cells for release in releases if (name, arch, release) in found]
-        print(f"{name:56}{'sm_' + str(arch):>6}  " + "  ".join(cells))
+        print(f"{name:74}{'sm_' + str(arch):>6}  " + "  ".join(cells))
     for usage in usages:
         if usage.failed:
             print(f"\n{usage.name}, sm_{usage.arch}, Triton {usage.triton}: {usage.failed}")
