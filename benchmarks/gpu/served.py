@@ -88,7 +88,8 @@ def run(gpu: Gpu, report: Report, *, kind: str) -> None:
 def _environment() -> dict[str, str]:
     """So that every process finds the project, and draws weights."""
     paths = [str(ROOT / "benchmarks/gpu/drawn"), str(ROOT), str(ROOT / "services/stubs")]
-    return {"PYTHONPATH": os.pathsep.join((*paths, os.environ.get("PYTHONPATH", "")))}
+    paths += [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _config(gpu: Gpu, folder: Path, kind: str) -> str:
