@@ -29,7 +29,7 @@ from services.config import ModelConfig
 SMALL_CACHE_BYTES = 4 << 30
 Listener = Callable[[TokenEvent], None]
 # What a request asks for, by name.
-SAMPLINGS: dict[str, dict[str, Any]] = {
+DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
 }
@@ -87,7 +87,7 @@ class InProcessEngine:
                     external_id=str(request_id),
                     prompt_token_ids=prompt,
                     sampling=SamplingParams(
-                        max_tokens=max_tokens, ignore_eos=True, seed=request_id, **SAMPLINGS[sampling]
+                        max_tokens=max_tokens, ignore_eos=True, seed=request_id, **DRAWS[sampling]
                     ),
                     arrival_s=time.monotonic(),
                 )

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu.device import Gpu, Roofs
-from benchmarks.gpu.in_process import SAMPLINGS, InProcessEngine, opened
+from benchmarks.gpu.in_process import DRAWS, InProcessEngine, opened
 from benchmarks.gpu.random_model import shape_of, weight_elements
 from benchmarks.gpu.report import Report
 
@@ -28,7 +28,7 @@ def run(gpu: Gpu, report: Report, *, kind: str) -> None:
     with opened(gpu, kind=kind, max_num_seqs=gpu.pick(128, 4), max_model_len=gpu.pick(9000, 100)) as engine:
         report.row(what="engine", kind=kind, attention=engine.facts.attention_backend, **roofs.fields())
         for batch in batches:
-            for sampling in SAMPLINGS if kind == "bf16" else ("greedy",):
+            for sampling in DRAWS if kind == "bf16" else ("greedy",):
                 _guarded(report, _decode, gpu, report, roofs, engine, kind, batch, sampling)
         _guarded(report, _prefill, gpu, report, roofs, engine, kind, gpu.pick(8192, 60))
 

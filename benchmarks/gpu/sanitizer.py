@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.in_process import SAMPLINGS, opened
+from benchmarks.gpu.in_process import DRAWS, opened
 from benchmarks.gpu.random_model import TINY
 from benchmarks.gpu.report import Report
 from engine.config import CacheConfig, GraphsConfig, SchedulerConfig
@@ -80,7 +80,7 @@ def tiny(kind: str) -> None:
         engine.mailbox.listener = lambda event: (
             ended.append(event.request_id) if event.finish_reason is not None else None
         )
-        for place, sampling in enumerate(2 * list(SAMPLINGS)):
+        for place, sampling in enumerate(2 * list(DRAWS)):
             engine.submit(7 + 9 * place, 5 + place, sampling)
         engine.run_until(lambda: len(ended) == 4, limit_s=600)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.gpu.report import Rows, read_rows
 
-SAMPLINGS = ("greedy", "sampled")
 BATCHES = (1, 16, 128)
 
 
