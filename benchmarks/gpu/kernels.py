@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.gpu import flashinfer_peer
 from benchmarks.gpu.device import Gpu, Roofs, Work
 from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
@@ -23,13 +24,15 @@ TITLE = "Attention and row kernels"
 # Llama-3.1-8B: query heads, kv heads, head dim.
 HEADS = (32, 8, 128)
 BLOCK_SIZE = 16
+# Of bfloat16 against another kernel's.
+LARGEST_ERROR = 2e-2
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def run(gpu: Gpu, report: Report) -> None:
     """Prefill, decode, rows."""
     roofs = gpu.roofs()
-    report.fact(**roofs.fields())
+    report.row(what="roofs", **roofs.fields())
     for length, chunk in gpu.pick(
         [(2048, 2048), (8192, 8192), (8192, 1024), (32768, 2048)], [(40, 40), (50, 20)]
     ):
@@ -54,7 +57,7 @@ def _guarded(report: Report, measure: Callable[[], None]) -> None:
     try:
         measure()
     except Exception as error:
-        report.row(failed=f"{type(error).__name__}: {str(error)[:300]}")
+        report.failed(error)
 
 
 def filled_cache(
@@ -181,6 +184,16 @@ def _prefill(gpu: Gpu, report: Report, roofs: Roofs, length: int, chunk: int) ->
         best = min(best, baseline.seconds)
         report.row(**row, by=name, **baseline.fields(), of_matrix_rate=_rate(flops, baseline, roofs))
     assert expected is not None, "torch has a kernel for every shape"
+    if found := flashinfer_peer.timed(gpu, flashinfer_peer.prefill(cache, tables, q, length)):
+        theirs, baseline = found
+        best = min(best, baseline.seconds)
+        report.row(
+            **row,
+            by="flashinfer",
+            **baseline.fields(),
+            of_matrix_rate=_rate(flops, baseline, roofs),
+            relative_error=_error(theirs[0](), expected),
+        )
     for name, backend in backends().items():
         work = ours(backend, batch, q, cache)
         found = work()
@@ -190,9 +203,17 @@ def _prefill(gpu: Gpu, report: Report, roofs: Roofs, length: int, chunk: int) ->
             by=name,
             **timing.fields(),
             of_matrix_rate=_rate(flops, timing, roofs),
-            times_fastest_sdpa=best / timing.seconds,
-            relative_error=_error(found, expected),
+            times_fastest_peer=best / timing.seconds,
+            **_judged(report, _error(found, expected)),
         )
+
+
+def _judged(report: Report, error: float) -> dict[str, Any]:
+    """A row's error; one that no rounding explains makes its row a wrong result."""
+    if not error < LARGEST_ERROR:
+        report.num_wrong += 1
+        return {"relative_error": error, "wrong": f"at most {LARGEST_ERROR} was expected"}
+    return {"relative_error": error, "checked": True}
 
 
 def _rate(flops: float, timing: Any, roofs: Roofs) -> float:
@@ -226,6 +247,12 @@ def _decode(gpu: Gpu, report: Report, roofs: Roofs, batch: int, length: int, kin
         baseline = gpu.time(works)
         report.row(**row, by="torch SDPA", **baseline.fields(), of_bandwidth=_share(size, baseline, roofs))
         del dense, works
+        if found := flashinfer_peer.timed(gpu, flashinfer_peer.decode(caches, q, length)):
+            theirs, timing = found
+            share = _share(size, timing, roofs)
+            error = _error(theirs[0](), expected)
+            report.row(**row, by="flashinfer", **timing.fields(), of_bandwidth=share, relative_error=error)
+            baseline = min(baseline, timing, key=lambda each: each.seconds)
     for name, backend in backends().items():
         if name == "flash":
             continue  # decode rows are Triton's there, too
@@ -234,11 +261,11 @@ def _decode(gpu: Gpu, report: Report, roofs: Roofs, batch: int, length: int, kin
             for cache, tables in caches
         ]
         timing = gpu.time(steps)
-        extra = {}
+        extra: dict[str, Any] = {}
         if baseline is not None:
             extra = {
-                "times_sdpa": baseline.seconds / timing.seconds,
-                "relative_error": _error(steps[0](), expected),
+                "times_fastest_peer": baseline.seconds / timing.seconds,
+                **_judged(report, _error(steps[0](), expected)),
             }
         report.row(**row, by=name, **timing.fields(), of_bandwidth=_share(size, timing, roofs), **extra)
 

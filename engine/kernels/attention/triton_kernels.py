@@ -47,8 +47,8 @@ def _slots(
     BULK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where positions [start, start + STEP) lie in the cache, and the first of them, which means something only
-    where BULK: then a step lies within a block, so that one number says where it begins.
+    """Where positions [start, start + STEP) lie in the cache, and the first of them. BULK: the step lies
+    within a block, so that one number says where it begins; `first` means nothing without it.
     """
     first = start
     if BULK:
@@ -223,7 +223,7 @@ def _attend(
     TILE: tl.constexpr = present.shape[0]
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
-    # Triton 3.6 takes no element of a tuple for a shape.
+    # Triton 3.6 takes no element of a tuple for a shape, only a constant by its name.
     WIDTH: tl.constexpr = SIZES[5]
     total = tl.zeros([TILE, WIDTH], tl.float32)
     # Steps begin at multiples of STEP, whatever a window leaves out: a row's sum does not depend on the rows
