@@ -81,7 +81,6 @@ def _decode(
     report.row(
         what="decode",
         kind=kind,
-        draw=draw,
         batch=batch,
         sampling=sampling,
         context=context,

@@ -24,7 +24,7 @@ QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
 HOPPER_WHOLE_SHAPES = ((128, 64, 8, 5), (128, 64, 8, 3))
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
 # Eight warps have too few registers each for what a quantized cache of larger keys is converted to.
-QUANTIZED_SPLIT_SHAPE = (64, 32, 4, 3)
+QUANTIZED_SPLIT_SHAPE = (64, 16, 4, 3)
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
 # Where 64 heads or more share them, sums of 64 heads take half of the registers: the history is read half as

@@ -39,6 +39,7 @@ def _vectors(
 def _slots(
     table,
     start,
+    place,
     there,
     kv_head,
     num_kv_heads,
@@ -47,7 +48,7 @@ def _slots(
     BULK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where positions [start, start + STEP) lie in the cache, and the first of them. BULK: the step lies
+    """Where `place`, positions [start, start + STEP), lies in the cache, and the first of them. BULK: it lies
     within a block, so that one number says where it begins; `first` means nothing without it.
     """
     first = start
@@ -56,13 +57,25 @@ def _slots(
         first = (block * num_kv_heads + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
         slot = first + tl.arange(0, STEP)
     else:
-        place = start + tl.arange(0, STEP)
         if MASKED:
             block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
         else:
             block = tl.load(table + place // BLOCK_SIZE)
         slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
     return slot, first
+
+
+@triton.jit
+def _capped(score, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores, and what they are multiplied by to be exp2's argument, in one rounding with the maximum's
+    subtraction.
+    """
+    factor = scale * LOG2_E
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
+        factor = LOG2_E
+    return score, factor
 
 
 @triton.jit
@@ -116,7 +129,7 @@ def _advance(
     there = place < end
     if WINDOW:
         there = there & (place >= begin)
-    slot, first = _slots(table, start, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
+    slot, first = _slots(table, start, place, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
     if BULK:
         key = keys.load([first, 0]).to(DTYPE)
     else:
@@ -130,12 +143,7 @@ def _advance(
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
     if SCALED:
         score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
-    # Scores are exp2's argument once multiplied by `factor`, in one rounding with the maximum's subtraction.
-    factor = scale * LOG2_E
-    if SOFT_CAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
-        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
-        factor = LOG2_E
+    score, factor = _capped(score, scale, soft_cap, SOFT_CAP)
     if MASKED:
         visible = _visible(place, there, position, window, WINDOW, ALONE)
         score = tl.where(visible, score, float("-inf"))

@@ -88,18 +88,7 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = with_drafts(table, rows, options, device)
-    # Keys, then the floats, then the whole numbers, all in units of eight bytes. Each begins at a multiple of
-    # 16 bytes whatever the number of rows: kernels are compiled anew for pointers that do not.
-    width = -(-count // 4) * 4
-    packed = np.zeros(6 * width, np.int64)
-    if rows.noise_keys is None:
-        packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
-    for place, name in enumerate(_FLOATS):
-        floats[place, :count] = options[name]
-    whole = packed[4 * width :].view(np.int32).reshape(4, width)
-    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
-        whole[place, :count] = values
+    packed, width = _packed(rows, options, (count_row, mask_row))
     there = on_device(packed, device)
     asked: dict[str, Any] = dict(
         zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
@@ -114,6 +103,28 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     if masks is not None:
         asked |= {"mask_row": mask_rows, "masks": masks}
     return asked
+
+
+def _packed(
+    rows: SamplingRows, options: NDArray[np.void], places: tuple[NDArray[Any], NDArray[Any]]
+) -> tuple[NDArray[np.int64], int]:
+    """Keys, then the floats, then the whole numbers (top-k, and rows of counts, biases and masks); and the
+    width of each in units of eight bytes. Each begins at a multiple of 16 bytes whatever the number of rows:
+    kernels are compiled anew for pointers that do not. Keys are left out where the device has its own.
+    """
+    count = len(options)
+    width = -(-count // 4) * 4
+    packed = np.zeros(6 * width, np.int64)
+    if rows.noise_keys is None:
+        packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
+    for place, name in enumerate(_FLOATS):
+        floats[place, :count] = options[name]
+    whole = packed[4 * width :].view(np.int32).reshape(4, width)
+    count_row, mask_row = places
+    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
+        whole[place, :count] = values
+    return packed, width
 
 
 def _filtered(options: NDArray[np.void]) -> bool:

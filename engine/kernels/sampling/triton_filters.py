@@ -293,6 +293,13 @@ def _extent(source, length, divisor, largest, floor, width, first, last):
 
 
 @triton.jit
+def _frame_of(frames, row):
+    """A row's largest logit, where its bins begin, and how wide they are."""
+    frame = frames + row * FRAME
+    return tl.load(frame), tl.load(frame + 2), tl.load(frame + 3)
+
+
+@triton.jit
 def settle_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, near, borders, vocab_size):
     """One program per row: the smallest logit (over the temperature) that top-k and top-p leave."""
     row = tl.program_id(0).to(tl.int64)
@@ -302,10 +309,7 @@ def settle_kernel(logits, temperatures, top_ks, top_ps, frames, sums, edges, nea
     number = tl.load(mine + 1)
     # Nothing is listed where fewer tokens than top-k are left.
     if asked & (number > 0):
-        frame = frames + row * FRAME
-        largest = tl.load(frame)
-        floor = tl.load(frame + 2)
-        width = tl.load(frame + 3)
+        largest, floor, width = _frame_of(frames, row)
         first = tl.load(edges + 3 * row).to(tl.int32)
         last = tl.load(edges + 3 * row + 1).to(tl.int32)
         before = tl.load(edges + 3 * row + 2)

@@ -234,25 +234,17 @@ def process(logits: Tensor, options: RowOptions, *, copy: bool = False) -> Proce
         bottoms=logits.new_empty(rows, blocks),
         groups=logits.new_empty(rows, blocks * GROUPS.value),
     )
-    unused = options.temperature
-
-    def or_unused(tensor: Tensor | None) -> Tensor:
-        return unused if tensor is None else tensor
-
+    wanted = (
+        *(options.repetition, options.frequency, options.presence),
+        *(options.count_row, options.output_counts, options.seen),
+        *(options.bias_row, options.biases, options.mask_row, options.masks),
+    )
     if rows:
         process_logits_kernel[(rows, blocks)](
             logits,
             found.logits,
-            or_unused(options.repetition),
-            or_unused(options.frequency),
-            or_unused(options.presence),
-            or_unused(options.count_row),
-            or_unused(options.output_counts),
-            or_unused(options.seen),
-            or_unused(options.bias_row),
-            or_unused(options.biases),
-            or_unused(options.mask_row),
-            or_unused(options.masks),
+            # What no row uses, the kernel does not read.
+            *(options.temperature if each is None else each for each in wanted),
             found.finite,
             found.peaks,
             found.bottoms,
