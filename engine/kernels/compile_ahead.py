@@ -1,12 +1,12 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
-`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME] [--triton FOLDER ...]` prints registers
-per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits with 1 when
-one does not compile, spills more than is stated here, asks for more shared memory than a block can have, or
-has its matrix products serialized. The variants lie beside the kernels: calls of the launching functions in
-the shapes of real models, on torch's "meta" device. What is compiled is what such a call launches. A folder
-holds another release of Triton, as `pip install --no-deps --target` leaves it; each has columns beside the
-installed one's (`make test-gpu-versions` brings them).
+`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME ...] [--triton FOLDER ...]` prints
+registers per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits
+with 1 when one does not compile, spills more than is stated here, asks for more shared memory than a block
+can have, or has its matrix products serialized. The variants lie beside the kernels: calls of the launching
+functions in the shapes of real models, on torch's "meta" device. What is compiled is what such a call
+launches. A folder holds another release of Triton, as `pip install --no-deps --target` leaves it; each has
+columns beside the installed one's (`make test-gpu-versions` brings them).
 """
 
 from __future__ import annotations
@@ -139,14 +139,16 @@ def noting_launches(arch: int) -> Iterator[list[tuple[str, Callable[[], Any]]]]:
         JITFunction.run = run
 
 
-def compile_all(archs: Sequence[int], only: str = "") -> list[Usage]:
-    """Usage of every variant's kernels on every architecture that has its types."""
+def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[Usage]:
+    """Usage of the kernels of every variant whose name has one of `only`, on every architecture that has its
+    types.
+    """
     usages: dict[tuple[str, int], Usage] = {}
     for arch in archs:
         driver.set_active(AbsentGpu(arch))
         wanted: list[tuple[str, Callable[[], Any]]] = []
         for name, launch in variants(arch):
-            if only in name:
+            if any(part in name for part in only):
                 with noting_launches(arch) as launches:
                     launch()
                 wanted += [(f"{name}: {kernel}", compiles) for kernel, compiles in launches]
@@ -209,9 +211,9 @@ def _assembled(ptx: str, arch: int) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
-def compiled_elsewhere(folder: Path, archs: Sequence[int], only: str) -> list[Usage]:
+def compiled_elsewhere(folder: Path, archs: Sequence[int], only: Sequence[str]) -> list[Usage]:
     """The same by the Triton that lies in `folder`, in a process of its own."""
-    command = [sys.executable, "-m", "engine.kernels.compile_ahead", "--json", "--only", only]
+    command = [sys.executable, "-m", "engine.kernels.compile_ahead", "--json", "--only", *only]
     command += ["--arch", *(str(arch) for arch in archs)]
     paths = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
     done = subprocess.run(
@@ -220,6 +222,11 @@ def compiled_elsewhere(folder: Path, archs: Sequence[int], only: str) -> list[Us
     return [
         Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in json.loads(done.stdout)
     ]
+
+
+def as_json(usages: Sequence[Usage]) -> str:
+    """A list with a line for each kernel."""
+    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(usage)) for usage in usages) + "\n]"
 
 
 def show(usages: Sequence[Usage]) -> None:
@@ -242,17 +249,20 @@ def main() -> int:
     parser.add_argument(
         "--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT), default=sorted(SHARED_LIMIT)
     )
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
     parser.add_argument(
         "--triton", type=Path, nargs="+", default=[], help="folders that hold other releases of Triton"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--write", type=Path, help="a file for the figures as JSON, beside the table")
     arguments = parser.parse_args()
     usages = compile_all(arguments.arch, arguments.only)
     for folder in arguments.triton:
         usages += compiled_elsewhere(folder, arguments.arch, arguments.only)
+    if arguments.write is not None:
+        arguments.write.write_text(as_json(usages) + "\n", encoding="utf-8")
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(usage) for usage in usages], indent=1))
+        print(as_json(usages))
     else:
         show(usages)
     return 0 if all(usage.fits for usage in usages) else 1
