@@ -14,8 +14,8 @@ from benchmarks.gpu.in_process import DRAWS, InProcessEngine, opened
 from benchmarks.gpu.random_model import shape_of, weight_elements
 from benchmarks.gpu.report import Report
 
-BYTES = {"fp8": 1.0, "int4": 0.5625}
-"""Of a layer's weight by kind, scales included (four bytes for 64 inputs); two in all others."""
+BYTES = {"fp8": 1.0, "int4": 0.625}
+"""Of a layer's weight by kind, with its scale and minimum (four bytes each for 64 inputs); two in others."""
 HEAD_BYTES = {"fp8": 1.0, "int4": 1.0}
 
 
