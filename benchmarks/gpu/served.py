@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu.device import Gpu
 from benchmarks.gpu.environment import is_there
+from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.random_model import shape_of, write_checkpoint
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.serving import PUBLISHED_TOKENS_PER_S
@@ -31,6 +32,8 @@ PACKAGES = (
     "sqlalchemy",
     "jsonschema_rs",
 )
+# How tokens of each run are drawn.
+RUNS = ("greedy", "greedy", "sampled", "greedy")
 CONFIG = """
 [model]
 path = "{folder}"
@@ -73,15 +76,18 @@ def run(gpu: Gpu, report: Report, *, kind: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(folder, shape_of(gpu, kind) | {"eos_token_id": 2})
+        # What requests that name a temperature alone are drawn with.
+        defaults = {name: DRAWS["sampled"][name] for name in ("top_p", "top_k")}
+        (folder / "generation_config.json").write_text(json.dumps(defaults), encoding="utf-8")
         began = time.monotonic()
         with running_stack(_config(gpu, folder, kind), environment=_environment()) as stack:
             report.row(what="stack ready", kind=kind, seconds=time.monotonic() - began)
             took = 0.0
-            for number in range(gpu.pick(4, 1)):
+            for number, draw in enumerate(gpu.pick(RUNS, tuple(DRAWS))):
                 if gpu.left_s < 1.2 * took + 20:
                     break
                 began = time.monotonic()
-                _measure(gpu, report, stack.url, folder, kind, is_first=number == 0)
+                _measure(gpu, report, stack.url, folder, kind, draw, is_first=number == 0)
                 took = time.monotonic() - began
 
 
@@ -108,7 +114,9 @@ def _config(gpu: Gpu, folder: Path, kind: str) -> str:
     )
 
 
-def _measure(gpu: Gpu, report: Report, url: str, folder: Path, kind: str, *, is_first: bool) -> None:
+def _measure(
+    gpu: Gpu, report: Report, url: str, folder: Path, kind: str, draw: str, *, is_first: bool
+) -> None:
     """One run: several load generators, each a closed loop of its share."""
     concurrency, requests, num_in, num_out = gpu.pick((256, 768, 1000, 1000), (3, 6, 20, 6))
     if is_first:
@@ -119,6 +127,7 @@ def _measure(gpu: Gpu, report: Report, url: str, folder: Path, kind: str, *, is_
     command += ["--requests", str(requests // generators), "--concurrency", str(concurrency // generators)]
     command += ["--input-tokens", str(num_in), "--output-tokens", str(num_out), "--warmup", "0"]
     command += ["--vocab-size", str(shape_of(gpu, kind)["vocab_size"])]
+    command += ["--temperature", str(DRAWS[draw]["temperature"])]
     began = time.monotonic()
     environment = os.environ | _environment()
     processes = [
@@ -143,6 +152,7 @@ def _measure(gpu: Gpu, report: Report, url: str, folder: Path, kind: str, *, is_
     row = {
         "what": "served through sockets" + (", first" if is_first else ""),
         "kind": kind,
+        "sampling": draw,
         "concurrency": concurrency,
         "requests": sum(total["num_requests"] for total in totals),
         "failed_requests": sum(total["num_failed"] for total in totals),

@@ -69,7 +69,7 @@ def _serve(gpu: Gpu, report: Report, engine: InProcessEngine, kind: str, draw: s
     report.row(
         what="served in this process",
         kind=kind,
-        draw=draw,
+        sampling=draw,
         concurrency=concurrency,
         seconds=seconds,
         steps=steps,
