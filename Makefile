@@ -115,30 +115,36 @@ bench: $(VENV)/.installed ## Run one module of benchmarks/, for example: make be
 
 # --- on a machine with a GPU: its own Python with torch and triton, no environment, no network ----------------
 
-# Python of the machine with the GPU, for wheels that travel there.
+# Python of the machine with the GPU, for packages that travel there.
 GPU_PYTHON_VERSION ?= 3.12
-GPU_WHEELS := build/gpu-wheels
 GPU_SITE := build/gpu-site
-GPU_REQUIREMENTS := benchmarks/gpu/requirements.txt
-# Wheels that were brought along come before the machine's own packages.
-GPU_RUN = PYTHONPATH=$(GPU_SITE):.:services/stubs $(PYTHON)
+# What was brought along comes before the machine's own packages.
+GPU_RUN = PATH=$(CURDIR)/$(GPU_SITE)/bin:$$PATH PYTHONPATH=$(GPU_SITE):.:services/stubs $(PYTHON)
+GPU_INSTALL = $(PIP) install -q --no-deps --no-compile --upgrade --only-binary=:all: --implementation cp \
+	--python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 \
+	$(foreach tag,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64)
 
-.PHONY: gpu-wheels
-gpu-wheels: $(VENV)/bin/python ## Fetch what the GPU targets need and machines may lack, into build/gpu-wheels
-	@mkdir -p $(GPU_WHEELS)
-	$(PIP) download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --implementation cp \
-		$(foreach tag,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64) \
-		--platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) --requirement $(GPU_REQUIREMENTS)
+.PHONY: gpu-bundle
+gpu-bundle: $(VENV)/bin/python ## Fetch what a lease needs and machines may lack, into build/gpu-bundle.tar.xz
+	@rm -rf build/gpu-bundle
+	$(GPU_INSTALL) --target build/gpu-bundle --requirement benchmarks/gpu/requirements.txt
+	XZ_OPT="-9 -T0" tar -cJf build/gpu-bundle.tar.xz -C build/gpu-bundle .
+
+.PHONY: gpu-serve-bundle
+gpu-serve-bundle: dev ## The same for requests through sockets, with Envoy, into build/gpu-serve-bundle.tar.xz
+	@rm -rf build/gpu-serve-bundle
+	$(GPU_INSTALL) --target build/gpu-serve-bundle --requirement benchmarks/gpu/requirements-serve.txt
+	install -D "$$($(BIN)/python -c 'from services.supervisor.edge import envoy_binary; print(envoy_binary())')" \
+		build/gpu-serve-bundle/bin/envoy
+	XZ_OPT="-9 -T0" tar -cJf build/gpu-serve-bundle.tar.xz -C build/gpu-serve-bundle .
 
 .PHONY: gpu-site
 gpu-site:
 	@$(PYTHON) -c 'import torch, triton' || { echo "$(PYTHON) has no torch and triton; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
-	@if $(GPU_RUN) -c 'import msgspec, llguidance' 2>/dev/null; then exit 0; fi; \
-	if [ ! -d $(GPU_WHEELS) ]; then \
-		echo "msgspec and llguidance are missing; where there is a network: make gpu-wheels, then bring $(GPU_WHEELS) along" >&2; exit 1; fi; \
-	$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-		--target $(GPU_SITE) $(GPU_WHEELS)/*.whl
+	@for bundle in $(wildcard build/gpu-bundle.tar.xz build/gpu-serve-bundle.tar.xz); do \
+		$(PYTHON) -m tarfile --extract $$bundle $(GPU_SITE); done
+	@$(GPU_RUN) -c 'import msgspec, llguidance' || { \
+		echo "where there is a network: make gpu-bundle, then bring build/gpu-bundle.tar.xz along" >&2; exit 1; }
 
 .PHONY: test-gpu
 test-gpu: gpu-site ## The tests that need a GPU, with $(PYTHON): make test-gpu PYTHON=/opt/torch/bin/python3
@@ -147,8 +153,21 @@ test-gpu: gpu-site ## The tests that need a GPU, with $(PYTHON): make test-gpu P
 	$(GPU_RUN) -m pytest -m gpu tests/gpu $$workers -p no:cacheprovider --durations=10 $(PYTEST_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: gpu-site ## Measure on a GPU into benchmarks/results/gpu-*.json; ARGS="--only kernels", "--rehearse"
-	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
+bench-gpu: gpu-site ## Measure on a GPU into benchmarks/results/gpu-*; ARGS="first", "proof", "serve", "first --rehearse"
+	$(GPU_RUN) -m benchmarks.gpu.lease $(ARGS)
+
+# Releases of Triton, beside the installed one, that machines have: 3.6 comes with torch 2.11.
+GPU_TRITONS ?= 3.6.0
+GPU_TRITON_FOLDERS := $(addprefix build/triton-,$(GPU_TRITONS))
+
+build/triton-%: | $(VENV)/bin/python
+	$(PIP) install -q --no-deps --no-compile --target $@ triton==$*
+
+.PHONY: test-gpu-versions
+test-gpu-versions: dev $(GPU_TRITON_FOLDERS) ## Compile all kernels for sm_80 and sm_90 and rehearse, with every Triton of GPU_TRITONS
+	$(BIN)/python -m engine.kernels.compile_ahead --triton $(GPU_TRITON_FOLDERS) --write benchmarks/results/kernels_compiled_ahead.json
+	for folder in $(GPU_TRITON_FOLDERS); do \
+		PYTHONPATH=$$folder $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS); done
 
 .PHONY: redis
 redis:

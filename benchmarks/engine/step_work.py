@@ -53,7 +53,8 @@ _CONTEXT, _CHUNK, _PREFILL, _BLOCK = 1024, 512, 64, 16
 # None is what is drawn, so that every step goes on by one token.
 _DRAFTS = (7, 7, 7, 7)
 _MODULES = ("activation.triton_activation", "attention.triton_attention", "linear.triton_linear")
-_MORE_MODULES = ("linear.triton_dense", "norm.triton_norm", "rope.triton_rope", "sampling.triton_sampling")
+_MORE_MODULES = ("linear.triton_dense", "norm.triton_norm", "rope.triton_rope")
+_DRAW_MODULES = ("sampling.triton_filters", "sampling.triton_sampling")
 # Operations that make a view, or nothing: the device does not hear of them.
 _SILENT = {
     *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "narrow", "permute"),
@@ -116,7 +117,7 @@ def _stand_in(counts: Counter[str]) -> None:
         return torch.ones(packed(drawn).shape, dtype=torch.int64)
 
     DeviceDrawn.packed = readable
-    for name in (*_MODULES, *_MORE_MODULES):
+    for name in (*_MODULES, *_MORE_MODULES, *_DRAW_MODULES):
         module = importlib.import_module(f"engine.kernels.{name}")
         for attribute in [each for each in vars(module) if each.endswith("_kernel")]:
             setattr(module, attribute, _Kernel(counts))

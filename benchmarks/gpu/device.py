@@ -1,12 +1,13 @@
 """The device under measurement: its clock, its roofs, and a rehearsal of both on a CPU.
 
 In a rehearsal the same code runs over tiny shapes, kernels under Triton's interpreter; its figures mean
-nothing and are marked so.
+nothing and are marked so. While kernels are compiled ahead of a lease, work runs once and is not timed.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -43,8 +44,8 @@ class Roofs:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth that memory-bound work is held against: the higher of copying and reading."""
-        return max(self.copy_bytes_per_s, self.read_bytes_per_s)
+        """Bandwidth that memory-bound work is held against."""
+        return self.copy_bytes_per_s
 
     def fields(self) -> dict[str, float]:
         """For a report."""
@@ -56,10 +57,11 @@ class Roofs:
 
 
 class Gpu:
-    """One CUDA device, or the rehearsal of one."""
+    """One CUDA device, or the rehearsal of one. `compiles` says that nothing is measured, only compiled."""
 
-    def __init__(self, *, rehearses: bool) -> None:
-        self.rehearses = rehearses
+    def __init__(self, *, rehearses: bool, compiles: bool = False, limit_s: float = float("inf")) -> None:
+        self.rehearses, self.compiles = rehearses, compiles
+        self._ends_s = time.monotonic() + limit_s
         if not rehearses and not torch.cuda.is_available():
             raise SystemExit("no CUDA device; --rehearse runs the same code over tiny shapes")
         self.device = torch.device("cpu" if rehearses else "cuda", None if rehearses else 0)
@@ -68,6 +70,11 @@ class Gpu:
         self.budget_s = 0.0 if rehearses else 0.3
         if not rehearses:
             torch.cuda.set_device(0)
+
+    @property
+    def left_s(self) -> float:
+        """Time until the phase must have ended."""
+        return self._ends_s - time.monotonic()
 
     def pick(self, real: Any, rehearsed: Any) -> Any:
         """A size: the real one, or that of a rehearsal."""
@@ -82,7 +89,7 @@ class Gpu:
         except ImportError:
             triton_version = "none"
         facts: dict[str, Any] = {
-            "rehearsed": self.rehearses,
+            "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton_version,
             "num_cpus": os.cpu_count(),
@@ -108,10 +115,11 @@ class Gpu:
         that launches are not counted; what cannot be captured is timed as it is launched.
         """
         turns = [works] if callable(works) else list(works)
-        if self.rehearses:
+        if self.rehearses or self.compiles:
             began = time.perf_counter()
-            for work in turns:
+            for work in turns[:1] if self.compiles else turns:
                 work()
+            self.synchronize()
             return Timing(seconds=(time.perf_counter() - began) / len(turns), spread=0.0, how="rehearsal")
         for _ in range(2):
             for work in turns:
@@ -155,6 +163,8 @@ class Gpu:
 
     def roofs(self) -> Roofs:
         """Measured anew by whoever asks: a second or so."""
+        if self.compiles:
+            return Roofs(copy_bytes_per_s=1.0, read_bytes_per_s=1.0, bf16_flops_per_s=1.0)
         size = self.pick(1 << 30, 1 << 12)
         source = torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_()
         target = torch.empty_like(source)
@@ -166,10 +176,8 @@ class Gpu:
             torch.empty(edge, edge, dtype=torch.bfloat16, device=self.device).normal_() for _ in range(2)
         )
         product = self.time(lambda: left @ right, graph=False)
-        roofs = Roofs(
+        return Roofs(
             copy_bytes_per_s=2 * source.nbytes / copy.seconds,
             read_bytes_per_s=source.nbytes / read.seconds,
             bf16_flops_per_s=2 * edge**3 / product.seconds,
         )
-        print("  roofs: " + ", ".join(f"{key} {value:.4g}" for key, value in roofs.fields().items()))
-        return roofs

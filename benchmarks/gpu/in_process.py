@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.random_model import LLAMA_8B, TINY, drawn_weights, write_checkpoint
+from benchmarks.gpu.random_model import drawn_weights, shape_of, write_checkpoint
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import messages
 from engine.core.loop import EngineLoop
@@ -22,7 +25,14 @@ from engine.scheduler import Scheduler
 from engine.types import MemoryPlan, ModelFacts, Request, SamplingParams, TokenEvent
 from services.config import ModelConfig
 
+# Several engines fit beside one another with caches of this size.
+SMALL_CACHE_BYTES = 4 << 30
 Listener = Callable[[TokenEvent], None]
+# What a request asks for, by name.
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+}
 
 
 @dataclass
@@ -55,21 +65,30 @@ class InProcessEngine:
 
     def __init__(self, loop: EngineLoop, mailbox: Mailbox, memory: MemoryPlan, facts: ModelFacts) -> None:
         self.loop, self.mailbox, self.memory, self.facts = loop, mailbox, memory, facts
+        self.captures = False
         self._next_id = 1
         self._random = random.Random(0)
 
-    def submit(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """A request of so many tokens; returns its id."""
+    def submit(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        sampling: str = "greedy",
+        prompt: tuple[int, ...] | None = None,
+    ) -> int:
+        """A request of so many random tokens, or of `prompt`; returns its id, which is also its seed."""
         request_id, self._next_id = self._next_id, self._next_id + 1
         vocabulary = self.facts.vocab_size
-        prompt = tuple(self._random.randrange(vocabulary) for _ in range(num_prompt_tokens))
+        prompt = prompt or tuple(self._random.randrange(vocabulary) for _ in range(num_prompt_tokens))
         self.mailbox.commands.append(
             messages.Submit(
                 Request(
                     request_id=request_id,
                     external_id=str(request_id),
                     prompt_token_ids=prompt,
-                    sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                    sampling=SamplingParams(
+                        max_tokens=max_tokens, ignore_eos=True, seed=request_id, **DRAWS[sampling]
+                    ),
                     arrival_s=time.monotonic(),
                 )
             )
@@ -82,38 +101,68 @@ class InProcessEngine:
         for _ in range(4):
             self.loop.step()
 
+    def run_until(self, done: Callable[[], bool], limit_s: float = 120.0) -> None:
+        """Steps until `done`; raises RuntimeError when that takes longer than `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not done():
+            self.loop.step()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no progress in {limit_s:.0f} s")
 
-@contextlib.contextmanager
-def opened(gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int) -> Iterator[InProcessEngine]:
-    """An engine of the 8B shape (tiny in a rehearsal), `kind` being "bf16" or "fp8" (weights and KV)."""
-    shape = LLAMA_8B | (TINY if gpu.rehearses else {})
-    quantized: dict[str, Any] = {}
-    if kind == "fp8":
-        quantized = {"quantize": gpu.pick("fp8", "int8")}
-    config = EngineConfig(
-        device=gpu.device.type,
-        dtype=gpu.pick("bfloat16", "float32"),
-        native=gpu.pick("auto", "off"),
-        max_model_len=max_model_len,
-        scheduler=SchedulerConfig(
+
+def engine_config(
+    gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int, is_small: bool, **changes: Any
+) -> EngineConfig:
+    """Of an engine that serves one load at a time. `kind` "fp8" has weights and KV in fp8, "int4" weights."""
+    quantize = {"fp8": gpu.pick("fp8", "int8"), "int4": "int4"}.get(kind, "off")
+    settings: dict[str, Any] = {
+        "device": gpu.device.type,
+        "dtype": gpu.pick("bfloat16", "float32"),
+        "native": gpu.pick("auto", "off"),
+        "quantize": quantize,
+        "max_model_len": max_model_len,
+        "scheduler": SchedulerConfig(
             max_num_batched_tokens=gpu.pick(8192, 64),
             max_num_seqs=max_num_seqs,
-            # One load at a time: nobody else's time to first token is to be protected.
+            # Nobody else's time to first token is to be protected, and no plan depends on the clock.
             long_prefill_share=1.0,
+            step_target_ms=0.0,
             refuse_early=False,
         ),
-        cache=CacheConfig(
+        "cache": CacheConfig(
             kv_dtype="fp8" if kind == "fp8" else "auto",
             memory_fraction=0.92,
-            kv_cache_bytes=gpu.pick(0, 4 << 20),
+            kv_cache_bytes=gpu.pick(SMALL_CACHE_BYTES if is_small or gpu.compiles else 0, 4 << 20),
             prefix_caching=False,
         ),
-        **quantized,
-    )
+    }
+    return EngineConfig(**(settings | changes))
+
+
+@contextlib.contextmanager
+def opened(
+    gpu: Gpu,
+    *,
+    kind: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_layers: int = 0,
+    shape: Mapping[str, Any] | None = None,
+    is_small: bool = False,
+    **changes: Any,
+) -> Iterator[InProcessEngine]:
+    """An engine of the shape of `kind` (tiny in a rehearsal, of two layers while kernels are compiled), but
+    for what `shape` says, with weights drawn on the device, the same ones each time. `changes` are settings.
+    One that `is_small` leaves most of the memory to others.
+    """
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    config = engine_config(gpu, kind=kind, is_small=is_small, **limits, **changes)
+    _free(gpu)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoint(folder, shape)
+        write_checkpoint(folder, shape_of(gpu, kind, num_layers) | dict(shape or {}))
         began = time.monotonic()
+        torch.manual_seed(0)
         with drawn_weights():
             runner, memory, facts = build_here(config, ModelConfig(path=str(folder)), _quiet)
         print(
@@ -125,9 +174,21 @@ def opened(gpu: Gpu, *, kind: str, max_num_seqs: int, max_model_len: int) -> Ite
         scheduler = Scheduler(config.scheduler, config.cache, memory, model=str(folder), window=facts.window)
         loop = EngineLoop(scheduler, runner, mailbox, overlap=facts.device.startswith("cuda"))
         try:
-            yield InProcessEngine(loop, mailbox, memory, facts)
+            engine = InProcessEngine(loop, mailbox, memory, facts)
+            # Whether decode steps are captured, or are eager, or on no GPU.
+            engine.captures = getattr(runner.executor, "graphs", None) is not None
+            yield engine
         finally:
             runner.close()
+            del runner, loop, engine
+            _free(gpu)
+
+
+def _free(gpu: Gpu) -> None:
+    """Gives back what nobody holds: the engine asks the driver what is free."""
+    gc.collect()
+    if not gpu.rehearses:
+        torch.cuda.empty_cache()
 
 
 def _quiet(stage: str, fraction: float) -> None:

@@ -1,4 +1,4 @@
-"""Attention and row kernels, beside torch on the same shapes and what memory and matrix units give."""
+"""Attention, row kernels and draws, beside torch on the same shapes and what memory and matrix units give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.gpu import flashinfer_peer
 from benchmarks.gpu.device import Gpu, Roofs, Work
+from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, RaggedBatch
 from engine.kernels.attention.triton_attention import TritonAttention
@@ -22,13 +24,15 @@ TITLE = "Attention and row kernels"
 # Llama-3.1-8B: query heads, kv heads, head dim.
 HEADS = (32, 8, 128)
 BLOCK_SIZE = 16
+# Of bfloat16 against another kernel's.
+LARGEST_ERROR = 2e-2
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def run(gpu: Gpu, report: Report) -> None:
     """Prefill, decode, rows."""
     roofs = gpu.roofs()
-    report.fact(**roofs.fields())
+    report.row(what="roofs", **roofs.fields())
     for length, chunk in gpu.pick(
         [(2048, 2048), (8192, 8192), (8192, 1024), (32768, 2048)], [(40, 40), (50, 20)]
     ):
@@ -43,6 +47,9 @@ def run(gpu: Gpu, report: Report) -> None:
             )
     for rows in gpu.pick([128, 8192], [3]):
         _guarded(report, lambda rows=rows: _rows(gpu, report, roofs, rows))
+    for rows in gpu.pick([1, 16, 128], [2]):
+        for draw in DRAWS:
+            _guarded(report, lambda rows=rows, draw=draw: _draws(gpu, report, roofs, rows, draw))
 
 
 def _guarded(report: Report, measure: Callable[[], None]) -> None:
@@ -50,7 +57,7 @@ def _guarded(report: Report, measure: Callable[[], None]) -> None:
     try:
         measure()
     except Exception as error:
-        report.row(failed=f"{type(error).__name__}: {str(error)[:300]}")
+        report.failed(error)
 
 
 def filled_cache(
@@ -177,6 +184,16 @@ def _prefill(gpu: Gpu, report: Report, roofs: Roofs, length: int, chunk: int) ->
         best = min(best, baseline.seconds)
         report.row(**row, by=name, **baseline.fields(), of_matrix_rate=_rate(flops, baseline, roofs))
     assert expected is not None, "torch has a kernel for every shape"
+    if found := flashinfer_peer.timed(gpu, flashinfer_peer.prefill(cache, tables, q, length)):
+        theirs, baseline = found
+        best = min(best, baseline.seconds)
+        report.row(
+            **row,
+            by="flashinfer",
+            **baseline.fields(),
+            of_matrix_rate=_rate(flops, baseline, roofs),
+            relative_error=_error(theirs[0](), expected),
+        )
     for name, backend in backends().items():
         work = ours(backend, batch, q, cache)
         found = work()
@@ -186,9 +203,17 @@ def _prefill(gpu: Gpu, report: Report, roofs: Roofs, length: int, chunk: int) ->
             by=name,
             **timing.fields(),
             of_matrix_rate=_rate(flops, timing, roofs),
-            times_fastest_sdpa=best / timing.seconds,
-            relative_error=_error(found, expected),
+            times_fastest_peer=best / timing.seconds,
+            **_judged(report, _error(found, expected)),
         )
+
+
+def _judged(report: Report, error: float) -> dict[str, Any]:
+    """A row's error; one that no rounding explains makes its row a wrong result."""
+    if not error < LARGEST_ERROR:
+        report.num_wrong += 1
+        return {"relative_error": error, "wrong": f"at most {LARGEST_ERROR} was expected"}
+    return {"relative_error": error, "checked": True}
 
 
 def _rate(flops: float, timing: Any, roofs: Roofs) -> float:
@@ -222,6 +247,12 @@ def _decode(gpu: Gpu, report: Report, roofs: Roofs, batch: int, length: int, kin
         baseline = gpu.time(works)
         report.row(**row, by="torch SDPA", **baseline.fields(), of_bandwidth=_share(size, baseline, roofs))
         del dense, works
+        if found := flashinfer_peer.timed(gpu, flashinfer_peer.decode(caches, q, length)):
+            theirs, timing = found
+            share = _share(size, timing, roofs)
+            error = _error(theirs[0](), expected)
+            report.row(**row, by="flashinfer", **timing.fields(), of_bandwidth=share, relative_error=error)
+            baseline = min(baseline, timing, key=lambda each: each.seconds)
     for name, backend in backends().items():
         if name == "flash":
             continue  # decode rows are Triton's there, too
@@ -230,11 +261,11 @@ def _decode(gpu: Gpu, report: Report, roofs: Roofs, batch: int, length: int, kin
             for cache, tables in caches
         ]
         timing = gpu.time(steps)
-        extra = {}
+        extra: dict[str, Any] = {}
         if baseline is not None:
             extra = {
-                "times_sdpa": baseline.seconds / timing.seconds,
-                "relative_error": _error(steps[0](), expected),
+                "times_fastest_peer": baseline.seconds / timing.seconds,
+                **_judged(report, _error(steps[0](), expected)),
             }
         report.row(**row, by=name, **timing.fields(), of_bandwidth=_share(size, timing, roofs), **extra)
 
@@ -278,3 +309,44 @@ def _rows(gpu: Gpu, report: Report, roofs: Roofs, rows: int) -> None:
             of_bandwidth=_share(size, timing, roofs),
             times_torch=baseline.seconds / timing.seconds,
         )
+
+
+def _draws(gpu: Gpu, report: Report, roofs: Roofs, rows: int, draw: str) -> None:
+    """Tokens from logits: torch's largest, or its sort, sum and multinomial, and the engine's draw."""
+    from engine.kernels.sampling.triton_sampling import RowOptions, process
+    from engine.kernels.sampling.triton_sampling import draw as drawn
+
+    vocab_size, asked = gpu.pick(128_256, 500), DRAWS[draw]
+    size = rows * vocab_size * 4
+    copies = max(1, min(32, gpu.pick(300 << 20, 1) // size + 1))
+    inputs = [3 * torch.randn(rows, vocab_size, device=gpu.device) for _ in range(copies)]
+    numbers = torch.ones(rows, device=gpu.device)
+    options = RowOptions(
+        temperature=numbers * asked["temperature"],
+        min_p=numbers * 0,
+        top_k=(numbers * asked.get("top_k", 0)).int(),
+        top_p=numbers * asked.get("top_p", 1.0),
+        noise_keys=torch.arange(rows, device=gpu.device) * 7919,
+        filters=draw == "sampled",
+    )
+
+    def by_sorting(logits: Tensor) -> Tensor:
+        best, tokens = torch.sort(logits / asked["temperature"], dim=-1, descending=True)
+        chances = torch.softmax(best[:, : asked["top_k"]], -1)
+        chances = chances * (chances.cumsum(-1) - chances < asked["top_p"])
+        return tokens.gather(1, torch.multinomial(chances, 1))
+
+    def theirs(logits: Tensor) -> Tensor:
+        return logits.argmax(-1) if draw == "greedy" else by_sorting(logits)
+
+    row = {"what": "draw", "draw": draw, "rows": rows, "bytes": size}
+    baseline = gpu.time([lambda logits=logits: theirs(logits) for logits in inputs])
+    timing = gpu.time([lambda logits=logits: drawn(process(logits, options), options) for logits in inputs])
+    report.row(**row, by="torch", **baseline.fields(), of_bandwidth=_share(size, baseline, roofs))
+    report.row(
+        **row,
+        by="triton",
+        **timing.fields(),
+        of_bandwidth=_share(size, timing, roofs),
+        times_torch=baseline.seconds / timing.seconds,
+    )

@@ -25,9 +25,9 @@ GROUP = 128
 def run(gpu: Gpu, report: Report) -> None:
     """Decode batches and a prompt, each weight format beside bfloat16."""
     roofs = gpu.roofs()
-    report.fact(**roofs.fields())
+    report.row(what="roofs", **roofs.fields())
     shapes = gpu.pick(SHAPES, {"tiny": (64, 256)})
-    for rows in gpu.pick([1, 16, 128, 8192], [5]):
+    for rows in gpu.pick([1, 16, 64, 128, 8192], [5]):
         for name, (outputs, inputs) in shapes.items():
             _measure(gpu, report, roofs, name, rows, outputs, inputs)
 
@@ -46,7 +46,7 @@ def _measure(gpu: Gpu, report: Report, roofs: Roofs, name: str, rows: int, outpu
         try:
             timing = gpu.time(works())
         except Exception as error:
-            report.row(**row, by=kind, failed=f"{type(error).__name__}: {str(error)[:300]}")
+            report.failed(error, **row, by=kind)
             continue
         moved = weight_bytes + 2.0 * rows * (inputs + outputs)
         report.row(

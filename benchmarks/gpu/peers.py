@@ -18,13 +18,13 @@ def run(gpu: Gpu, report: Report) -> None:
     """Prefill, decode with a static cache, continuous batching; each may fail alone."""
     import transformers
 
-    report.fact(transformers=transformers.__version__)
+    report.row(what="peer", transformers=transformers.__version__)
     model = _model(gpu, transformers)
     for measure in (_prefill, _decode, _continuous):
         try:
             measure(gpu, report, model, transformers)
         except Exception as error:
-            report.row(what=measure.__name__.strip("_"), failed=f"{type(error).__name__}: {str(error)[:500]}")
+            report.failed(error, what=measure.__name__.strip("_"))
 
 
 def _model(gpu: Gpu, transformers: Any) -> Any:

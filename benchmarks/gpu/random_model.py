@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.device import Gpu
 from engine.model import reading
 from engine.model.weights import WeightReader
 
@@ -50,12 +51,77 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+# Qwen3-30B-A3B: experts and nothing else between the layers' attentions.
+QWEN3_30B: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# DeepSeek-V2-Lite: a latent cache, shared and routed experts behind one dense layer.
+DEEPSEEK_LITE: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+TINY_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+# By the kind of a measurement; whatever is not here is Llama's shape.
+SHAPES = {"moe": (QWEN3_30B, TINY | TINY_EXPERTS), "mla": (DEEPSEEK_LITE, TINY | TINY_EXPERTS | TINY_LATENT)}
+
+
+def shape_of(gpu: Gpu, kind: str, num_layers: int = 0) -> dict[str, Any]:
+    """The config.json of a kind of measurement, with `num_layers` layers where that is not 0."""
+    real, tiny = SHAPES.get(kind, (LLAMA_8B, TINY))
+    shape = real | (tiny if gpu.rehearses else {})
+    wanted = 2 if gpu.compiles else num_layers
+    return shape | ({"num_hidden_layers": min(wanted, shape["num_hidden_layers"])} if wanted else {})
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a Llama."""
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    """Names and shapes of the tensors."""
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -66,15 +132,71 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {
             f"{prefix}.input_layernorm.weight": (hidden,),
             f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
-            f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
-            f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
-            f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
-            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+            **_attention(f"{prefix}.self_attn", config),
+            **_feed_forward(f"{prefix}.mlp", config, layer),
         }
     return shapes
+
+
+def _attention(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    if "kv_lora_rank" in config:
+        rank, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        nope_dim, value_dim = config["qk_nope_head_dim"], config["v_head_dim"]
+        return {
+            f"{prefix}.q_proj.weight": (heads * (nope_dim + rope_dim), hidden),
+            f"{prefix}.kv_a_proj_with_mqa.weight": (rank + rope_dim, hidden),
+            f"{prefix}.kv_a_layernorm.weight": (rank,),
+            f"{prefix}.kv_b_proj.weight": (heads * (nope_dim + value_dim), rank),
+            f"{prefix}.o_proj.weight": (hidden, heads * value_dim),
+        }
+    keys = config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.q_proj.weight": (heads * dim, hidden),
+        f"{prefix}.k_proj.weight": (keys, hidden),
+        f"{prefix}.v_proj.weight": (keys, hidden),
+        f"{prefix}.o_proj.weight": (hidden, heads * dim),
+    }
+    if config["model_type"].startswith("qwen3"):
+        shapes |= {f"{prefix}.q_norm.weight": (dim,), f"{prefix}.k_norm.weight": (dim,)}
+    return shapes
+
+
+def _feed_forward(prefix: str, config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if "moe_intermediate_size" not in config or layer < config.get("first_k_dense_replace", 0):
+        return _gated(prefix, hidden, inner)
+    size = config["moe_intermediate_size"]
+    num_experts = config.get("n_routed_experts") or config["num_experts"]
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (num_experts, hidden)}
+    for index in range(num_experts):
+        shapes |= _gated(f"{prefix}.experts.{index}", hidden, size)
+    if config.get("n_shared_experts"):
+        shapes |= _gated(f"{prefix}.shared_experts", hidden, size * config["n_shared_experts"])
+    return shapes
+
+
+def _gated(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
+
+
+def weight_elements(config: dict[str, Any], num_tokens: int) -> tuple[int, int]:
+    """Elements that a step of so many tokens reads: of the layers, and of the head. Of experts, as many as so
+    many tokens choose when they choose evenly.
+    """
+    chosen = 1.0
+    if "moe_intermediate_size" in config:
+        count = config.get("n_routed_experts") or config["num_experts"]
+        chosen = 1.0 - (1.0 - config["num_experts_per_tok"] / count) ** num_tokens
+    layers = 0.0
+    for name, shape in tensors_of(config).items():
+        if name.startswith("model.layers") and len(shape) == 2:
+            layers += math.prod(shape) * (chosen if ".experts." in name else 1.0)
+    return int(layers), config["vocab_size"] * config["hidden_size"]
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -95,6 +217,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

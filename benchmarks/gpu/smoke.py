@@ -37,10 +37,9 @@ def run(gpu: Gpu, report: Report) -> None:
         try:
             said = check(gpu)
         except Exception as error:
-            report.row(what=name, failed=f"{type(error).__name__}: {str(error)[:400]}")
+            report.wrong(f"{type(error).__name__}: {str(error)[:400]}", what=name)
             continue
-        report.row(what=name, said=said, seconds=time.monotonic() - began)
-    report.fact(**gpu.roofs().fields())
+        report.row(what=name, said=said, seconds=time.monotonic() - began, checked=True)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> str:

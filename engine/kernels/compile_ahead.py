@@ -1,14 +1,21 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
-`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME]` prints registers per thread, spilled
-bytes and shared memory of each variant, and exits with 1 when one spills registers or asks for more shared
-memory than a block can have. The variants lie beside the kernels: calls of the launching functions in the
-shapes of real models, on torch's "meta" device. What is compiled is what such a call launches.
+`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME ...] [--triton FOLDER ...]` prints
+registers per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits
+with 1 when one does not compile, spills more than is stated here, asks for more shared memory than a block
+can have, or has its matrix products serialized. The variants lie beside the kernels: calls of the launching
+functions in the shapes of real models, on torch's "meta" device. What is compiled is what such a call
+launches. A folder holds another release of Triton, as `pip install --no-deps --target` leaves it; each has
+columns beside the installed one's (`make test-gpu-versions` brings them).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
@@ -40,22 +48,47 @@ from engine.kernels.sampling import variants as sampling
 # Shared memory that one block may ask for, in bytes.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 FIRST_ARCH_WITH_FLOAT8 = 89
+# Bytes of registers that a thread may spill, by release of Triton; none where nothing is stated. 3.6 spills
+# some in prefill attention over int8 and in float32, on sm_80.
+STATED_SPILLS = {"3.6.0": 96}
+# Hopper's own products of groups of warps, and bulk copies of tiles, as PTX writes them.
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tma": "cp.async.bulk.tensor"}
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the machine code of one variant uses."""
+    """What the machine code of one variant's kernel uses; the most of it, where launches differ."""
 
     name: str
     arch: int
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
+    triton: str
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    # Of INSTRUCTIONS, those that it has.
+    instructions: tuple[str, ...] = ()
+    # Whether the assembler makes matrix products wait for each other.
+    serialized: bool = False
+    # Why there is none.
+    failed: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether nothing spills and a block's shared memory suffices."""
-        return not self.spilled_bytes and self.shared_bytes <= SHARED_LIMIT[self.arch]
+        """Whether it compiles, spills no more than is stated, fits a block's shared memory, and its matrix
+        products do not wait for each other.
+        """
+        if self.failed or self.serialized or self.spilled_bytes > STATED_SPILLS.get(self.triton, 0):
+            return False
+        return self.shared_bytes <= SHARED_LIMIT[self.arch]
+
+    @property
+    def cells(self) -> str:
+        """Registers, spilled bytes, KiB of shared memory and Hopper's instructions, for a table."""
+        if self.failed:
+            return f"{'does not compile':<44}"
+        words = " ".join((*self.instructions, *(() if self.fits else ("does not fit",))))
+        return f"{self.registers:>5}{self.spilled_bytes:>8}{self.shared_bytes / 1024:>8.1f} {words:<22}"
 
 
 class AbsentGpu:
@@ -106,29 +139,68 @@ def noting_launches(arch: int) -> Iterator[list[tuple[str, Callable[[], Any]]]]:
         JITFunction.run = run
 
 
-def compile_all(archs: Sequence[int], only: str = "") -> list[Usage]:
-    """Usage of every variant on every architecture that has its types; of equal ones the first. Raises what
-    Triton raises for code that it cannot compile.
+def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[Usage]:
+    """Usage of the kernels of every variant whose name has one of `only`, on every architecture that has its
+    types.
     """
-    usages: dict[str, Usage] = {}
+    usages: dict[tuple[str, int], Usage] = {}
     for arch in archs:
         driver.set_active(AbsentGpu(arch))
         wanted: list[tuple[str, Callable[[], Any]]] = []
         for name, launch in variants(arch):
-            if only in name:
+            if any(part in name for part in only):
                 with noting_launches(arch) as launches:
                     launch()
                 wanted += [(f"{name}: {kernel}", compiles) for kernel, compiles in launches]
-        with ThreadPoolExecutor(2) as pool:
-            for (name, _), compiled in zip(wanted, pool.map(lambda pair: pair[1](), wanted), strict=True):
-                if compiled.hash not in usages:
-                    usages[compiled.hash] = _usage(name, arch, compiled)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for usage in pool.map(partial(_usage, arch), wanted):
+                known = usages.setdefault((usage.name, arch), usage)
+                usages[usage.name, arch] = _most(known, usage)
     return list(usages.values())
 
 
-def _usage(name: str, arch: int, compiled: Any) -> Usage:
+def _most(one: Usage, other: Usage) -> Usage:
+    """The most that either takes."""
+    return dataclasses.replace(
+        one,
+        registers=max(one.registers, other.registers),
+        spilled_bytes=max(one.spilled_bytes, other.spilled_bytes),
+        shared_bytes=max(one.shared_bytes, other.shared_bytes),
+        instructions=tuple(dict.fromkeys((*one.instructions, *other.instructions))),
+        serialized=one.serialized or other.serialized,
+        failed=one.failed or other.failed,
+    )
+
+
+def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
     """As the assembler reports it."""
+    name, compiles = wanted
+    usage = Usage(name=name, arch=arch, triton=triton.__version__)
+    try:
+        compiled = compiles()
+    except Exception as error:
+        # Each failure is a line of the table: the other kernels are wanted, too.
+        reasons = [each for each in (error, error.__cause__) if each is not None]
+        return dataclasses.replace(
+            usage, failed=" <- ".join(f"{type(each).__name__}: {each}" for each in reasons)
+        )
     ptx = str(compiled.asm["ptx"])
+    said = _assembled(ptx, arch)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+    return dataclasses.replace(
+        usage,
+        registers=max(registers, default=0),
+        spilled_bytes=sum(spilled),
+        shared_bytes=int(compiled.metadata.shared),
+        instructions=tuple(name for name, text in INSTRUCTIONS.items() if text in ptx),
+        serialized=SERIALIZED in said,
+    )
+
+
+@functools.cache
+def _assembled(ptx: str, arch: int) -> str:
+    """What the assembler says of a kernel."""
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None, "PTX names its target"
     with tempfile.TemporaryDirectory() as folder:
@@ -136,33 +208,63 @@ def _usage(name: str, arch: int, compiled: Any) -> Usage:
         source.write_text(ptx)
         assembler = str(get_ptxas(arch).path)
         command = [assembler, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel.cubin"]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
-    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
-    return Usage(
-        name=name,
-        arch=arch,
-        registers=max(registers, default=0),
-        spilled_bytes=sum(spilled),
-        shared_bytes=int(compiled.metadata.shared),
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def compiled_elsewhere(folder: Path, archs: Sequence[int], only: Sequence[str]) -> list[Usage]:
+    """The same by the Triton that lies in `folder`, in a process of its own."""
+    command = [sys.executable, "-m", "engine.kernels.compile_ahead", "--json", "--only", *only]
+    command += ["--arch", *(str(arch) for arch in archs)]
+    paths = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=False
     )
+    return [
+        Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in json.loads(done.stdout)
+    ]
+
+
+def as_json(usages: Sequence[Usage]) -> str:
+    """A list with a line for each kernel."""
+    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(usage)) for usage in usages) + "\n]"
+
+
+def show(usages: Sequence[Usage]) -> None:
+    """A line per variant's kernel and architecture, with columns for each release of Triton."""
+    releases = list(dict.fromkeys(usage.triton for usage in usages))
+    print(f"{'':80}" + "".join(f"  {'Triton ' + release:<44}" for release in releases))
+    print(f"{'kernel':74}{'arch':>6}" + f"  {' regs spilled     KiB of Hopper':<44}" * len(releases))
+    found = {(usage.name, usage.arch, usage.triton): usage for usage in usages}
+    for name, arch in dict.fromkeys((usage.name, usage.arch) for usage in usages):
+        cells = [found[name, arch, release].cells for release in releases if (name, arch, release) in found]
+        print(f"{name:74}{'sm_' + str(arch):>6}  " + "  ".join(cells))
+    for usage in usages:
+        if usage.failed:
+            print(f"\n{usage.name}, sm_{usage.arch}, Triton {usage.triton}: {usage.failed}")
 
 
 def main() -> int:
-    """Prints a line per variant; 1 when one does not fit."""
+    """Prints the table; 1 when a variant does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT), default=sorted(SHARED_LIMIT)
     )
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
+    parser.add_argument(
+        "--triton", type=Path, nargs="+", default=[], help="folders that hold other releases of Triton"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--write", type=Path, help="a file for the figures as JSON, beside the table")
     arguments = parser.parse_args()
     usages = compile_all(arguments.arch, arguments.only)
-    print(f"{'kernel':56}{'arch':>6}{'registers':>11}{'spilled':>9}{'shared KiB':>12}")
-    for usage in usages:
-        print(
-            f"{usage.name:56}{'sm_' + str(usage.arch):>6}{usage.registers:>11}{usage.spilled_bytes:>9}"
-            f"{usage.shared_bytes / 1024:>12.1f}{'' if usage.fits else '   does not fit'}"
-        )
+    for folder in arguments.triton:
+        usages += compiled_elsewhere(folder, arguments.arch, arguments.only)
+    if arguments.write is not None:
+        arguments.write.write_text(as_json(usages) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(as_json(usages))
+    else:
+        show(usages)
     return 0 if all(usage.fits for usage in usages) else 1
 
 

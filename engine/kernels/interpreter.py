@@ -15,7 +15,8 @@ import torch
 
 def round_as_hardware_does() -> None:
     """Conversions between floating-point types round to nearest even: the interpreter's own lose the carry of
-    a mantissa that rounds up, and cut bfloat16 off. Arithmetic of bfloat16 is its own.
+    a mantissa that rounds up, and cut bfloat16 off. Arithmetic of bfloat16 is its own. A block of one element
+    is a number, which Triton 3.6 and numpy 2.4 do not agree on.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,6 +42,13 @@ def round_as_hardware_does() -> None:
         return tensor.to(result_type).view(signed).numpy().view(result_bits).reshape(shape)
 
     interpreter._convert_float = convert
+    plain_tensor = interpreter._patch_lang_tensor
+
+    def make_tensor(tensor: Any, *scope: Any) -> None:
+        plain_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = make_tensor
     _compute_bfloat16(convert)
 
 

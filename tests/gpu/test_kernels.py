@@ -269,8 +269,7 @@ def test_draws_are_those_of_the_torch_sampler(device: torch.device, vocab_size: 
     equal = total = 0
     for seed in range(4):
         logits = drawn(rows, vocab_size, seed=seed) * 3
-        processed, _ = process(logits.to(device), there)
-        tokens, allowed = draw(processed, there)
+        tokens, _, allowed = draw(process(logits.to(device), there), there)
         assert bool(allowed.all())
         warm = logits / torch.where(parts["temperature"] > 0, parts["temperature"], 1.0)[:, None]
         filtered = apply_top_k_top_p(apply_min_p(warm, parts["min_p"]), parts["top_k"].long(), parts["top_p"])

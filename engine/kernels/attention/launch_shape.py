@@ -19,13 +19,17 @@ SMALLEST_TILE = 16
 WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
 # Converting a quantized cache takes registers.
 QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
-# Hopper's matrix units take wide steps, and its accumulators leave room for them.
-HOPPER_WHOLE_SHAPE = (128, 64, 8, 3)
+# Two groups of four warps keep Hopper's matrix units busy; the fifth stage is for the number of the block, so
+# that two steps of keys and values are on their way. A step is a whole block of 64, or part of a larger one.
+HOPPER_WHOLE_SHAPES = ((128, 64, 8, 5), (128, 64, 8, 3))
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
 # Eight warps have too few registers each for what a quantized cache of larger keys is converted to.
-QUANTIZED_SPLIT_SHAPE = (64, 32, 4, 3)
+QUANTIZED_SPLIT_SHAPE = (64, 16, 4, 3)
 # For latent attention, whose keys have 576.
 LATENT_SHAPE = (32, 32, 8, 2)
+# Where 64 heads or more share them, sums of 64 heads take half of the registers: the history is read half as
+# often as with 32, in shorter steps.
+LATENT_SPLIT_SHAPE = (64, 16, 8, 3)
 # Of four bytes, multiplied without matrix units: up to this size of a key.
 WIDE_SHAPES = {64: (32, 16, 4, 2), 128: (32, 16, 8, 2), 256: (16, 16, 8, 2), 1024: (16, 16, 8, 1)}
 
@@ -53,14 +57,15 @@ def launch_shape(
     largest, step, num_warps, num_stages = (
         WHOLE_SHAPES[key_dim > 128] if final else SPLIT_SHAPES[key_dim > 128]
     )
-    if final and kv != "plain" and key_dim <= 128:
+    if final and arch == "sm_90":
+        largest, step, num_warps, num_stages = HOPPER_WHOLE_SHAPES[key_dim > 128]
+    elif final and kv != "plain" and key_dim <= 128:
         largest, step, num_warps, num_stages = QUANTIZED_WHOLE_SHAPE
-    elif final and arch == "sm_90" and key_dim <= 128:
-        largest, step, num_warps, num_stages = HOPPER_WHOLE_SHAPE
     if not final and kv != "plain" and key_dim > 128:
         largest, step, num_warps, num_stages = QUANTIZED_SPLIT_SHAPE
     if key_dim > 256:
-        largest, step, num_warps, num_stages = LATENT_SHAPE
+        many = not final and kv == "plain" and group % LATENT_SPLIT_SHAPE[0] == 0
+        largest, step, num_warps, num_stages = LATENT_SPLIT_SHAPE if many else LATENT_SHAPE
     if wide:
         largest, step, num_warps, num_stages = next(
             shape for size, shape in WIDE_SHAPES.items() if key_dim <= size

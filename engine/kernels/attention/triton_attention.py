@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.attention.launch_shape import LaunchShape, launch_shape, next_smaller
 from engine.kernels.attention.ragged import AttentionOptions, DecodeBatch, RaggedBatch
@@ -181,6 +182,16 @@ class TritonAttention:
             arch=self._arch or arch_of(q.device),
         )
 
+    def _bulk(self, q: Tensor, cache: PlainCache | QuantizedCache, shape: LaunchShape) -> bool:
+        """Whether steps are fetched by Hopper's copy engine: each must be one piece of one block."""
+        if (self._arch or arch_of(q.device)) < "sm_90" or cache.block_size % shape.step:
+            return False
+        dims = [store.shape[-1] for store in (cache.keys, cache.values) if store is not None]
+        aligned = all(dim * cache.keys.element_size() % 16 == 0 for dim in dims)
+        main = cache.shared_value_dim if cache.values is None else dims[0]
+        # Columns beyond a key are filled with zeros, those of its tail are not.
+        return aligned and q.element_size() == 2 and main in (dims[0], _block(main))
+
     def _device_plan(self, window: int | None, q: Tensor, cache: PlainCache | QuantizedCache) -> DevicePlan:
         split, whole = (self._shape(q, cache, final=final) for final in (False, True))
         made = make_plan(
@@ -254,6 +265,8 @@ class TritonAttention:
         main = value_dim if shared else key_dim
         sizes = (main, key_dim - main, value_dim)
         shape = self._shape(q, cache, final=final)
+        bulk = final and self._bulk(q, cache, shape)
+        stored = _described(cache, main, shape.step) if bulk else _stored(cache)
         num_items, width = work[1].shape[1], self.num_heads // shape.heads
         programs = num_items
         if plan.num_listed is not None:
@@ -261,8 +274,7 @@ class TritonAttention:
         try:
             attention_kernel[(programs, width)](
                 *tensors,
-                cache.keys,
-                cache.keys if cache.values is None else cache.values,
+                *stored,
                 cache.scales if cache.scales is not None else stats,
                 sinks if sinks is not None else stats,
                 plan.tables,
@@ -288,6 +300,7 @@ class TritonAttention:
                 SOFT_CAP=options.soft_cap is not None,
                 WINDOW=options.window is not None,
                 SINKS=sinks is not None,
+                BULK=bulk,
                 FINAL=final,
                 LISTED=plan.num_listed is not None,
                 num_warps=shape.num_warps,
@@ -302,6 +315,28 @@ def _kv_of(cache: PlainCache | QuantizedCache) -> str:
     if not isinstance(cache, QuantizedCache):
         return "plain"
     return "int8" if cache.keys.dtype == torch.int8 else "fp8"
+
+
+def _stored(cache: PlainCache | QuantizedCache) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the kernel finds keys, their tails and values."""
+    return cache.keys, cache.keys, cache.keys if cache.values is None else cache.values
+
+
+def _described(
+    cache: PlainCache | QuantizedCache, main: int, step: int
+) -> tuple[TensorDescriptor | Tensor, ...]:
+    """The same for bulk copies of `step` vectors; what a kernel does not use is a tensor."""
+
+    def described(store: Tensor, size: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(store.view(-1, store.shape[-1]), [step, _block(size)])
+
+    keys = cache.keys
+    tail = keys.shape[-1] - main
+    return (
+        described(keys, main),
+        described(keys, tail) if tail else keys,
+        keys if cache.values is None else described(cache.values, cache.values.shape[-1]),
+    )
 
 
 def _programs_at_once(device: torch.device) -> int:

@@ -36,8 +36,65 @@ def _vectors(
 
 
 @triton.jit
+def _slots(
+    table,
+    start,
+    place,
+    there,
+    kv_head,
+    num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Where `place`, positions [start, start + STEP), lies in the cache, and the first of them. BULK: it lies
+    within a block, so that one number says where it begins; `first` means nothing without it.
+    """
+    first = start
+    if BULK:
+        block = tl.load(table + start // BLOCK_SIZE)
+        first = (block * num_kv_heads + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
+        slot = first + tl.arange(0, STEP)
+    else:
+        if MASKED:
+            block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+        else:
+            block = tl.load(table + place // BLOCK_SIZE)
+        slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
+    return slot, first
+
+
+@triton.jit
+def _capped(score, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores, and what they are multiplied by to be exp2's argument, in one rounding with the maximum's
+    subtraction.
+    """
+    factor = scale * LOG2_E
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
+        factor = LOG2_E
+    return score, factor
+
+
+@triton.jit
+def _visible(place, there, position, window, WINDOW: tl.constexpr, ALONE: tl.constexpr):
+    """Which positions each row of a tile sees. The only token of a tile sees all that lies between its begin
+    and end.
+    """
+    visible = there[None, :]
+    if not ALONE:
+        visible = visible & (place[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (place[None, :] > position[:, None] - window)
+    return visible
+
+
+@triton.jit
 def _advance(
     start,
+    begin,
     end,
     largest,
     weight,
@@ -52,43 +109,43 @@ def _advance(
     SCALED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    BULK: tl.constexpr,
+    ALONE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes positions [start, start + STEP) in. Unless MASKED, every row sees all of them; the arithmetic is
-    the same, so that no bit depends on which it was.
+    """Takes positions [start, start + STEP) in, of which those before `begin` and from `end` on may hold
+    anything. Unless MASKED, every row sees all of them; the arithmetic is the same, so that no bit depends on
+    which it was.
     """
     MAIN: tl.constexpr = SIZES[0]
     TAIL: tl.constexpr = SIZES[1]
     VALUE_DIM: tl.constexpr = SIZES[2]
     q_main, q_tail, position = query
-    table, keys, values, scales, kv_head, num_kv_heads = history
+    table, keys, tails, values, scales, kv_head, num_kv_heads = history
     scale, soft_cap, window = how
     DTYPE: tl.constexpr = q_main.dtype
     KEY_DIM: tl.constexpr = MAIN + TAIL
     place = start + tl.arange(0, STEP)
     there = place < end
-    if MASKED:
-        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+    if WINDOW:
+        there = there & (place >= begin)
+    slot, first = _slots(table, start, place, there, kv_head, num_kv_heads, BLOCK_SIZE, STEP, BULK, MASKED)
+    if BULK:
+        key = keys.load([first, 0]).to(DTYPE)
     else:
-        block = tl.load(table + place // BLOCK_SIZE)
-    slot = (block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
-    key = _vectors(keys, slot * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
+        key = _vectors(keys, slot.to(tl.int64) * KEY_DIM, there, 0, MAIN, SIZES[3], MASKED).to(DTYPE)
     score = tl.dot(q_main, tl.trans(key), input_precision="ieee")
     if TAIL > 0:
-        tail = _vectors(keys, slot * KEY_DIM, there, MAIN, TAIL, SIZES[4], MASKED).to(DTYPE)
+        if BULK:
+            tail = tails.load([first, MAIN]).to(DTYPE)
+        else:
+            tail = _vectors(tails, slot.to(tl.int64) * KEY_DIM, there, MAIN, TAIL, SIZES[4], MASKED).to(DTYPE)
         score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
     if SCALED:
-        score *= tl.load(scales + slot * 2, mask=there, other=0.0)[None, :]
-    # Scores are exp2's argument once multiplied by `factor`, in one rounding with the maximum's subtraction.
-    factor = scale * LOG2_E
-    if SOFT_CAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
-        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap * scale)) + 1.0))
-        factor = LOG2_E
+        score *= tl.load(scales + slot.to(tl.int64) * 2, mask=there, other=0.0)[None, :]
+    score, factor = _capped(score, scale, soft_cap, SOFT_CAP)
     if MASKED:
-        visible = there[None, :] & (place[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (place[None, :] > position[:, None] - window)
+        visible = _visible(place, there, position, window, WINDOW, ALONE)
         score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=1) * factor)
     # A row that sees nothing yet keeps minus infinity; zero stands in so that no NaN comes of it.
@@ -98,39 +155,57 @@ def _advance(
     weight = weight * shrink + tl.sum(share, axis=1)
     if SHARED_VALUE:
         value = key
+    elif BULK:
+        value = values.load([first, 0]).to(DTYPE)
     else:
-        value = _vectors(values, slot * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(DTYPE)
+        value = _vectors(values, slot.to(tl.int64) * VALUE_DIM, there, 0, VALUE_DIM, SIZES[5], MASKED).to(
+            DTYPE
+        )
+    if BULK and MASKED:
+        value = tl.where(there[:, None], value, 0.0)
     if SCALED:
         column: tl.constexpr = 0 if SHARED_VALUE else 1
-        share *= tl.load(scales + slot * 2 + column, mask=there, other=0.0)[None, :]
+        share *= tl.load(scales + slot.to(tl.int64) * 2 + column, mask=there, other=0.0)[None, :]
     total = tl.dot(share.to(DTYPE), value, total * shrink[:, None], input_precision="ieee")
     return higher, weight, total
 
 
 @triton.jit
-def _queries(
-    q,
-    rows,
-    positions,
-    first,
-    count,
-    num_heads,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    SIZES: tl.constexpr,
-):
-    """Of an item's tile: tokens, heads and which there are; vectors, main part and tail, and positions."""
+def _rows_of(rows, field, num_items, GROUP: tl.constexpr, TILE: tl.constexpr, AGAIN: tl.constexpr):
+    """Of an item's tile: tokens (one number where the tile has but one) and heads, and which there are. AGAIN
+    reads them anew: where results are stored need not lie in registers while they are computed.
+    """
     tile = tl.arange(0, TILE)
-    present = tile // GROUP < count
-    head = tl.program_id(1) * GROUP + tile % GROUP
-    token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
-    position = tl.load(positions + token, mask=present, other=0)
+    first = tl.load(field, volatile=AGAIN)
+    if TILE == GROUP:
+        present = tile < TILE
+        token = tl.load(rows + first)
+    else:
+        present = tile // GROUP < tl.load(field + num_items, volatile=AGAIN)
+        token = tl.load(rows + first + tile // GROUP, mask=present, other=0)
+    return token, tl.program_id(1) * GROUP + tile % GROUP, present
+
+
+@triton.jit
+def _of_tokens(numbers, token, present, GROUP: tl.constexpr):
+    """What `numbers` holds for each token of a tile."""
+    if present.shape[0] == GROUP:
+        found = tl.load(numbers + token)
+    else:
+        found = tl.load(numbers + token, mask=present, other=0)
+    return found
+
+
+@triton.jit
+def _queries(q, positions, token, head, present, num_heads, GROUP: tl.constexpr, SIZES: tl.constexpr):
+    """Of a tile's rows: main part and tail of each vector, and its position."""
+    position = tl.zeros_like(head) + _of_tokens(positions, token, present, GROUP)
     row = (token.to(tl.int64) * num_heads + head) * (SIZES[0] + SIZES[1])
     q_main = _vectors(q, row, present, 0, SIZES[0], SIZES[3], True)
     q_tail = q_main
     if SIZES[1] > 0:
         q_tail = _vectors(q, row, present, SIZES[0], SIZES[1], SIZES[4], True)
-    return token, head, present, q_main, q_tail, position
+    return q_main, q_tail, position
 
 
 @triton.jit
@@ -148,22 +223,38 @@ def _attend(
     SCALED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    BULK: tl.constexpr,
+    ALONE: tl.constexpr,
     FINAL: tl.constexpr,
 ):
     """Of positions [begin, end): maximum in powers of two, weight and unnormalized sum of each row."""
     TILE: tl.constexpr = present.shape[0]
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, SIZES[5]], tl.float32)
-    middle = begin
-    if FINAL and not WINDOW:
-        # Most of a prompt's history is seen by every row of a tile. (A part is too short for two loops.)
-        lowest = tl.min(tl.where(present, query[2], 2147483647), axis=0)
-        middle = begin + tl.maximum(tl.minimum(lowest + 1, end) - begin, 0) // STEP * STEP
-    for MASKED in tl.static_range(0 if FINAL and not WINDOW else 1, 2):
-        for start in range(middle if MASKED else begin, end if MASKED else middle, STEP):
+    # Triton 3.6 takes no element of a tuple for a shape, only a constant by its name.
+    WIDTH: tl.constexpr = SIZES[5]
+    total = tl.zeros([TILE, WIDTH], tl.float32)
+    # Steps begin at multiples of STEP, whatever a window leaves out: a row's sum does not depend on the rows
+    # beside it. Of the three loops, the first meets where windows begin, the last where rows end.
+    low = begin
+    if WINDOW:
+        low = begin // STEP * STEP
+    high = low
+    start = low
+    # A part is too short for several loops.
+    if FINAL:
+        position = tl.where(present, query[2], 2147483647)
+        high = tl.maximum((tl.minimum(tl.min(position, axis=0) + 1, end) // STEP) * STEP, low)
+        if WINDOW:
+            highest = tl.max(tl.where(present, query[2], 0), axis=0)
+            low = tl.minimum(tl.maximum(tl.cdiv(highest - how[2] + 1, STEP) * STEP, low), high)
+    for LOOP in tl.static_range((0 if WINDOW else 1) if FINAL else 2, 3):
+        lower = start if LOOP == 0 else (low if LOOP == 1 else high)
+        upper = low if LOOP == 0 else (high if LOOP == 1 else end)
+        for at in range(lower, upper, STEP):
             largest, weight, total = _advance(
-                start,
+                at,
+                begin,
                 end,
                 largest,
                 weight,
@@ -178,7 +269,9 @@ def _attend(
                 SCALED,
                 SOFT_CAP,
                 WINDOW,
-                MASKED,
+                BULK,
+                ALONE,
+                LOOP != 1,
             )
     return largest, weight, total
 
@@ -218,6 +311,7 @@ def attention_kernel(
     sums,
     stats,
     keys,
+    tails,
     values,
     scales,
     sinks,
@@ -245,6 +339,7 @@ def attention_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    BULK: tl.constexpr,
     FINAL: tl.constexpr,
     LISTED: tl.constexpr,
 ):
@@ -254,22 +349,21 @@ def attention_kernel(
 
     LISTED: num_items is room for so many items, num_listed [1] how many there are, and programs take turns.
     """
-    turns = 1
+    begin, end, stride = 0, 1, 1
     if LISTED:
-        turns = tl.cdiv(tl.load(num_listed) - tl.program_id(0), tl.num_programs(0))
-    for turn in range(turns):
-        field = fields + tl.program_id(0) + turn * tl.num_programs(0)
+        begin, end, stride = tl.program_id(0), tl.load(num_listed), tl.num_programs(0)
+    # What could be computed before the loop would take registers from it.
+    for turn in tl.range(begin, end, stride, disable_licm=True):
+        field = fields + (turn if LISTED else tl.program_id(0))
         sequence = tl.load(field + 2 * num_items)
-        token, head, present, q_main, q_tail, position = _queries(
-            q, rows, positions, tl.load(field), tl.load(field + num_items), num_heads, GROUP, TILE, SIZES
-        )
+        token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, False)
         table, kv_head = tables + sequence * table_stride, tl.program_id(1) // CHUNKS
         largest, weight, total = _attend(
             tl.load(field + 3 * num_items),
             tl.load(field + 4 * num_items),
             present,
-            (q_main, q_tail, position),
-            (table, keys, values, scales, kv_head, num_kv_heads),
+            _queries(q, positions, token, head, present, num_heads, GROUP, SIZES),
+            (table, keys, tails, values, scales, kv_head, num_kv_heads),
             (scale, soft_cap, window),
             SIZES,
             BLOCK_SIZE,
@@ -278,13 +372,16 @@ def attention_kernel(
             SCALED,
             SOFT_CAP,
             WINDOW,
+            BULK,
+            TILE == GROUP,
             FINAL,
         )
+        token, head, present = _rows_of(rows, field, num_items, GROUP, TILE, True)
         if FINAL:
             at = token.to(tl.int64) * num_heads + head
             _store_result(out, sinks, largest, weight, total, at, head, present, SIZES, SINKS)
         else:
-            number = tl.load(part_base + token, mask=present, other=0) + tl.load(field + 5 * num_items)
+            number = _of_tokens(part_base, token, present, GROUP) + tl.load(field + 5 * num_items)
             _store_part(
                 sums, stats, largest, weight, total, number.to(tl.int64) * num_heads + head, present, SIZES
             )

@@ -33,6 +33,9 @@ class Items:
     fields: NDArray[np.int32]  # [6, I] first in rows, number of rows, sequence, first and end position, part
 
 
+_NO_ITEMS = Items(rows=np.zeros(0, np.int32), fields=np.zeros((6, 0), np.int32))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
     """One step. Parts of row r are numbers part_base[r] to part_base[r] + part_count[r]."""
@@ -80,7 +83,7 @@ def make_plan(
     few = counts <= split_rows
     part_count = np.repeat(np.where(few, -(-ends // sizes), 0), counts)
     part_base = np.where(part_count > 0, np.cumsum(part_count) - part_count, 0)
-    small = np.flatnonzero(few)
+    small, large = np.flatnonzero(few), np.flatnonzero(~few)
     shared = np.zeros_like(ends)
     split: list[_Cut] = []
     for members, length in _shared_prefixes(batch, small, sizes):
@@ -89,10 +92,11 @@ def make_plan(
         for first in range(0, rows.size, split_rows):
             some = rows[first : first + split_rows]
             split.append(_cut_prefix(some, positions[some], int(members[0]), length, sizes, window))
-    split.append(_cut_histories(small, starts, counts, ends, shared, sizes, window))
+    if small.size:
+        split.append(_cut_histories(small, starts, counts, ends, shared, sizes, window))
     return AttentionPlan(
         split=_items(split),
-        whole=_items([_tiles(np.flatnonzero(~few), starts, counts, ends, tile_rows, window)]),
+        whole=_items([_tiles(large, starts, counts, ends, tile_rows, window)] if large.size else []),
         positions=positions.astype(np.int32),
         part_base=part_base.astype(np.int32),
         part_count=part_count.astype(np.int32),
@@ -203,6 +207,8 @@ def _tiles(
 
 
 def _items(cuts: list[_Cut]) -> Items:
+    if not cuts:
+        return _NO_ITEMS
     rows, fields = (np.concatenate(parts, axis=-1) for parts in zip(*cuts, strict=True))
     first = np.cumsum(fields[0]) - fields[0]
     fields = np.ascontiguousarray(np.concatenate((first[None], fields)), np.int32)

@@ -1,8 +1,8 @@
 """Launch shapes of the attention kernel that were measured, by what they depend on.
 
 `tuned.json` beside this file maps an architecture ("sm_90") to {"prefill 128/4 plain": [tile, step, warps,
-stages]}: the phase, the key's size, the heads of a group, how the cache is stored. `python -m benchmarks.gpu
---only tune` measures and writes such a file; what is not in it has the shapes that compile_ahead checks.
+stages]}: the phase, the key's size, the heads of a group, how the cache is stored. `python -m
+benchmarks.gpu.lease tune` measures and writes such a file; the rest has the shapes that compile_ahead checks.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def shape_for(
         return PLAIN_SHAPE if groups is None else replace(PLAIN_SHAPE, rows=groups.tile)
     if groups is None:
         return next((shape for most, shape in SHAPES if rows <= most), MANY_ROWS[sums])
-    of_tile = {shape.rows: shape for _, shape in SHAPES[:-1]}
+    # Three sums of 64 rows leave no registers for wide tiles.
+    of_tile = {shape.rows: shape for _, shape in (SHAPES if sums > 2 else SHAPES[:-1])}
     return of_tile.get(groups.tile, replace(MANY_ROWS[sums], rows=groups.tile))
 
 

@@ -31,7 +31,8 @@ def variants() -> Iterator[tuple[str, Callable[[], object]]]:
         product = linear.pack(weight)
         for count in ROWS:
             yield f"{name}, {count} rows", partial(product, _tensor(count, INPUTS))
-        yield f"{name} experts", partial(_experts, [weight] * EXPERTS, 5)
+        for count in (5, 1000):
+            yield f"{name} experts, {count} rows", partial(_experts, [weight] * EXPERTS, count)
     dense = DenseWeight(values=_tensor(OUTPUTS, INPUTS))
     for count in ROWS:
         yield f"experts, {count} rows each", partial(_experts, [dense] * EXPERTS, count * EXPERTS)

@@ -45,7 +45,7 @@ def _thresholds(logits: Tensor, keep: Tensor, top_p: Tensor, num_candidates: int
     mass = torch.exp(best.double() - total[:, None]).masked_fill(~inside, 0.0).cumsum(-1)
     # A token stays while the mass before it is below top_p; the first always does.
     before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
-    stays = inside & (before < top_p.double()[:, None])
+    stays = inside & ((before < top_p.double()[:, None]) | (top_p >= 1.0)[:, None])
     stays[:, 0] = True
     last = stays.sum(-1) - 1
     threshold = best.gather(1, last[:, None])[:, 0]

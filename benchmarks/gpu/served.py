@@ -1,0 +1,169 @@
+"""1,000 tokens in, 1,000 out, 256 at a time, through sockets: Envoy, gateways, tokenizer service and engine
+as `millrace up` starts them, load from processes of their own. What TensorRT-LLM publishes for this shape on
+an H200 in FP8 (Llama-3.1-8B, 1,000/1,000: 17,744 output tokens/s) stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.environment import is_there
+from benchmarks.gpu.in_process import DRAWS
+from benchmarks.gpu.random_model import shape_of, write_checkpoint
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.serving import PUBLISHED_TOKENS_PER_S
+
+ROOT = Path(__file__).resolve().parents[2]
+# Needed by the stack beside the engine's core; where one is missing, nothing is served through sockets.
+PACKAGES = (
+    "msgspec",
+    "httptools",
+    "uvicorn",
+    "opentelemetry.sdk",
+    "grpc_health",
+    "sqlalchemy",
+    "jsonschema_rs",
+)
+# How tokens of each run are drawn.
+RUNS = ("greedy", "greedy", "sampled", "greedy")
+CONFIG = """
+[model]
+path = "{folder}"
+name = "drawn"
+[supervisor]
+engines = 1
+gateways = {gateways}
+start_limit_s = 150
+[engine]
+device = "{device}"
+dtype = "{dtype}"
+native = "{native}"
+quantize = "{quantize}"
+max_model_len = {max_model_len}
+[engine.scheduler]
+max_num_batched_tokens = {max_num_batched_tokens}
+max_num_seqs = {max_num_seqs}
+refuse_early = false
+[engine.cache]
+kv_dtype = "{kv_dtype}"
+memory_fraction = 0.9
+kv_cache_bytes = {kv_cache_bytes}
+[gateway.admission]
+max_backlog_s = 100000.0
+[gateway.ledger]
+url = ""
+"""
+
+
+def run(gpu: Gpu, report: Report, *, kind: str) -> None:
+    """Runs of the same load until the time is up; the first also warms caches and connections."""
+    missing = [name for name in PACKAGES if not is_there(name)]
+    if not is_there("envoy") and shutil.which("envoy") is None:
+        missing.append("envoy")
+    if missing:
+        report.row(what="served", kind=kind, not_measured=f"not installed: {', '.join(missing)}")
+        return
+    from benchmarks.stack import running_stack
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_checkpoint(folder, shape_of(gpu, kind) | {"eos_token_id": 2})
+        # What requests that name a temperature alone are drawn with.
+        defaults = {name: DRAWS["sampled"][name] for name in ("top_p", "top_k")}
+        (folder / "generation_config.json").write_text(json.dumps(defaults), encoding="utf-8")
+        began = time.monotonic()
+        with running_stack(_config(gpu, folder, kind), environment=_environment()) as stack:
+            report.row(what="stack ready", kind=kind, seconds=time.monotonic() - began)
+            took = 0.0
+            for number, draw in enumerate(gpu.pick(RUNS, tuple(DRAWS))):
+                if gpu.left_s < 1.2 * took + 20:
+                    break
+                began = time.monotonic()
+                _measure(gpu, report, stack.url, folder, kind, draw, is_first=number == 0)
+                took = time.monotonic() - began
+
+
+def _environment() -> dict[str, str]:
+    """So that every process finds the project, and draws weights."""
+    paths = [str(ROOT / "benchmarks/gpu/drawn"), str(ROOT), str(ROOT / "services/stubs")]
+    paths += [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _config(gpu: Gpu, folder: Path, kind: str) -> str:
+    return CONFIG.format(
+        folder=folder,
+        gateways=gpu.pick(4, 1),
+        device=gpu.device.type,
+        dtype=gpu.pick("bfloat16", "float32"),
+        native=gpu.pick("auto", "off"),
+        quantize={"fp8": gpu.pick("fp8", "int8")}.get(kind, "off"),
+        max_model_len=gpu.pick(2100, 100),
+        max_num_batched_tokens=gpu.pick(8192, 64),
+        max_num_seqs=gpu.pick(256, 4),
+        kv_dtype="fp8" if kind == "fp8" else "auto",
+        kv_cache_bytes=gpu.pick(0, 4 << 20),
+    )
+
+
+def _measure(
+    gpu: Gpu, report: Report, url: str, folder: Path, kind: str, draw: str, *, is_first: bool
+) -> None:
+    """One run: several load generators, each a closed loop of its share."""
+    concurrency, requests, num_in, num_out = gpu.pick((256, 768, 1000, 1000), (3, 6, 20, 6))
+    if is_first:
+        requests = concurrency
+    generators = gpu.pick(4, 1)
+    files = [folder / f"load-{number}.json" for number in range(generators)]
+    command = [sys.executable, "-m", "services.cli", "bench", "run", "--url", url, "--key", "mr-dev-local"]
+    command += ["--requests", str(requests // generators), "--concurrency", str(concurrency // generators)]
+    command += ["--input-tokens", str(num_in), "--output-tokens", str(num_out), "--warmup", "0"]
+    command += ["--vocab-size", str(shape_of(gpu, kind)["vocab_size"])]
+    command += ["--temperature", str(DRAWS[draw]["temperature"])]
+    began = time.monotonic()
+    environment = os.environ | _environment()
+    processes = [
+        subprocess.Popen(
+            [*command, "--seed", str(number), "--json", str(file)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        for number, file in enumerate(files)
+    ]
+    try:
+        codes = [process.wait(timeout=max(5.0, gpu.left_s - 5)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    seconds = time.monotonic() - began
+    totals = [json.loads(file.read_text())["total"] for file in files]
+    # The slowest's: generators start within a moment of each other.
+    duration = max(total["duration_s"] for total in totals)
+    rate = sum(total["completion_tokens"] for total in totals) / duration
+    row = {
+        "what": "served through sockets" + (", first" if is_first else ""),
+        "kind": kind,
+        "sampling": draw,
+        "concurrency": concurrency,
+        "requests": sum(total["num_requests"] for total in totals),
+        "failed_requests": sum(total["num_failed"] for total in totals),
+        "seconds": seconds,
+        "output_tokens_per_s": rate,
+        "ttft_p50_ms": max((total["ttft_ms"] or {"p50": -1.0})["p50"] for total in totals),
+        "tpot_p50_ms": max((total["tpot_ms"] or {"p50": -1.0})["p50"] for total in totals),
+    }
+    if any(codes) or row["failed_requests"]:
+        report.wrong("requests failed", **row)
+    elif is_first and gpu.pick(True, False):
+        report.row(**row)
+    else:
+        report.row(**row, of_published=rate / PUBLISHED_TOKENS_PER_S)
