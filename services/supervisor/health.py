@@ -69,7 +69,7 @@ async def _keep_asking(child: ChildProcess, silence: ProcessSilence, limit_s: fl
 
 
 async def _serving(address: str) -> bool:
-    return await _ask(address, _LIMIT_S) == health_pb2.HealthCheckResponse.SERVING
+    return bool(await _ask(address, _LIMIT_S) == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def _ask(address: str, limit_s: float) -> int | None:

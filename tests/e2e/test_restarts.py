@@ -15,7 +15,7 @@ from tests.e2e.streaming import NUM_TOKENS, stream_tokens
 
 
 def is_back_after(stack: Stack, name: str, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Kills or stops a process; whether the supervisor says that it ended, and then that it is ready again."""
+    """Kills or stops a process; whether the supervisor says its end, and that it is ready again."""
     said = (f"{name} ended with signal SIGKILL", f"{name} is ready again")
     before = [stack.output.read_text().count(line) for line in said]
     os.kill(stack.pid(name), number)
