@@ -43,6 +43,7 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
             limits=settings.limits,
             memory_limit_bytes=settings.compile.memory_limit_bytes,
         ),
+        silence_limit_s=config.health.silence_limit_s,
     )
     metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
     compiler = GrammarCompiler(

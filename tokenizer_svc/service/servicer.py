@@ -151,8 +151,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         except TimeoutError as error:
             raise MillraceError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the prompt could not be prepared within {limit_s:.3g} s: rendering, encoding and the "
-                "grammar took longer; send less text or a simpler grammar, or retry when there is less load",
+                f"the prompt could not be prepared within {limit_s:.3g} s, the wait for its turn included; "
+                "retry when there is less load, or send less text or a simpler grammar",
                 field="input",
                 retry_after_s=1.0,
             ) from error
