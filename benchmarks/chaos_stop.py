@@ -23,6 +23,11 @@ KINDS = ("front", "core", "tokenizer", "worker", "gateway", "envoy")
 # Places where a control token might be spelled: so many of them are a worker's to look at.
 NUM_SPELLINGS = 8_400
 LEDGER_LIMIT_S = 10.0
+# Rates measured on short prompts would refuse the long ones.
+ADMISSION = """
+[gateway.admission]
+max_backlog_s = 100000.0
+"""
 
 
 def victims(stack: RunningStack, kind: str, num: int) -> list[int]:
@@ -56,6 +61,9 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
     clients = Clients(stack, options.streams, options.tokens, filler=filler)
     before = ledger_tokens(stack)
     expected = await clients.ask_all()
+    for each in expected:
+        if each.error:
+            raise SystemExit(f"an answer before anything was stopped failed: {each.error}")
     observed = Observed()
     asking = asyncio.create_task(clients.ask_until(time.monotonic() + options.seconds, expected, observed))
     # All have begun by then, and have not ended.
@@ -95,7 +103,7 @@ def stop_all_kinds(options: argparse.Namespace) -> None:
     """Prints a line for each kind as it is done."""
     num = str(NUM_EACH)
     rows = []
-    with running_stack(CONFIG, "--engines", num, "--gateways", num, "--simulated") as stack:
+    with running_stack(CONFIG + ADMISSION, "--engines", num, "--gateways", num, "--simulated") as stack:
         for kind in options.kinds.split(","):
             rows.append(asyncio.run(stop_one_kind(stack, kind, options)))
             print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
