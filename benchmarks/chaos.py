@@ -1,12 +1,16 @@
 """Engines die by SIGKILL, one after another, under running streams: does a client notice more than a pause?
 
 `python -m benchmarks.chaos [--seconds 120] [--bundled]`
+`python -m benchmarks.chaos --stop [--seconds 30] [--stop-seconds 75] [--victims 1] [--kinds front,core]`
 
 Starts a whole stack with three engines (simulated, or the bundled model with --bundled). Every client asks
 the same greedy question again and again; what the answer is was found out before, undisturbed, and once more
 as a control. Then one engine is killed every ten seconds, in turn, and the supervisor starts it again. Every
 answer whose stream began must arrive whole and equal, byte for byte. The longest pause is the longest time
 that a client waited for the next chunk of a stream that had begun.
+
+With --stop processes are stopped (SIGSTOP) instead, in a stack with two engines and two gateways: one kind
+after another, each once. The ledger's tokens are compared with those that clients got.
 """
 
 from __future__ import annotations
@@ -17,140 +21,15 @@ import contextlib
 import os
 import signal
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import msgspec
-
+from benchmarks.chaos_clients import CONFIG, Clients, Observed
+from benchmarks.chaos_stop import KINDS, stop_all_kinds
 from benchmarks.stack import RunningStack, running_stack, write_result
 from services.supervisor.config import BUNDLED_MODEL
 
 NUM_ENGINES = 3
 KILL_EVERY_S = 10.0
-CONFIG = """
-[supervisor]
-restart_delay_s = 0.2
-max_restart_delay_s = 1.0
-[engine.simulation]
-step_ms = 50.0
-"""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a client has read of one stream."""
-
-    text: str
-    finish_reason: str | None
-    completion_tokens: int
-    # Log-probability of every token. Another order of additions may change their last digits.
-    logprobs: tuple[float, ...] = field(default=(), compare=False)
-    # How the stream failed; "" for a whole one.
-    error: str = ""
-
-
-@dataclass
-class Observed:
-    """What all clients saw while engines died. Times are seconds."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    gaps_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    largest_logprob_change: float = 0.0
-
-    def note(self, answer: Answer, expected: Answer) -> None:
-        """One more stream has ended."""
-        self.num_tokens += answer.completion_tokens
-        if answer.error:
-            # A stream that never began was refused; one that began was lost.
-            self.outcomes["lost" if answer.text else "refused"] += 1
-            self.errors[answer.error[:200]] += 1
-        else:
-            whole = len(answer.logprobs) == answer.completion_tokens
-            self.outcomes["identical" if whole and answer == expected else "different"] += 1
-            for mine, theirs in zip(answer.logprobs, expected.logprobs, strict=False):
-                self.largest_logprob_change = max(self.largest_logprob_change, abs(mine - theirs))
-
-
-class Clients:
-    """`num` clients, each with a question of its own."""
-
-    def __init__(self, stack: RunningStack, num: int, num_tokens: int) -> None:
-        self.num = num
-        self._num_tokens = num_tokens
-        state = stack.state
-        self._model = state.model
-        self._http = httpx.AsyncClient(
-            base_url=stack.url,
-            headers={"authorization": f"Bearer {state.api_key}"},
-            timeout=120,
-            limits=httpx.Limits(max_connections=num),
-            trust_env=False,
-        )
-
-    async def ask(self, number: int, gaps_s: list[float]) -> Answer:
-        """One stream from its request to its end; adds the times between its chunks to `gaps_s`."""
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": f"Tell me story number {number}, please."}],
-            "temperature": 0,
-            # Simulated tokens depend on it; greedy ones of a model do not.
-            "seed": number,
-            "max_tokens": self._num_tokens,
-            "ignore_eos": True,
-            # A chunk for every token, also for those without text.
-            "logprobs": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        text, reason, tokens = "", None, 0
-        logprobs: list[float] = []
-        last_s = 0.0
-        try:
-            async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if response.status_code != 200:
-                        return Answer(text, reason, tokens, error=line)
-                    if not line.startswith("data: {"):
-                        continue
-                    now_s = time.perf_counter()
-                    if last_s:
-                        gaps_s.append(now_s - last_s)
-                    last_s = now_s
-                    event = msgspec.json.decode(line[6:])
-                    if "error" in event:
-                        return Answer(text, reason, tokens, error=str(event["error"]))
-                    for choice in event["choices"]:
-                        logprobs += [
-                            each["logprob"] for each in (choice["logprobs"] or {}).get("content", ())
-                        ]
-                        text += choice["delta"].get("content") or ""
-                        reason = choice["finish_reason"] or reason
-                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        except httpx.HTTPError as error:
-            return Answer(text, reason, tokens, error=repr(error))
-        return Answer(text, reason, tokens, tuple(logprobs))
-
-    async def ask_all(self) -> list[Answer]:
-        """Every question once, all at a time."""
-        return await asyncio.gather(*(self.ask(number, []) for number in range(self.num)))
-
-    async def ask_until(self, end_s: float, expected: Sequence[Answer], observed: Observed) -> None:
-        """Every question again and again; what has begun by `end_s` is read to its end."""
-
-        async def repeat(number: int) -> None:
-            while time.monotonic() < end_s:
-                observed.note(await self.ask(number, observed.gaps_s), expected[number])
-
-        await asyncio.gather(*(repeat(number) for number in range(self.num)))
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.aclose()
 
 
 async def kill_engines(stack: RunningStack, end_s: float) -> int:
@@ -212,8 +91,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=120, help="of every answer")
     parser.add_argument("--bundled", action="store_true", help="the model of this repository, not simulated")
+    parser.add_argument("--stop", action="store_true", help="stop processes instead of killing engines")
+    parser.add_argument("--stop-seconds", type=float, default=75.0, help="they would go on after so long")
+    parser.add_argument("--victims", type=int, default=1, help="processes of each kind that are stopped")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="what is stopped, in this order")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
+    if options.stop:
+        stop_all_kinds(options)
+        return
     served = ("--model", str(BUNDLED_MODEL)) if options.bundled else ("--simulated",)
     with running_stack(CONFIG, "--engines", str(NUM_ENGINES), *served) as stack:
         figures = asyncio.run(run(stack, options.streams, options.tokens, options.seconds))

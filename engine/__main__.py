@@ -16,7 +16,7 @@ from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 from observability.emit.tracing import Telemetry, setup
 from services import memory, tls
-from services.config import ModelConfig, SecurityConfig, load_section
+from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section
 from services.main import run, say_ready
 from services.server import GrpcServer, wait_for_signal
 
@@ -47,7 +47,8 @@ async def _run(tables: dict[str, Any], telemetry: Telemetry) -> int:
     model = load_section(tables, "model", ModelConfig)
     security = load_section(tables, "security", SecurityConfig)
     tls.use(security)
-    engine = EngineProcess(config, model, telemetry)
+    health = load_section(tables, "health", HealthConfig)
+    engine = EngineProcess(config, model, telemetry, health=health)
     server = GrpcServer(config.listen)
     servicer = EngineServicer(engine, security.secret(), security.max_context_age_s)
     server.add(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer, FULL_NAME)

@@ -49,7 +49,9 @@ class Gateway:
         self._pipeline: Pipeline | None = None
         self._fleet: Fleet | None = None
         self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
-        self._tokenizer = TokenizerClient(self._config.tokenizer)
+        self._tokenizer = TokenizerClient(
+            self._config.tokenizer, silence_limit_s=settings.health.silence_limit_s
+        )
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
@@ -155,6 +157,7 @@ class Gateway:
             model=self._settings.model.path,
             served_model=self._settings.model.served_name,
             routing=self._config.routing,
+            silence_limit_s=self._settings.health.silence_limit_s,
         )
         self._pipeline = Pipeline(
             model=self._settings.model,

@@ -21,7 +21,7 @@ from gateway.config import (
     TierConfig,
 )
 from services.addresses import is_this_machine
-from services.config import ModelConfig, SecurityConfig, decode_table, load_section
+from services.config import HealthConfig, ModelConfig, SecurityConfig, decode_table, load_section
 from services.errors import ConfigError
 
 # Names travel in headers, Redis keys and metric labels.
@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeysConfig
     envoy: EnvoyConfig
     security: SecurityConfig
+    health: HealthConfig
     model: ModelConfig
 
 
@@ -53,6 +54,7 @@ def load_settings(tables: Mapping[str, Any]) -> Settings:
         keys=load_section(tables, "keys", KeysConfig),
         envoy=load_section(tables, "envoy", EnvoyConfig),
         security=load_section(tables, "security", SecurityConfig),
+        health=load_section(tables, "health", HealthConfig),
         model=load_section(tables, "model", ModelConfig),
     )
     settings = _with_defaults(settings)

@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ SECTIONS = frozenset(
     {
         "model",
         "security",
+        "health",
         "tokenizer",
         "engine",
         "gateway",
@@ -92,6 +93,21 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "set it, or MILLRACE_SECURITY__CONTEXT_SECRET, to the same value for every service"
             )
         return text.encode()
+
+
+class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[health]`: when a process that does not end counts as dead. Shared by all services."""
+
+    # Services say something to one another several times in this many seconds, in the middle of long work
+    # too. One that does not is taken for dead: its streams go on elsewhere, and its parent replaces it.
+    silence_limit_s: Annotated[float, msgspec.Meta(ge=0.5)] = 4.0
+    # Longest step of an engine: a core that computes may be silent for so long.
+    step_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+    @property
+    def beat_s(self) -> float:
+        """How often something is said where there is nothing to say, in seconds."""
+        return self.silence_limit_s / 4
 
 
 def read_tables(path: Path | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

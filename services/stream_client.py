@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
 from services.channels import connect
 from services.outbox import Outbox
+from services.silence import Silence
 
 Item = TypeVar("Item")
 
@@ -31,8 +33,9 @@ async def run_stream(
     *,
     metadata: tuple[tuple[str, str], ...] = (),
     unavailable: Reason,
+    silence_limit_s: float = math.inf,
 ) -> None:
-    """One call on a connection of its own, until the peer ends it.
+    """One call on a connection of its own, until the peer ends it, or says nothing for `silence_limit_s`.
 
     `join` makes a message of what goes together; `take` is given every message and never waits.
     Nothing leaves the outbox before there is a connection. Raises what the peer refused, with `unavailable`
@@ -43,24 +46,29 @@ async def run_stream(
         # Bytes both ways: messages are built and read by whom they are for.
         make: Any = channel.stream_stream
         call = make(method)(metadata=metadata)
-        writer: asyncio.Task[None] | None = None
+        silence = Silence(silence_limit_s)
+        beside: list[asyncio.Task[None]] = []
         try:
             await call.wait_for_connection()
-            writer = asyncio.create_task(_write(call, outbox, join))
-            writer.add_done_callback(lambda done: _failure(done) and call.cancel())
+            beside.append(asyncio.create_task(_write(call, outbox, join)))
+            if silence_limit_s < math.inf:
+                beside.append(asyncio.create_task(_end_of_silence(silence, unavailable)))
+            for each in beside:
+                each.add_done_callback(lambda done: _failure(done) and call.cancel())
             while (message := await call.read()) is not EOF:
+                silence.heard()
                 take(message)
         except grpc.RpcError as error:
             raise _from_peer(error, unavailable) from error
         except asyncio.CancelledError:
-            # The caller's, or of the call alone, by a writer that failed.
-            broken, task = _failure(writer), asyncio.current_task()
+            # The caller's, or of the call alone, by what runs beside it.
+            broken, task = next(filter(None, map(_failure, beside)), None), asyncio.current_task()
             if broken is None or (task is not None and task.cancelling()):
                 raise
             raise broken from None
         finally:
-            if writer is not None:
-                writer.cancel()
+            for each in beside:
+                each.cancel()
             call.cancel()
 
 
@@ -70,10 +78,12 @@ async def _write(call: Any, outbox: Outbox[Item], join: Callable[[list[Item]], b
     await call.done_writing()
 
 
-def _failure(writer: asyncio.Task[None] | None) -> BaseException | None:
-    if writer is None or not writer.done() or writer.cancelled():
-        return None
-    return writer.exception()
+async def _end_of_silence(silence: Silence, unavailable: Reason) -> None:
+    raise MillraceError(unavailable, await silence.lasts(), retry_after_s=1.0)
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def _from_peer(error: grpc.RpcError, unavailable: Reason) -> MillraceError:

@@ -43,6 +43,7 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
             limits=settings.limits,
             memory_limit_bytes=settings.compile.memory_limit_bytes,
         ),
+        silence_limit_s=config.health.silence_limit_s,
     )
     metrics.set_function(names.COMPILES_WAITING, lambda: pool.num_waiting)
     compiler = GrammarCompiler(
@@ -69,6 +70,7 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
         max_context_age_s=config.security.max_context_age_s,
         allow_unsigned=settings.allow_unsigned,
         prepare_limit_s=settings.limits.max_prepare_s,
+        beat_s=config.health.beat_s,
     )
     # Threads that handle texts give way to the event loop sooner than after Python's 5 ms.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.config import ModelConfig, SecurityConfig, load_section
+from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section
 from services.errors import ConfigError
 
 # Checkpoint whose tokenizer stands in when none is at hand.
@@ -80,6 +80,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: TokenizerConfig
     model: ModelConfig
     security: SecurityConfig
+    health: HealthConfig
 
 
 def load(tables: dict[str, Any]) -> ServiceConfig:
@@ -88,6 +89,7 @@ def load(tables: dict[str, Any]) -> ServiceConfig:
         tokenizer=load_section(tables, "tokenizer", TokenizerConfig),
         model=load_section(tables, "model", ModelConfig),
         security=load_section(tables, "security", SecurityConfig),
+        health=load_section(tables, "health", HealthConfig),
     )
     compile_config = config.tokenizer.compile
     if compile_config.workers < 1:

@@ -1,4 +1,4 @@
-"""The front's view of the core process: started, fed, listened to, and noticed when it dies."""
+"""The front's view of the core process: started, fed, listened to, and noticed when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 
 from engine.core import messages
 from engine.core.frames import FrameBuffer, encode
+from services.hang import ProcessSilence
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class CoreClient:
         # Set for good when the core has ended, with what is known of why.
         self.ended = asyncio.Event()
         self.end_cause = ""
+        self._silence: ProcessSilence | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -57,12 +60,27 @@ class CoreClient:
         )
         self.send(self._start)
 
+    def watch(self, silence_limit_s: float, step_limit_s: float) -> None:
+        """From now on a core that reports nothing is killed: after `silence_limit_s` seconds, or after
+        `step_limit_s` where it computes. It reports every second, except in the middle of a step.
+        """
+        self._silence = ProcessSilence(silence_limit_s, self.pid, step_limit_s, waits_for_children=True)
+        self._watcher = asyncio.create_task(self._kill_if_hung(self._silence))
+
+    async def _kill_if_hung(self, silence: ProcessSilence) -> None:
+        why = await silence.lasts()
+        assert self._process is not None
+        self.end_cause = f"it hung and was killed: {why}"
+        self._process.kill()
+
     def send(self, command: messages.Command) -> None:
         """Queues a command; does nothing once the core has ended."""
         if self._socket is not None and not self.ended.is_set():
             self._socket.write(encode(command))
 
     def _take(self, payload: bytes) -> None:
+        if self._silence is not None:
+            self._silence.heard()
         self.on_report(self._decoder.decode(payload))
 
     async def listen(self) -> None:
@@ -71,13 +89,19 @@ class CoreClient:
         assert self._process is not None
         await self._socket.closed
         code = await self._process.wait()
-        self.end_cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        self._leave_alone()
+        self.end_cause = self.end_cause or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
         self.ended.set()
+
+    def _leave_alone(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
 
     async def stop(self) -> None:
         """Asks the core to end and waits; kills it when it does not."""
         if self._process is None or self._socket is None:
             return
+        self._leave_alone()
         self.send(messages.Stop())
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_GRACE_S)

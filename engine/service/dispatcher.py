@@ -143,6 +143,16 @@ class Dispatcher:
         if seen:
             self._deferred.call(self._trace, seen, now)
 
+    def beat(self, quiet_s: float) -> None:
+        """Says the load again to gateways that have heard nothing for `quiet_s` seconds."""
+        now = time.monotonic()
+        load = None if self.load is None else load_fields(self.load, draining=self.draining)
+        for stream in list(self.streams):
+            if now - stream.last_sent_s >= quiet_s:
+                stream.put(self._last_step_id, [], load, now)
+                if not stream.is_open:
+                    self.close(stream)
+
     def core_lost(self, failure: RequestFailure) -> None:
         """The core is gone: every open request ends here. Gateways learn it from the end of their streams,
         the one sign that they have for any loss of an engine, and continue elsewhere.

@@ -18,7 +18,7 @@ from engine.service.dispatcher import Dispatcher
 from engine.service.metrics import EngineMetrics
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.config import ModelConfig
+from services.config import HealthConfig, ModelConfig
 from services.deferred import Deferred
 from services.errors import ConfigError
 from services.vocabulary import checkpoint_fingerprint
@@ -38,9 +38,11 @@ class EngineProcess:
         model: ModelConfig,
         telemetry: Telemetry,
         core_client: type[CoreClient] = CoreClient,
+        health: HealthConfig | None = None,
     ) -> None:
         self.config = config
         self.model = model
+        self._health = health or HealthConfig()
         self.engine_id = f"{socket.gethostname()}-{os.getpid()}"
         self.core = core_client(messages.Start(config, model), log_level=telemetry.config.log_level)
         self.core.on_report = self._take_report
@@ -57,6 +59,7 @@ class EngineProcess:
         self._uncounted: list[tuple[messages.StepDone, dict[int, str]]] = []
         self._fingerprint = self._find_fingerprint()
         self._listener: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     def _find_fingerprint(self) -> str:
         """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
@@ -72,9 +75,18 @@ class EngineProcess:
         await self.core.start()
         self._listener = asyncio.create_task(self._listen())
         await self._ready
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        """Gateways hear that this process runs, also in the middle of a long step."""
+        while True:
+            await asyncio.sleep(self._health.beat_s)
+            self.dispatcher.beat(self._health.beat_s / 2)
 
     async def stop(self) -> None:
         """Ends the core."""
+        if self._beating is not None:
+            self._beating.cancel()
         await self.core.stop()
         if self._listener is not None:
             await self._listener
@@ -178,11 +190,21 @@ class EngineProcess:
                 _log.info("loading", extra={"stage": stage, "fraction": round(fraction, 3)})
             case messages.Ready():
                 self.metrics.ready(report, self.model.served_name, self.core.pid)
+                limit_s = self._health.silence_limit_s + self._pretended_step_s()
+                self.core.watch(limit_s, self._health.step_limit_s)
                 self._ready.set_result(report)
             case messages.Refused(message):
                 self._ready.set_exception(ConfigError(message))
             case messages.Broken(cause):
                 self._broken_cause = cause
+
+    def _pretended_step_s(self) -> float:
+        """Longest step of a simulated engine, which only waits while it pretends to compute."""
+        if not self.config.simulated:
+            return 0.0
+        simulation, num_tokens = self.config.simulation, self.config.scheduler.max_num_batched_tokens
+        per_token_s = 1 / simulation.tokens_per_s if simulation.tokens_per_s else 0.0
+        return simulation.step_ms / 1000 + num_tokens * per_token_s
 
     def _count(self) -> None:
         uncounted, self._uncounted = self._uncounted, []

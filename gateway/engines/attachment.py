@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -99,6 +100,7 @@ class Attachment:
         model: str = "",
         on_change: Callable[[Attachment], None] = lambda attachment: None,
         on_kv_events: Callable[[Attachment, list[KvEvent]], None] | None = None,
+        silence_limit_s: float = math.inf,
     ) -> None:
         self.target = target
         self.state = EngineState.CONNECTING
@@ -113,6 +115,8 @@ class Attachment:
         self._fingerprint = fingerprint
         # Name under which the model is served; "" takes every model of the vocabulary.
         self._model = model
+        # An engine that says nothing for so long is gone.
+        self._silence_limit_s = silence_limit_s
         self._on_change = on_change
         self._on_kv_events = on_kv_events
         self._handles = itertools.count(1)
@@ -223,6 +227,7 @@ class Attachment:
             self._take,
             metadata=trace_metadata(),
             unavailable=Reason.ENGINE_UNAVAILABLE,
+            silence_limit_s=self._silence_limit_s,
         )
         if self.info is None:
             raise MillraceError(

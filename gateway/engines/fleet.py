@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
@@ -41,12 +42,14 @@ class Fleet:
         model: str = "",
         served_model: str = "",
         routing: RoutingConfig,
+        silence_limit_s: float = math.inf,
     ) -> None:
         self._gateway = gateway
         self._fingerprint = fingerprint
         self._model = model
         self._served_model = served_model
         self.routing = routing
+        self._silence_limit_s = silence_limit_s
         self._use_prefixes = routing.policy == "prefix"
         self._attachments: dict[str, Attachment] = {}
         self._prefixes: dict[str, PrefixIndex] = {}
@@ -87,6 +90,7 @@ class Fleet:
                     gateway=self._gateway,
                     fingerprint=self._fingerprint,
                     model=self._served_model,
+                    silence_limit_s=self._silence_limit_s,
                     on_change=self._note_change,
                     on_kv_events=self._note_kv_events if self._use_prefixes else None,
                 )

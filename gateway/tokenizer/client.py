@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from services.channels import connect
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
+# So often a request is sent to a service that is lost before its answer.
+_MAX_SENT = 3
 # How long a request waits for a service that is gone to come back: as long as for an engine, by default.
 COMEBACK_S = 5.0
 # Preparing is milliseconds; compiling a hard grammar has its own, lower, limit in the service.
@@ -37,12 +40,14 @@ PREPARE_TIMEOUT_S = 30.0
 class TokenizerClient:
     """The tokenizer service of this deployment, serving one model."""
 
-    def __init__(self, target: str, *, comeback_s: float = COMEBACK_S) -> None:
+    def __init__(
+        self, target: str, *, comeback_s: float = COMEBACK_S, silence_limit_s: float = math.inf
+    ) -> None:
         self.target = target
         self._comeback_s = comeback_s
         self._channel = connect(target)
         self._stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._prepare = PrepareStreams(target)
+        self._prepare = PrepareStreams(target, silence_limit_s=silence_limit_s)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -109,21 +114,22 @@ class TokenizerClient:
         timeout_s: float,
     ) -> tokenizer_pb2.PrepareResponse:
         """The service's answer; one that is gone is waited for, within the request's own time."""
-        started_s = time.monotonic()
-        may_repeat = True
+        began_s = last_there_s = time.monotonic()
+        num_sent = 0
         while True:
-            remaining_s = timeout_s - (time.monotonic() - started_s)
+            remaining_s = timeout_s - (time.monotonic() - began_s)
             try:
                 return await self._prepare.call(request, *traceparent, remaining_s, tenant=tenant)
             except Unanswered as error:
-                if error.was_sent and not may_repeat:
-                    # Twice is enough: it may be this request that the service does not survive.
+                next_s = time.monotonic() + _RETRY_S * random.uniform(0.25, 0.5)
+                if error.was_sent:
+                    num_sent, last_there_s = num_sent + 1, time.monotonic()
+                if num_sent == _MAX_SENT:
+                    # Enough: it may be this request that the service does not survive.
+                    raise _lost(num_sent, error) from error
+                if next_s > last_there_s + self._comeback_s or next_s > began_s + timeout_s:
                     raise
-                may_repeat = may_repeat and not error.was_sent
-                pause_s = _RETRY_S * random.uniform(0.25, 0.5)
-                if time.monotonic() + pause_s - started_s > min(self._comeback_s, timeout_s):
-                    raise
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(next_s - time.monotonic())
 
     async def validate(self, model: str, schema_json: str, text: str, *, context: Any) -> Verdict:
         """Judges a finished text by a schema as it was sent. Raises what the service refused."""
@@ -158,6 +164,14 @@ class TokenizerClient:
             return await call
         except grpc.RpcError as error:
             raise _unreachable(from_rpc_error(error, unavailable=Reason.TOKENIZER_UNAVAILABLE)) from error
+
+
+def _lost(num_times: int, failure: MillraceError) -> MillraceError:
+    return MillraceError(
+        failure.reason,
+        f"lost {num_times} times while it prepared this request, the last time because {failure.message}",
+        retry_after_s=1.0,
+    )
 
 
 def _unreachable(failure: MillraceError) -> MillraceError:

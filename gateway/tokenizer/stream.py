@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 
 from millrace.tokenizer.v1 import tokenizer_pb2
@@ -52,9 +53,9 @@ class PrepareStreams:
     megabytes, neither for its way nor for room.
     """
 
-    def __init__(self, target: str) -> None:
-        self._small = PrepareStream(target)
-        self._large = PrepareStream(target)
+    def __init__(self, target: str, *, silence_limit_s: float = math.inf) -> None:
+        self._small = PrepareStream(target, silence_limit_s=silence_limit_s)
+        self._large = PrepareStream(target, silence_limit_s=silence_limit_s)
 
     async def close(self) -> None:
         """Ends both."""
@@ -80,8 +81,9 @@ class PrepareStreams:
 class PrepareStream:
     """The stream, opened with the first call and again after it broke; calls open on it then fail."""
 
-    def __init__(self, target: str, room: Room | None = None) -> None:
+    def __init__(self, target: str, room: Room | None = None, *, silence_limit_s: float = math.inf) -> None:
         self._target = target
+        self._silence_limit_s = silence_limit_s
         self._room = room or Room()
         self._ids = itertools.count(1)
         # The answers that are waited for, and the tickets of what asks for them.
@@ -170,6 +172,7 @@ class PrepareStream:
                 b"".join,
                 self._take,
                 unavailable=Reason.TOKENIZER_UNAVAILABLE,
+                silence_limit_s=self._silence_limit_s,
             )
         except MillraceError as error:
             failure = error

@@ -33,8 +33,8 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     drain_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # A process that ended is started again after this delay, doubled at every failure in a row ...
     restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
-    # ... up to this one.
-    max_restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    # ... up to this one: what kept it from starting (a full disk) may be over any time.
+    max_restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 3.0
     # How the kernel schedules the processes (Linux). "batch": one that is woken does not interrupt another,
     # which saves a fourth of the processor time of short requests where cores are few; but it waits for
     # whatever else computes. "auto" is batch with simulated engines, where it was measured, and normal with

@@ -16,7 +16,7 @@ from typing import Any
 from services import tls
 from services.addresses import is_this_machine, join
 from services.compiler import find_compiler
-from services.config import ModelConfig, SecurityConfig, load_section, read_tables
+from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section, read_tables
 from services.resources import num_cores
 from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
@@ -45,6 +45,8 @@ class Layout:
     # Database of the local span store; empty when spans go elsewhere.
     trace_store: str
     state_directory: Path
+    # After so much silence a process counts as dead.
+    silence_limit_s: float
     envoy_config: Path
     collector: ProcessSpec | None
     tokenizer: ProcessSpec
@@ -120,6 +122,7 @@ class _Planner:
             model_name=model_name,
             trace_store=self._trace_store if collector else "",
             state_directory=self.state,
+            silence_limit_s=load_section(self.tables, "health", HealthConfig).silence_limit_s,
             envoy_config=envoy_config,
             collector=collector,
             tokenizer=tokenizer,
@@ -209,7 +212,7 @@ class _Planner:
         # Beside the receiver that OTEL_* variables name, if they do.
         self._set("observability.store_endpoint", listen)
         self.addresses["collector"] = {"otlp": listen}
-        return self._spec("collector", "observability", {}, drain_limit_s=5.0)
+        return self._spec("collector", "observability", {}, health=listen, drain_limit_s=5.0)
 
     def _plan_tokenizer(self, ports: Iterator[int]) -> ProcessSpec:
         listen = f"{_LOOPBACK}:{next(ports)}"

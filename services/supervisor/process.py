@@ -79,6 +79,7 @@ class ChildProcess:
         self._environment = environment
         self.log_path = log_path
         self.started_s = 0.0
+        self._num_dropped_bytes = 0
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[dict[str, str]] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -128,15 +129,25 @@ class ChildProcess:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)
         )
         try:
-            with self.log_path.open("ab", buffering=0) as log:
-                pending = b""
-                while data := await reader.read(_CHUNK_BYTES):
-                    log.write(data)
-                    if not ready.done():
-                        *lines, pending = (pending + data).split(b"\n")
-                        _look_for_ready(lines, ready)
+            pending = b""
+            while data := await reader.read(_CHUNK_BYTES):
+                self._append(data)
+                if not ready.done():
+                    *lines, pending = (pending + data).split(b"\n")
+                    _look_for_ready(lines, ready)
         finally:
             transport.close()
+
+    def _append(self, data: bytes) -> None:
+        """Adds to the log. What a full disk does not take is dropped, and told when there is room."""
+        if self._num_dropped_bytes:
+            data = b"(no room for %d bytes of output)\n%b" % (self._num_dropped_bytes, data)
+        try:
+            with self.log_path.open("ab", buffering=0) as log:
+                log.write(data)
+            self._num_dropped_bytes = 0
+        except OSError:
+            self._num_dropped_bytes += len(data)
 
     async def wait_ready_line(self) -> dict[str, str]:
         """The addresses of the `ready` line; raises ProcessEnded when the process ends before it."""

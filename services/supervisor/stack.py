@@ -16,11 +16,18 @@ from services.supervisor.edge import (
     wait_for_no_requests,
     wait_forwarding,
 )
-from services.supervisor.health import wait_healthy
+from services.supervisor.health import wait_healthy, wait_hung
 from services.supervisor.layout import Layout
 from services.supervisor.process import ChildProcess, ProcessEnded, describe_code
 from services.supervisor.report import StartReport
-from services.supervisor.state import ProcessState, RunState, own_create_time, remove_state, write_state
+from services.supervisor.state import (
+    FILE_NAME,
+    ProcessState,
+    RunState,
+    own_create_time,
+    remove_state,
+    write_state,
+)
 
 # Exit status of a service whose configuration cannot be used.
 _CONFIG_EXIT = 2
@@ -30,6 +37,7 @@ _FLUSH_LIMIT_S = 2.0
 # Envoy asks its gateways for their health several times a second.
 _FORWARD_LIMIT_S = 30.0
 _LOADING_INTERVAL_S = 0.25
+_STATE_RETRY_S = 1.0
 
 
 class StartFailed(Exception):
@@ -48,7 +56,7 @@ class Stack:
 
     def __init__(self, layout: Layout, announce: Callable[[str], None]) -> None:
         self.layout = layout
-        self._announce = announce
+        self._tell = announce
         logs = layout.state_directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self._children: dict[str, ChildProcess] = {}
@@ -58,6 +66,8 @@ class Stack:
             shared = {**layout.environment, **spec.environment}
             self._children[spec.name] = ChildProcess(spec, log, shared)
         self._tenders: list[asyncio.Task[None]] = []
+        # While the state file could not be written.
+        self._state_retry: asyncio.TimerHandle | None = None
 
     @property
     def healthy(self) -> bool:
@@ -126,7 +136,7 @@ class Stack:
         settings = self.layout.settings
         delay_s = settings.restart_delay_s
         while True:
-            code = await child.wait()
+            code = await self._end_of(child)
             # What it left behind (an engine's core process) holds ports and memory.
             child.kill()
             if child.age_s > settings.max_restart_delay_s:
@@ -138,6 +148,19 @@ class Stack:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, settings.max_restart_delay_s)
             await self._restart(child, settings)
+
+    async def _end_of(self, child: ChildProcess) -> int:
+        """The exit status of a process, once it has ended; one that hangs is killed."""
+        watching = asyncio.create_task(self._kill_if_hung(child))
+        try:
+            return await child.wait()
+        finally:
+            watching.cancel()
+
+    async def _kill_if_hung(self, child: ChildProcess) -> None:
+        why = await wait_hung(child, self.layout.silence_limit_s)
+        self._announce(f"{child.spec.name} hangs and is killed: {why}")
+        child.kill()
 
     async def _restart(self, child: ChildProcess, settings: SupervisorConfig) -> None:
         try:
@@ -151,6 +174,11 @@ class Stack:
             return
         self._write_state()
         self._announce(f"{child.spec.name} is ready again after {child.age_s:.1f} s")
+
+    def _announce(self, line: str) -> None:
+        # The disk that standard output goes to may be full.
+        with contextlib.suppress(OSError):
+            self._tell(line)
 
     def _write_state(self) -> None:
         layout = self.layout
@@ -169,14 +197,24 @@ class Stack:
             environment=dict(layout.environment),
             processes=processes,
         )
-        write_state(layout.state_directory, state)
+        if self._state_retry is not None:
+            self._state_retry.cancel()
+        try:
+            write_state(layout.state_directory, state)
+            self._state_retry = None
+        except OSError as error:
+            if self._state_retry is None:
+                self._announce(
+                    f"{FILE_NAME} tells of processes that ended: {error}; tried again until it can be"
+                )
+            # The processes go on without it.
+            self._state_retry = asyncio.get_running_loop().call_later(_STATE_RETRY_S, self._write_state)
 
     # --- the end ---
 
     async def stop(self) -> None:
         """Drains: no new connections, streams in flight finish, then all ends from the edge inwards."""
-        for tender in self._tenders:
-            tender.cancel()
+        self._leave_alone()
         await asyncio.gather(*self._tenders, return_exceptions=True)
         layout = self.layout
         with contextlib.suppress(httpx.HTTPError):
@@ -189,13 +227,17 @@ class Stack:
             await self._stop_all([layout.collector.name])
         remove_state(layout.state_directory)
 
+    def _leave_alone(self) -> None:
+        for each in (*self._tenders, self._state_retry):
+            if each is not None:
+                each.cancel()
+
     async def _stop_all(self, names: list[str]) -> None:
         await asyncio.gather(*(self._children[name].stop() for name in names))
 
     def kill(self) -> None:
         """Ends everything at once."""
-        for tender in self._tenders:
-            tender.cancel()
+        self._leave_alone()
         for child in self._children.values():
             child.kill()
         remove_state(self.layout.state_directory)

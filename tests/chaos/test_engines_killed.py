@@ -1,4 +1,6 @@
-"""Engines die by SIGKILL under running streams: every accepted stream completes, byte for byte the same."""
+"""Engines die by SIGKILL, or stand still by SIGSTOP, under running streams: every accepted stream completes,
+byte for byte the same.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ async def ask(client: openai.AsyncOpenAI, stack: Stack, number: int, under_way: 
     return Answer(text, finish_reason, usage, num_logprobs)
 
 
-async def ask_all(stack: Stack, kills: int) -> list[Answer]:
+async def ask_all(stack: Stack, *signals: signal.Signals) -> list[Answer]:
     async with openai.AsyncOpenAI(
         base_url=f"{stack.url}/v1", api_key=stack.state.api_key, max_retries=0, timeout=LIMIT_S
     ) as client:
@@ -71,9 +73,9 @@ async def ask_all(stack: Stack, kills: int) -> list[Answer]:
             asyncio.ensure_future(ask(client, stack, number, event)) for number, event in enumerate(begun)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
-        for number in range(kills):
-            name = f"engine-{number % 3}"
-            os.kill(stack.pid(name), signal.SIGKILL)
+        for index, number in enumerate(signals):
+            name = f"engine-{index}"
+            os.kill(stack.pid(name), number)
             back = f"{name} is ready again"
             assert await asyncio.to_thread(eventually, lambda back=back: back in stack.output.read_text()), (
                 stack.transcript()
@@ -81,11 +83,11 @@ async def ask_all(stack: Stack, kills: int) -> list[Answer]:
         return await asyncio.gather(*streams)
 
 
-def test_killed_engines_change_nothing_that_a_client_reads(engines: Stack) -> None:
-    undisturbed = asyncio.run(ask_all(engines, kills=0))
+def test_dead_engines_change_nothing_that_a_client_reads(engines: Stack) -> None:
+    undisturbed = asyncio.run(ask_all(engines))
     assert {answer.finish_reason for answer in undisturbed} == {"length"}
     assert {answer.num_logprobs for answer in undisturbed} == {NUM_TOKENS}
-    disturbed = asyncio.run(ask_all(engines, kills=3))
+    disturbed = asyncio.run(ask_all(engines, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL))
     assert disturbed == undisturbed
     engines.assert_nothing_leaked()
 

@@ -53,6 +53,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         max_context_age_s: float,
         allow_unsigned: bool,
         prepare_limit_s: float,
+        beat_s: float,
     ) -> None:
         self._preparer = preparer
         self._model = model
@@ -64,6 +65,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._max_context_age_s = max_context_age_s
         self._allow_unsigned = allow_unsigned
         self._limit_s = prepare_limit_s
+        self._beat_s = beat_s
         self._vocabulary = convert.vocabulary_response(
             preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
         )
@@ -83,7 +85,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             trace = context_from_traceparent(call.head.traceparent, call.head.tracestate)
             return await self._answer(call.request, trace, call.head.timeout_s or None)
 
-        async with aclosing(CallStream(answer, self._at_once).serve(requests)) as answers:
+        async with aclosing(CallStream(answer, self._at_once, self._beat_s).serve(requests)) as answers:
             async for message in answers:
                 yield message
 
@@ -149,8 +151,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         except TimeoutError as error:
             raise MillraceError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the prompt could not be prepared within {limit_s:.3g} s: rendering, encoding and the "
-                "grammar took longer; send less text or a simpler grammar, or retry when there is less load",
+                f"the prompt could not be prepared within {limit_s:.3g} s, the wait for its turn included; "
+                "retry when there is less load, or send less text or a simpler grammar",
                 field="input",
                 retry_after_s=1.0,
             ) from error

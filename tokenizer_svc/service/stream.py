@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -50,9 +51,13 @@ class CallStream:
     `at_once` is asked first, and raises nothing.
     """
 
-    def __init__(self, answer: Answer, at_once: AnswerAtOnce = lambda call: None) -> None:
+    def __init__(
+        self, answer: Answer, at_once: AnswerAtOnce = lambda call: None, beat_s: float = math.inf
+    ) -> None:
         self._answer = answer
         self._at_once = at_once
+        # How often a caller that waits is told that this process runs.
+        self._beat_s = beat_s
         # Answers, serialized. All of them are ready, so that nobody waits for as many as fit into a message.
         # How many there can be is decided where calls are read.
         self._outbox: Outbox[bytes] = Outbox(
@@ -70,12 +75,14 @@ class CallStream:
         """
         self._reader = asyncio.ensure_future(self._read(requests))
         self._reader.add_done_callback(lambda _: self._close_if_done())
+        beating = asyncio.ensure_future(self._beat())
         try:
             while answers := await self._outbox.take():
                 self._room.set()
                 yield stream_response(answers)
             self._reader.result()
         finally:
+            beating.cancel()
             self._reader.cancel()
             for task in self._tasks:
                 task.cancel()
@@ -103,6 +110,13 @@ class CallStream:
             while self._is_full():
                 self._room.clear()
                 await self._room.wait()
+
+    async def _beat(self) -> None:
+        while self._beat_s < math.inf:
+            await asyncio.sleep(self._beat_s)
+            if self._outbox.is_flushed:
+                # An answer to nobody.
+                self._outbox.put(b"")
 
     def _is_full(self) -> bool:
         num_in_work = len(self._tasks) + len(self._outbox)

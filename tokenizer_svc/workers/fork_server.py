@@ -21,6 +21,8 @@ from tokenizer_svc.workers.worker import LOWEST, NICENESS, ORDINARY, READY
 _HEADER_BYTES = 4
 # The first process has this long to load the vocabulary.
 _START_LIMIT_S = 60.0
+# It does nothing but copy itself, which takes milliseconds: after so long it hangs, and is replaced.
+_COPY_LIMIT_S = 5.0
 # Linux: of all threads, as the scheduler counts (CPUCLOCK_SCHED).
 _CPU_CLOCK = 2
 
@@ -85,7 +87,7 @@ class Worker:
     ) -> None:
         self._transport = transport
         self._replies = replies
-        self._pid = pid
+        self.pid = pid
         self._ready = ready
         # That it died before is found when it is used.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
@@ -108,8 +110,8 @@ class Worker:
         self.lowest |= wholly
         policy = os.SCHED_IDLE if wholly else os.SCHED_BATCH
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._pid, NICENESS)
-            os.sched_setscheduler(self._pid, policy, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
+            os.sched_setscheduler(self.pid, policy, os.sched_param(0))
 
     def stop(self) -> None:
         """It does not compute until `go_on`."""
@@ -208,7 +210,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(control, [kind], [theirs.fileno()])
-            pid = int.from_bytes(await self._receive(control, 4), "little")
+            async with asyncio.timeout(_COPY_LIMIT_S):
+                pid = int.from_bytes(await self._receive(control, 4), "little")
         replies = Replies()
         # Awaited before there is a connection: uvloop reads from one before it says that it is there, and a
         # worker may be ready by then.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import OrderedDict, deque
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import MillraceError, Reason
+from services.hang import ProcessSilence
 from tokenizer_svc.config import CompileConfig
 from tokenizer_svc.grammar.request import (
     EncodedGrammar,
@@ -72,11 +74,16 @@ class _Job(msgspec.Struct, eq=False):
         return self.held_s + (0.0 if self.held_at_s is None else now_s - self.held_at_s)
 
 
+class _WorkerHangs(Exception):
+    """A process stands still in the middle of a job."""
+
+
 class WorkerPool:
     """Runs requests in worker processes. Use from one event loop."""
 
-    def __init__(self, config: CompileConfig, setup: WorkerSetup) -> None:
+    def __init__(self, config: CompileConfig, setup: WorkerSetup, *, silence_limit_s: float = 4.0) -> None:
         self._config = config
+        self._silence_limit_s = silence_limit_s
         # Waiting jobs of each tenant; the first tenant in order is served next.
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._num_waiting = 0
@@ -116,6 +123,8 @@ class WorkerPool:
     async def start(self) -> None:
         """Starts all workers; raises when they cannot load the vocabulary."""
         self._idle = [await self._new() for _ in range(self._config.workers)]
+        # What came before there was a worker.
+        self._dispatch()
 
     async def close(self) -> None:
         """Kills all workers; jobs that wait or run are refused as DRAINING."""
@@ -235,7 +244,14 @@ class WorkerPool:
         try:
             if worker is None:
                 worker = await self._new(lowest=True)
-            reply, alive = await self._reply(worker, job)
+            try:
+                reply, alive = await self._reply(worker, job)
+            except _WorkerHangs:
+                # Nobody has seen a result of it. If the next one hangs too, it may be the request.
+                self._no_longer_long(job)
+                self._kill(worker)
+                worker = await self._new(lowest=slow)
+                reply, alive = await self._reply(worker, job)
             self._charge(job, reply, alive)
             if not job.done.done():
                 job.done.set_result(reply)
@@ -334,16 +350,19 @@ class WorkerPool:
     async def _within_limit(self, worker: Worker, job: _Job) -> bytearray:
         used_before_s, began_s = worker.processor_s(), time.monotonic()
         work = asyncio.ensure_future(worker.run(job.payload))
+        hang = asyncio.ensure_future(self._hang(worker, job))
         try:
             wait_s = job.limit_s
             while wait_s > 0:
-                waited_for: set[asyncio.Future[Any]] = {work, job.done}
+                waited_for: set[asyncio.Future[Any]] = {work, hang, job.done}
                 await asyncio.wait(waited_for, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
                     return work.result()
                 if job.done.done():
                     # Whoever asked is gone.
                     break
+                if hang.done():
+                    raise _WorkerHangs
                 left_s = job.limit_s - (worker.processor_s() - used_before_s)
                 until_s = began_s + job.limit_s * _MAX_STRETCH + job.total_held_s()
                 wait_s = min(left_s, until_s - time.monotonic())
@@ -351,8 +370,17 @@ class WorkerPool:
                     break
             raise TimeoutError
         finally:
+            hang.cancel()
             work.cancel()
             await asyncio.wait({work})
+
+    async def _hang(self, worker: Worker, job: _Job) -> None:
+        """Returns when the worker neither computes nor waits for a processor, though nobody holds it."""
+        silence = ProcessSilence(self._silence_limit_s, worker.pid, math.inf)
+        held_before_s = -1.0
+        while job.total_held_s() != held_before_s:
+            held_before_s = job.total_held_s()
+            await silence.lasts()
 
     def _charge(self, job: _Job, reply: WorkerReply, alive: bool) -> None:
         if alive:

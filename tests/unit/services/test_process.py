@@ -207,3 +207,24 @@ async def test_scheduling_is_that_of_all_threads_and_children(tmp_path: Path, is
     told = await asyncio.wait_for(part.wait_ready_line(), LIMIT_S)
     assert told == {"thread": expected, "child": expected}
     await part.wait()
+
+
+async def test_a_full_disk_keeps_nobody_from_starting() -> None:
+    """More output than a pipe holds, for a log that takes none."""
+    program = "print('x' * 300_000); print('ready part', flush=True); import time; time.sleep(600)"
+    part = ChildProcess(ProcessSpec(name="part", argv=(sys.executable, "-c", program)), Path("/dev/full"), {})
+    await part.start()
+    try:
+        assert await asyncio.wait_for(part.wait_ready_line(), LIMIT_S) == {}
+    finally:
+        part.kill()
+
+
+async def test_what_a_full_disk_did_not_take_is_told_when_there_is_room(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.symlink_to("/dev/full")
+    part = ChildProcess(ProcessSpec(name="part", argv=()), log, {})
+    part._append(b"lost\n")
+    log.unlink()
+    part._append(b"kept\n")
+    assert part.log_tail() == "(no room for 5 bytes of output)\nkept"

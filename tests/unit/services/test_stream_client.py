@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -116,6 +117,7 @@ class Talk:
         metadata: tuple[tuple[str, str], ...] = (),
         take: Callable[[bytes], None] | None = None,
         join: Callable[[list[bytes]], bytes] = b"".join,
+        silence_limit_s: float = math.inf,
     ) -> None:
         self.outbox: Outbox[bytes] = Outbox(len, max_together=1)
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -128,6 +130,7 @@ class Talk:
                 take or self.inbox.put_nowait,
                 metadata=metadata,
                 unavailable=Reason.ENGINE_UNAVAILABLE,
+                silence_limit_s=silence_limit_s,
             )
         )
         self.task.add_done_callback(lambda _: self.inbox.put_nowait(_END))
@@ -371,6 +374,17 @@ async def test_a_peer_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPa
         error = await talk.failure()
     assert error.reason is Reason.ENGINE_UNAVAILABLE
     assert "ping timeout" in error.message.lower()
+
+
+async def test_a_peer_that_says_nothing_is_given_up_and_told() -> None:
+    """Its connection is as good as ever."""
+    async with serving() as (service, _, address):
+        async with talking(address, "Hang", silence_limit_s=0.5) as talk:
+            assert await talk.take() == b"begun"
+            error = await talk.failure()
+        assert error.reason is Reason.ENGINE_UNAVAILABLE
+        assert error.message == "it said nothing for 0.5 s"
+        await asyncio.wait_for(service.cancelled.wait(), 20)
 
 
 async def test_a_message_above_the_limit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ class Service:
             "MILLRACE_MODEL__ALIASES": '["tiny"]',
             "MILLRACE_SECURITY__CONTEXT_SECRET": SECRET,
             "MILLRACE_TOKENIZER__LISTEN": "127.0.0.1:0",
+            # No message but answers, however long they take.
+            "MILLRACE_HEALTH__SILENCE_LIMIT_S": "3600",
             **settings,
         }
         self.process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -210,7 +211,7 @@ async def test_what_takes_long_gives_way_to_the_rest(patient: WorkerPool) -> Non
     (worker,) = patient._workers - set(patient._idle)
     while not worker.yielding:
         await asyncio.sleep(0.01)
-    assert os.getpriority(os.PRIO_PROCESS, worker._pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) > os.getpriority(os.PRIO_PROCESS, 0)
     running.cancel()
     await asked(patient)
     # Its priority cannot be taken back, so it does not serve others.
@@ -236,14 +237,14 @@ async def test_a_tenant_in_debt_is_served_by_workers_kept_for_that(
     monkeypatch.setattr("tokenizer_svc.workers.pool._MAX_STRETCH", 60.0)
     assert (await pool.run(QUICK, tenant="debtor")).built is not None
     (slowest,) = pool._idle_slow
-    assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
+    assert os.sched_getscheduler(slowest.pid) == os.SCHED_IDLE
     assert (await pool.run(request({"const": 1}), tenant="debtor")).built is not None
     assert pool._idle_slow == [slowest]
     monkeypatch.undo()
     # Long work does not raise it either.
     running = asyncio.ensure_future(pool.run(slow(10), tenant="debtor"))
     await asyncio.sleep(0.1)
-    assert os.sched_getscheduler(slowest._pid) == os.SCHED_IDLE
+    assert os.sched_getscheduler(slowest.pid) == os.SCHED_IDLE
     assert (await running).refused is not None
     # Others neither wait for it nor get it.
     assert fast <= set(pool._idle)
@@ -326,7 +327,7 @@ async def test_a_tenant_has_half_of_the_machine_at_ordinary_priority() -> None:
 
 def state(worker: Worker) -> str:
     """Of the process, as the kernel says it: R, S, T (stopped), ..."""
-    with open(f"/proc/{worker._pid}/stat", encoding="ascii") as stat:
+    with open(f"/proc/{worker.pid}/stat", encoding="ascii") as stat:
         return stat.read().rpartition(")")[2].split()[0]
 
 
@@ -395,11 +396,11 @@ async def test_a_worker_that_is_stopped_with_its_answer_on_the_way_goes_on(
 
 async def test_waking_a_worker_interrupts_nobody(pool: WorkerPool) -> None:
     assert (await pool.run(QUICK, tenant="a")).built is not None
-    assert {os.sched_getscheduler(each._pid) for each in pool._idle} == {os.SCHED_BATCH}
+    assert {os.sched_getscheduler(each.pid) for each in pool._idle} == {os.SCHED_BATCH}
 
 
 def page_faults(worker: Worker) -> int:
-    with open(f"/proc/{worker._pid}/stat", encoding="ascii") as stat:
+    with open(f"/proc/{worker.pid}/stat", encoding="ascii") as stat:
         return int(stat.read().rpartition(")")[2].split()[7])
 
 
@@ -422,9 +423,9 @@ async def test_new_workers_have_their_priority_from_the_start() -> None:
     fork_server = ForkServer(SETUP)
     for lowest, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_IDLE)):
         worker = await fork_server.worker(lowest=lowest)
-        assert os.sched_getscheduler(worker._pid) == policy
+        assert os.sched_getscheduler(worker.pid) == policy
         # What it rehearses at a low priority leaves its own as it was.
-        assert os.getpriority(os.PRIO_PROCESS, worker._pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, worker.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert (worker.yielding, worker.lowest) == (lowest, lowest)
         worker.kill()
     await fork_server.close()
@@ -434,7 +435,7 @@ async def test_long_work_has_the_lowest_priority_before_its_tenant_is_in_debt(pa
     running = asyncio.ensure_future(patient.run(slow(20), tenant="a"))
     await asyncio.sleep(0)
     (worker,) = patient._workers - set(patient._idle)
-    while os.sched_getscheduler(worker._pid) != os.SCHED_IDLE:
+    while os.sched_getscheduler(worker.pid) != os.SCHED_IDLE:
         assert not running.done()
         await asyncio.sleep(0.001)
     assert not patient.in_debt("a")
@@ -472,3 +473,55 @@ print("done")
 def test_long_work_offers_its_core_again_and_again() -> None:
     done = subprocess.run([sys.executable, "-c", COURTEOUS], check=False, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
+
+
+async def test_what_came_before_the_workers_is_done() -> None:
+    pool = WorkerPool(CompileConfig(workers=1), SETUP)
+    early = asyncio.create_task(pool.run(QUICK, tenant="a"))
+    await asyncio.sleep(0)
+    assert pool.num_waiting == 1
+    try:
+        await pool.start()
+        assert (await asyncio.wait_for(early, LIMIT_S)).built is not None
+    finally:
+        await pool.close()
+
+
+async def test_a_worker_that_stands_still_is_replaced_and_its_work_done() -> None:
+    pool = WorkerPool(CompileConfig(workers=2), SETUP, silence_limit_s=0.5)
+    await pool.start()
+    try:
+        before = {worker.pid for worker in pool._workers}
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        reply = await asyncio.wait_for(pool.run(QUICK, tenant="a"), LIMIT_S)
+        assert reply.built is not None
+        assert len(before & {worker.pid for worker in pool._workers}) == 1
+    finally:
+        await pool.close()
+
+
+async def test_work_that_every_worker_hangs_on_is_given_up() -> None:
+    pool = WorkerPool(CompileConfig(workers=1), SETUP, silence_limit_s=0.5)
+    await pool.start()
+    stopped: set[int] = set()
+    try:
+        asking = asyncio.create_task(pool.run(QUICK, tenant="a"))
+        # Before the loop has had a turn to write to a new one.
+        new = pool._new
+
+        async def stop_it(*, lowest: bool = False) -> Worker:
+            worker = await new(lowest=lowest)
+            os.kill(worker.pid, signal.SIGSTOP)
+            stopped.add(worker.pid)
+            return worker
+
+        pool._new = stop_it  # type: ignore[method-assign]
+        for worker in pool._workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(MillraceError) as given_up:
+            await asyncio.wait_for(asking, LIMIT_S)
+        assert given_up.value.reason is Reason.TOKENIZER_UNAVAILABLE
+        assert stopped
+    finally:
+        await pool.close()

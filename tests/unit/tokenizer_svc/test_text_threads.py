@@ -68,6 +68,7 @@ async def test_texts_of_a_tenant_in_debt_are_prepared_by_workers_of_the_lowest_p
         max_context_age_s=60.0,
         allow_unsigned=False,
         prepare_limit_s=300.0,
+        beat_s=300.0,
     )
 
     async def ids(tenant: str, text: str) -> list[int]:

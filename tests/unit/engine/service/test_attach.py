@@ -296,19 +296,33 @@ async def test_a_broken_runner_ends_every_stream_and_the_process() -> None:
         assert await asyncio.wait_for(engine.process.wait(), 30) == 70
 
 
-async def test_killing_the_core_ends_every_stream_and_the_process() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_dead_core_ends_every_stream_and_the_process(number: signal.Signals) -> None:
     async with start_engine(SIMULATION__STEP_MS="5") as engine:
         gateway = Gateway(engine)
         await gateway.hello()
         await gateway.submit(1, PROMPT, max_tokens=10_000)
         await gateway.until_begun()
-        os.kill(engine.core_pid, signal.SIGKILL)
+        os.kill(engine.core_pid, number)
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await gateway.until_ended(1)
         assert from_rpc_error(lost.value).reason is Reason.ENGINE_LOST
         assert await gateway.status() == grpc.StatusCode.UNAVAILABLE
         assert not await engine.serving()
         assert await asyncio.wait_for(engine.process.wait(), 30) == 70
+
+
+async def test_a_long_step_is_no_hang_and_gateways_hear_of_the_front_meanwhile() -> None:
+    async with start_engine(SIMULATION__STEP_MS="9000") as engine:
+        gateway = Gateway(engine)
+        await gateway.hello()
+        await gateway.submit(1, PROMPT, max_tokens=1)
+        num_beats = 0
+        while not (message := await gateway.call.read()).outputs.outputs:
+            num_beats += 1
+        # More than the core's own, which says the load once before the step.
+        assert num_beats > 3
+        assert message.outputs.outputs[0].token_ids == expected(1)
 
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:

@@ -85,6 +85,25 @@ async def test_an_engine_that_takes_nothing_is_lost_and_attached_again(
     assert attached.num_open == 0
 
 
+async def test_an_engine_that_says_nothing_is_lost_with_its_requests(
+    engine: tuple[Deaf, Attachment],
+) -> None:
+    _, speaking = engine
+    silent = Attachment(speaking.target, gateway="g", fingerprint="", silence_limit_s=0.5)
+    silent.start()
+    try:
+        await until(lambda: silent.state is EngineState.READY)
+        inbox: Inbox = Mailbox()
+        leg = silent.submit(submission(1), inbox)
+        (lost,) = await asyncio.wait_for(inbox.take(), 30)
+        assert isinstance(lost, Lost)
+        assert (lost.leg, lost.error) == (leg, None)
+        assert silent.num_open == 0
+        assert speaking.num_losses == 0
+    finally:
+        await silent.stop()
+
+
 async def test_an_attachment_that_is_stuck_can_still_be_stopped(engine: tuple[Deaf, Attachment]) -> None:
     _, attached = engine
     inbox: Inbox = Mailbox()

@@ -136,6 +136,8 @@ async def deployed(
 def _tables(tokenizer: GrpcServer, engines: list[GrpcServer], more: dict[str, Any]) -> dict[str, Any]:
     return {
         "security": {"context_secret": SECRET},
+        # The services of this rig say nothing that they were not asked for.
+        "health": {"silence_limit_s": more.get("silence_limit_s", 3600.0)},
         "model": {"name": "tiny", "aliases": ["default"]},
         "tiers": {"standard": more.get("tier", {}), "fast": {"priority": 5, **more.get("fast", {})}},
         "keys": more.get("keys", {}),

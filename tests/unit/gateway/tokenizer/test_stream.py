@@ -236,6 +236,21 @@ async def test_a_service_that_is_gone_is_waited_for() -> None:
     await server.stop(0)
 
 
+async def test_a_service_that_says_nothing_is_asked_again() -> None:
+    service = Service()
+    server = await served(service)
+    client = TokenizerClient(f"127.0.0.1:{server.port}", silence_limit_s=0.5)
+    held = asyncio.create_task(prepare_text(client, "holdhold"))
+    await service.holds.wait()
+    async with asyncio.timeout(20):
+        while service.num_streams == 1:
+            await asyncio.sleep(0.01)
+    service.released.set()
+    assert await held == (8,)
+    await client.close()
+    await server.stop(0)
+
+
 async def test_a_service_that_stays_away_is_waited_for_within_the_request_s_time() -> None:
     server = await served(Service())
     await server.stop(0)
@@ -250,14 +265,15 @@ async def test_a_service_that_stays_away_is_waited_for_within_the_request_s_time
         assert away.value.retry_after_s == 1.0
 
 
-async def test_a_request_that_the_service_does_not_survive_is_sent_twice_at_most() -> None:
+async def test_a_request_that_the_service_does_not_survive_is_sent_three_times_at_most() -> None:
     service = Service()
     server = await served(service)
     client = TokenizerClient(f"127.0.0.1:{server.port}")
     with pytest.raises(MillraceError) as lost:
         await prepare_text(client, "break")
     assert lost.value.reason is Reason.TOKENIZER_UNAVAILABLE
-    assert service.num_messages == 2
+    assert "lost 3 times while it prepared this request" in lost.value.message
+    assert service.num_messages == 3
     assert await prepare_text(client, "four") == (4,)
     await client.close()
     await server.stop(0)

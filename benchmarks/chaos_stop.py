@@ -1,0 +1,110 @@
+"""Processes stand still (SIGSTOP) under running streams: the part of `benchmarks.chaos` behind --stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import psutil
+from sqlalchemy import create_engine, func, select
+
+from benchmarks.chaos_clients import CONFIG, Clients, Observed
+from benchmarks.stack import RunningStack, running_stack, write_result
+from gateway.ledger.tables import REQUESTS
+
+# Engines, and gateways.
+NUM_EACH = 2
+KINDS = ("front", "core", "tokenizer", "worker", "gateway", "envoy")
+# Places where a control token might be spelled: so many of them are a worker's to look at.
+NUM_SPELLINGS = 8_400
+LEDGER_LIMIT_S = 10.0
+# Rates measured on short prompts would refuse the long ones.
+ADMISSION = """
+[gateway.admission]
+max_backlog_s = 100000.0
+"""
+
+
+def victims(stack: RunningStack, kind: str, num: int) -> list[int]:
+    """Process ids of `num` processes of a kind, or of as many as there are."""
+    pids = stack.pids()
+    match kind:
+        case "front" | "core":
+            fronts = [pids[f"engine-{index}"] for index in range(NUM_EACH)]
+            found = [child.pid for pid in fronts for child in psutil.Process(pid).children()[:1]]
+            found = fronts if kind == "front" else found
+        case "gateway":
+            found = [pids[f"gateway-{index}"] for index in range(NUM_EACH)]
+        case "worker":
+            (original,) = psutil.Process(pids["tokenizer"]).children()
+            # Whoever has worked last works next, which is the newest at first.
+            found = sorted((each.pid for each in original.children()), reverse=True)
+        case _:
+            found = [pids[kind]]
+    return found[:num]
+
+
+def ledger_tokens(stack: RunningStack) -> int:
+    """Completion tokens of every request in the ledger."""
+    with create_engine(stack.ledger_url).connect() as connection:
+        return connection.execute(select(func.sum(REQUESTS.c.completion_tokens))).scalar() or 0
+
+
+async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namespace) -> dict[str, object]:
+    """Reference, then one stop under streams; the figures of it."""
+    filler = "<" * NUM_SPELLINGS if kind == "worker" else ""
+    clients = Clients(stack, options.streams, options.tokens, filler=filler)
+    before = ledger_tokens(stack)
+    expected = await clients.ask_all()
+    for each in expected:
+        if each.error:
+            raise SystemExit(f"an answer before anything was stopped failed: {each.error}")
+    observed = Observed()
+    asking = asyncio.create_task(clients.ask_until(time.monotonic() + options.seconds, expected, observed))
+    # All have begun by then, and have not ended.
+    await asyncio.sleep(options.seconds / 10)
+    stopped = victims(stack, kind, options.victims)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    waking = asyncio.create_task(wake(stopped, options.stop_seconds))
+    await asking
+    await waking
+    await clients.close()
+    got = sum(each.completion_tokens for each in expected) + observed.num_tokens
+    ends_s = time.monotonic() + LEDGER_LIMIT_S
+    while ledger_tokens(stack) - before != got and time.monotonic() < ends_s:
+        await asyncio.sleep(0.1)
+    return {
+        "stopped": f"{len(stopped)} {kind}",
+        "streams": sum(observed.outcomes.values()),
+        **{name: observed.outcomes[name] for name in ("identical", "different", "lost", "refused")},
+        "longest_pause_s": round(max(observed.gaps_s), 2),
+        "longest_first_chunk_s": round(max(observed.first_s), 2),
+        "tokens": got,
+        "ledger_minus_tokens": ledger_tokens(stack) - before - got,
+        "errors": dict(observed.errors),
+    }
+
+
+async def wake(pids: Sequence[int], after_s: float) -> None:
+    """Lets those go on that have not been replaced."""
+    await asyncio.sleep(after_s)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def stop_all_kinds(options: argparse.Namespace) -> None:
+    """Prints a line for each kind as it is done."""
+    num = str(NUM_EACH)
+    rows = []
+    with running_stack(CONFIG + ADMISSION, "--engines", num, "--gateways", num, "--simulated") as stack:
+        for kind in options.kinds.split(","):
+            rows.append(asyncio.run(stop_one_kind(stack, kind, options)))
+            print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
+    write_result(options.json, {"seconds_stopped": options.stop_seconds, "rows": rows})
