@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.config import SchedulerConfig
-from engine.scheduler.fairness import Account, VirtualTokenCounters
+from engine.scheduler.fairness import Account, Places, VirtualTokenCounters
 from engine.scheduler.sequence import Sequence
 
 _INFINITY = float("inf")
@@ -59,11 +59,12 @@ class Line:
 class WaitingQueue:
     """Waiting sequences. Removal is lazy in the heaps; `_members` is the truth."""
 
-    def __init__(self, config: SchedulerConfig, counters: VirtualTokenCounters) -> None:
+    def __init__(self, config: SchedulerConfig, counters: VirtualTokenCounters, places: Places) -> None:
         self._config = config
         self._counters = counters
-        # Priority to the heaps of its tenants; preempted sequences have one of their own, under None.
-        self._heaps: dict[int, dict[str | None, list[_Entry]]] = {}
+        self._places = places
+        # Priority to the heaps of its tenants.
+        self._heaps: dict[int, dict[str, list[_Entry]]] = {}
         # The present entry of every member, in order of joining.
         self._members: dict[int, _Entry] = {}
         self._lines: dict[Account, Line] = {}
@@ -91,14 +92,21 @@ class WaitingQueue:
         """What waits in one tier, by tenant."""
         return {tenant: line for (each, tenant), line in self._lines.items() if each == priority}
 
+    def join(self, sequence: Sequence) -> None:
+        """Adds the first sequence of a new request."""
+        account = account_of(sequence)
+        if account not in self._lines:
+            self._counters.join(account, self.accounts_of(sequence.priority))
+        self.push(sequence)
+
     def push(self, sequence: Sequence) -> None:
-        """Adds a sequence; one that was preempted keeps its rank."""
+        """Adds a sequence; one that was preempted comes before its tenant's others."""
         request = sequence.group.request
-        tenant, deadline_s = None, 0.0
+        deadline_s = -_INFINITY
         if not sequence.took.num_preemptions:
-            tenant, deadline_s = request.tenant, request.ttft_deadline_s or _INFINITY
+            deadline_s = request.ttft_deadline_s or _INFINITY
         entry = _Entry(deadline_s, sequence.order, sequence, sequence.num_places, sequence.num_known)
-        heapq.heappush(self._heaps.setdefault(sequence.priority, {}).setdefault(tenant, []), entry)
+        heapq.heappush(self._heaps.setdefault(sequence.priority, {}).setdefault(request.tenant, []), entry)
         self._members[sequence.sequence_id] = entry
         if request.queue_deadline_s is not None and sequence.group.first_scheduled_s is None:
             margin_s = _DUE_SHARE * (request.queue_deadline_s - request.arrival_s)
@@ -173,20 +181,19 @@ class WaitingQueue:
         return oldest if now - oldest.group.request.arrival_s > self._config.aging_s else None
 
     def _first_of(self, priority: int, skipped: set[int]) -> Sequence | None:
-        best: tuple[tuple[float, float, tuple[int, int]], Sequence] | None = None
-        floor = self._counters.floor(priority)
+        best: tuple[tuple[float, bool, float, tuple[int, int]], Sequence] | None = None
         heaps = self._heaps[priority]
+        waiting = {tenant: line.weight for tenant, line in self.accounts_of(priority).items()}
+        fair = self._places.fair_per_weight(priority, waiting)
         for tenant, heap in list(heaps.items()):
             head = self._head(heap, skipped)
             if head is None:
                 if not heap:
                     del heaps[tenant]
                 continue
-            band = -_INFINITY
-            if tenant is not None:
-                ahead = self._counters.counter((priority, tenant)) - floor
-                band = ahead // self._config.fairness_band_tokens
-            key = (band, head.deadline_s, head.order)
+            account = (priority, tenant)
+            has_more = self._places.held(account) > fair * waiting[tenant]
+            key = (self._counters.band(account), has_more, head.deadline_s, head.order)
             if best is None or key < best[0]:
                 best = key, head.sequence
         return None if best is None else best[1]

@@ -102,6 +102,8 @@ class Sequence:
         self.prefill_end = len(self.token_ids)
         self.draft_token_ids: tuple[int, ...] = ()
         self.drafts_in_flight = False
+        # Preemptions that count towards the bound: all but those that share places among equal tenants.
+        self.num_forced = 0
         # Keeps its place whatever comes: aged, or preempted as often as is allowed.
         self.boosted = False
         # Was preempted as often as is allowed: comes back only with all blocks that it can still need.
@@ -195,6 +197,7 @@ class Sequence:
         child.order = (self.order[0], sequence_id)
         child.prefill_end = 0
         child.boosted, child.awaits_promise = self.boosted, self.awaits_promise
+        child.num_forced = self.num_forced
         child.beam_parent_id = self.sequence_id
         child.sum_logprob = self.sum_logprob + logprob
         child.beam_logprobs = (*self.beam_logprobs, TokenLogprobs(token_id, logprob))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.fairness import Places, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
@@ -58,6 +58,7 @@ class SchedulerState:
     cache: KvCache
     model: str
     counters: VirtualTokenCounters = field(init=False)
+    places: Places = field(default_factory=Places)
     waiting: WaitingQueue = field(init=False)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
     # Of the requests that ask for one.
@@ -85,8 +86,9 @@ class SchedulerState:
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
-        self.counters = VirtualTokenCounters(self.config.output_token_cost)
-        self.waiting = WaitingQueue(self.config, self.counters)
+        config = self.config
+        self.counters = VirtualTokenCounters(config.output_token_cost, config.fairness_band_tokens)
+        self.waiting = WaitingQueue(config, self.counters, self.places)
 
     def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
         """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
@@ -119,14 +121,21 @@ class SchedulerState:
         """A request joins the queue with its first sequence."""
         rate = self.arrivals.setdefault(sequence.priority, EventRate(_ARRIVAL_MEMORY_S))
         rate.count(now, sequence.num_places)
-        self.waiting.push(sequence)
+        self.waiting.join(sequence)
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
         sequence.status = Status.RUNNING
         if sequence.awaits_promise:
             self._promise(sequence)
+        self.places.take(account_of(sequence), sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.places.give(account_of(sequence))
+        self._promised.pop(sequence.sequence_id, None)
+        self._drop_runner_state(sequence)
 
     def _promise(self, sequence: Sequence) -> None:
         """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
@@ -164,11 +173,13 @@ class SchedulerState:
             if beam.status is Status.RUNNING:
                 self.preempt(beam, "kv_pressure", now, counts=counts)
 
-    def preempt(self, sequence: Sequence, cause: str, now: float, *, counts: bool = True) -> None:
-        """Takes a running sequence's blocks away; it goes on later, from its tokens."""
-        self.running.remove(sequence)
-        self._promised.pop(sequence.sequence_id, None)
-        self._drop_runner_state(sequence)
+    def preempt(
+        self, sequence: Sequence, cause: str, now: float, *, counts: bool = True, shares: bool = False
+    ) -> None:
+        """Takes a running sequence's blocks away; it goes on later, from its tokens. With `shares` it makes
+        room for an equal tenant, which is no step towards `max_preemptions`: its own keeps a share meanwhile.
+        """
+        self._stop_running(sequence)
         sequence.rewind()
         sequence.status = Status.WAITING
         sequence.waiting_for, sequence.waiting_since_s = cause, now
@@ -176,7 +187,8 @@ class SchedulerState:
             sequence.away_since_s = now
             sequence.took.num_preemptions += 1
             self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
-            if sequence.took.num_preemptions >= self.config.max_preemptions:
+            sequence.num_forced += not shares
+            if sequence.num_forced >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
         self.waiting.push(sequence)
@@ -235,9 +247,7 @@ class SchedulerState:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self._promised.pop(sequence.sequence_id, None)
-            self._drop_runner_state(sequence)
+            self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -309,6 +319,8 @@ class SchedulerState:
         assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
         assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
         assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        held = Counter(map(account_of, self.running))
+        assert held == self.places._held, "places and running sequences differ"
         ranks = [sequence.rank for sequence in self.running]
         assert ranks == sorted(ranks), "running sequences are out of rank"
         for sequence in live:

@@ -188,7 +188,7 @@ def test_preemptions_are_bounded_for_every_sequence(max_preemptions: int) -> Non
         memory=memory_plan(20, 4, 76), max_num_seqs=8, watermark=0.0, max_preemptions=max_preemptions
     )
     for index in range(30):
-        driver.submit(prompt(4, index), max_tokens=60, tenant=str(index % 3), priority=index % 2)
+        driver.submit(prompt(4, index), max_tokens=60, priority=index % 2)
     driver.run(20_000)
     driver.check_everything()
     for events in driver.events.values():
