@@ -92,7 +92,7 @@ class Admitter:
         if draft.under_way is None or draft.under_way.is_empty or sequence.is_beam:
             return False
         start, prefix = self._starting_point(draft, sequence)
-        if prefix is None or self._needs_every_position(sequence):
+        if prefix is None or sequence.needs_every_position:
             return False
         num_tokens = draft.under_way.num_tokens(sequence, start)
         if not num_tokens or num_tokens < _WORTH_WAITING * (sequence.num_known - start):
@@ -101,18 +101,13 @@ class Admitter:
         sequence.waits_for("", draft.now)
         return True
 
-    @staticmethod
-    def _needs_every_position(sequence: Sequence) -> bool:
-        """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
-        return sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is None
-
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
         if self._can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
         cache = self._state.cache
-        if self._needs_every_position(sequence):
+        if sequence.needs_every_position:
             return 0, Prefix()
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
         prefix = cache.find_prefix(

@@ -1,24 +1,38 @@
 """How long a new request would wait, decided once: when it is submitted.
 
 Whoever is accepted is kept until it is served, however long that takes; so the refusal must come here, and
-must foresee what a tier's queue limit forbids. Three things hold a request up:
+must foresee what a tier's limit forbids. Three things hold a request up:
 
-- places: those ahead of it need places in the batch, which come free at a measured rate. Higher tiers that
-  arrive later go first, so their rate of arrival is taken off. Inside the tier, other tenants are ahead of it
-  with what fairness gives them, not with everything that they have submitted.
-- prompts: tokens to compute before its own, at the rate of steps whose budget was used up.
-- nothing at all, when places and blocks are free or can be taken from lower tiers.
+- places: those ahead of it need places in the batch, which come free at a measured rate, or, if none did
+  lately, when running answers reach their limits. Higher tiers that arrive later go first, so their rate of
+  arrival is taken off.
+- prompts: tokens to compute before its own, at the rate of steps whose budget was used up. What is cached,
+  or is computed for somebody ahead, is not counted a second time.
+- nothing at all, when places and blocks are free or can be taken from lower tiers and from tenants that hold
+  more than their share.
 
-While little was measured, as many requests may wait as the batch has places.
+Inside the tier, other tenants are ahead with what fairness gives them, not with everything that they have
+submitted. While little was measured, as many requests may wait as the batch has places.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from engine.scheduler.queue import WaitingQueue
+from engine.scheduler.queue import Line, account_of
+from engine.scheduler.sequence import Sequence
 from engine.scheduler.state import SchedulerState
-from engine.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a request has before it, in seconds."""
+
+    # Until something of it is computed; inf is not as long as higher tiers come as they do.
+    wait_s: float
+    # Then, until its prompt is computed.
+    prompt_s: float
 
 
 class WaitForecast:
@@ -27,41 +41,50 @@ class WaitForecast:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def expected_wait_s(self, request: Request, now: float) -> float:
-        """Seconds until the request would start; 0 is at once, inf is not as long as things stay so."""
+    def of(self, sequence: Sequence, now: float) -> Forecast:
+        """What the first sequence of a new request would have before it."""
         state = self._state
-        num_places = max(request.sampling.beam_width, request.sampling.best_of, 1)
-        ahead = state.waiting.at_or_above(request.priority)
-        if self._is_free(request, ahead.num_places + num_places, ahead.num_tokens):
-            return 0.0
-        in_line = self._places_before(request, state.waiting) + num_places
-        wait_s = self._wait_for_places_s(request.priority, in_line, now)
-        if state.speed.full_prefill_tokens_per_s:
-            wait_s = max(wait_s, ahead.num_tokens / state.speed.full_prefill_tokens_per_s)
-        return wait_s
+        num_tokens = state.tokens_to_compute(sequence)
+        ahead = self._ahead(sequence, num_tokens)
+        wait_s = 0.0
+        if not self._is_free(sequence, ahead, num_tokens):
+            wait_s = self._wait_for_places_s(sequence.priority, ahead.num_places + sequence.num_places, now)
+        running = sum(each.remaining_prefill for each in state.running if each.priority >= sequence.priority)
+        seconds_for = state.speed.seconds_for
+        return Forecast(max(wait_s, seconds_for(ahead.num_tokens + running)), seconds_for(num_tokens))
 
-    def _is_free(self, request: Request, num_places: int, tokens_ahead: int) -> bool:
-        """Whether everybody ahead and the request fit into the batch, lower tiers making room."""
-        state = self._state
-        lower = [each for each in state.running if each.priority < request.priority and not each.boosted]
-        if num_places > state.config.max_num_seqs - len(state.running) + len(lower):
+    def _ahead(self, sequence: Sequence, num_tokens: int) -> Line:
+        """What is served before the request: all of higher tiers, and the fair part of its own."""
+        waiting, request = self._state.waiting, sequence.group.request
+        lines = waiting.accounts_of(request.priority)
+        own = lines.pop(request.tenant, Line())
+        higher = waiting.at_or_above(request.priority + 1)
+        places, tokens = higher.num_places + own.num_places, higher.num_tokens + own.num_tokens
+        for line in lines.values():
+            ratio = line.weight / request.weight
+            places += min(line.num_places, math.ceil((own.num_places + 1) * ratio))
+            tokens += min(line.num_tokens, math.ceil((own.num_tokens + num_tokens) * ratio))
+        return Line(num_places=places, num_tokens=tokens)
+
+    def _is_free(self, sequence: Sequence, ahead: Line, num_tokens: int) -> bool:
+        """Whether everybody ahead and the request fit into the batch, others making room."""
+        state, num_places = self._state, ahead.num_places + sequence.num_places
+        lower = [each for each in state.running if each.priority < sequence.priority and not each.boosted]
+        free = state.config.max_num_seqs - len(state.running) + len(lower)
+        if num_places > free + self._spare_places(sequence):
             return False
-        tokens = tokens_ahead + len(request.prompt_token_ids) + len(request.output_token_ids)
         # Every sequence may leave a block half empty, and needs one more to grow.
-        needed = state.cache.blocks_for(tokens) + 2 * num_places
+        needed = state.cache.blocks_for(ahead.num_tokens + num_tokens) + 2 * num_places
         reserved = state.num_reserved_blocks()
         return needed <= state.cache.num_available - reserved + sum(each.table.num_held for each in lower)
 
-    @staticmethod
-    def _places_before(request: Request, waiting: WaitingQueue) -> int:
-        """Places that are taken before the request's: all of higher tiers, and the fair part of its own."""
-        lines = waiting.accounts_of(request.priority)
-        own = lines.pop(request.tenant).num_places if request.tenant in lines else 0
-        before = waiting.at_or_above(request.priority + 1).num_places + own
-        for line in lines.values():
-            fair = math.ceil((own + 1) * line.weight / request.weight)
-            before += min(line.num_places, fair)
-        return before
+    def _spare_places(self, sequence: Sequence) -> int:
+        state, account = self._state, account_of(sequence)
+        return sum(
+            state.places.spare(holder, account, sequence.group.request.weight)
+            for holder in state.places.holders(sequence.priority)
+            if holder != account and state.counters.band(account) <= state.counters.band(holder)
+        )
 
     def _wait_for_places_s(self, priority: int, in_line: int, now: float) -> float:
         state = self._state
@@ -71,5 +94,20 @@ class WaitForecast:
         higher = sum(
             rate.per_s(now, deviations=1.0) for each, rate in state.arrivals.items() if each > priority
         )
-        left = state.turnover.per_s(now) - higher
-        return in_line / left if left > 0 else math.inf
+        turnover = state.turnover.per_s(now)
+        if higher:
+            return in_line / (turnover - higher) if turnover > higher else math.inf
+        measured_s = in_line / turnover if turnover else math.inf
+        return measured_s if state.turnover.is_fresh else min(measured_s, self._latest_s(in_line))
+
+    def _latest_s(self, in_line: int) -> float:
+        """When so many places will be free at the latest: running answers have limits."""
+        state = self._state
+        # Of one answer in a full batch.
+        rate = state.speed.decode_tokens_per_s / state.config.max_num_seqs
+        left = sorted(each.max_tokens_total - each.num_known for each in state.running)
+        if not rate or not left:
+            return math.inf
+        longest = max(each.max_tokens_total - each.num_prompt_tokens for each in state.running)
+        rounds, place = divmod(in_line - 1, len(left))
+        return (rounds * longest + left[place]) / rate

@@ -42,6 +42,11 @@ class StepPace:
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
 
+    def seconds_for(self, num_tokens: int) -> float:
+        """Time in which so many tokens of prompt are computed while others wait; 0 before it was measured."""
+        rate = self.full_prefill_tokens_per_s
+        return num_tokens / rate if rate else 0.0
+
 
 def _average(old: float, new: float) -> float:
     return new if old == 0.0 else old + _ALPHA * (new - old)
@@ -72,6 +77,11 @@ class EventRate:
     def is_known(self) -> bool:
         """Whether events were counted, and for long enough to speak of a rate."""
         return self._count > 0 and self._elapsed_s >= _SHORTEST_S
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether at least one event has not faded yet."""
+        return self._count >= 1.0
 
     def per_s(self, now: float, *, deviations: float = 0.0) -> float:
         """The rate, so many standard deviations of its (Poisson) estimate above it."""

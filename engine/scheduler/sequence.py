@@ -183,6 +183,11 @@ class Sequence:
         """Tokens to compute before the first (or, after preemption, next) token can be sampled."""
         return max(0, self.prefill_end - self.num_computed)
 
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
+        return self.sampling.prompt_logprobs is not None and self.first_token_s is None
+
     def child(self, sequence_id: int, token_id: int, logprob: float) -> Sequence:
         """A beam that goes on from this one with one more token; it has no blocks yet."""
         child = Sequence(

@@ -13,11 +13,14 @@ from engine.scheduler.fairness import Places, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
+from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
 # Seconds over which places that come free, and arrivals, are averaged.
 _TURNOVER_MEMORY_S = 10.0
 _ARRIVAL_MEMORY_S = 5.0
+# Tokens of a sequence that are compared with what others compute, while it waits.
+_LOOKED_AT_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -122,6 +125,27 @@ class SchedulerState:
         rate = self.arrivals.setdefault(sequence.priority, EventRate(_ARRIVAL_MEMORY_S))
         rate.count(now, sequence.num_places)
         self.waiting.join(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        num_tokens = self.tokens_to_compute(sequence)
+        self.waiting.push(sequence, num_tokens, self.speed.seconds_for(num_tokens))
+
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that a sequence without a place adds to the work: those that are neither cached nor computed
+        for somebody who runs or waits.
+        """
+        cache, hasher = self.cache, sequence.hasher
+        if not cache.prefix_caching or sequence.needs_every_position:
+            return sequence.num_known
+        hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
+        prefix = cache.find_prefix(hasher, sequence.num_known, restore_worth_it=self.is_restoring_cheaper)
+        num_blocks, under_way = prefix.num_blocks, BlocksUnderWay(self.running, cache.block_size)
+        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
+            if block_hash not in under_way and not self.waiting.wants(block_hash):
+                break
+            num_blocks += 1
+        return sequence.num_known - num_blocks * cache.block_size
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
@@ -191,7 +215,7 @@ class SchedulerState:
             if sequence.num_forced >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
-        self.waiting.push(sequence)
+        self._wait(sequence)
 
     def finish(
         self,
@@ -243,7 +267,7 @@ class SchedulerState:
             if sequence.status is Status.HELD:
                 sequence.status = Status.WAITING
                 sequence.waits_for("", now)
-                self.waiting.push(sequence)
+                self._wait(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -273,7 +297,7 @@ class SchedulerState:
             self.cache.free(child.table)
             child.rewind()
             child.waiting_since_s = now
-            self.waiting.push(child)
+            self._wait(child)
 
     def finish_beams(self, group: RequestGroup, events: list[TokenEvent], now: float) -> None:
         """Ends a beam search with its answers."""
