@@ -81,6 +81,8 @@ class Served:
     token_times_s: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str = ""
+    # What a refusal said.
+    retry_after_s: float | None = None
     num_preemptions: int = 0
     # Taken into the queue, and not refused by the answer to its submission.
     accepted: bool = False
@@ -159,7 +161,8 @@ def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
         one.token_times_s += [now] * len(event.token_ids)
         one.finish = event.finish_reason or one.finish
         one.ended_s = now
-        one.failure = event.failure.reason if event.failure else one.failure
+        if event.failure:
+            one.failure, one.retry_after_s = event.failure.reason, event.failure.retry_after_s
         if event.first_token:
             one.queue_s = event.first_token.first_scheduled_s - event.first_token.arrival_s
         if event.statistics:

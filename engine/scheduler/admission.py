@@ -17,6 +17,8 @@ from engine.types import MemoryPlan, Request, RequestFailure
 # Shortest and longest retry delay that a refusal names, in seconds.
 _SHORTEST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 60.0
+# Part of the time that is left which a forecast may fill: forecasts err.
+_MARGIN = 0.85
 # The one for requests that cannot start as long as higher tiers come as they do: nobody knows how long that
 # is, and their rate is known anew after this time.
 _RETRY_BEHIND_HIGHER_S = 10.0
@@ -81,7 +83,10 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
 def refuse_for_now(
     request: Request, forecast: Forecast, waiting: WaitingQueue, config: SchedulerConfig, now: float
 ) -> RequestFailure | None:
-    """The refusal of a request that has no room in the queue, or would be late; None when it is accepted."""
+    """The refusal of a request that has no room in the queue, would be late, or would take another tenant's
+    turn; None when it is accepted. When to come back: after such a time as passed lately between requests
+    of its tenant and tier that were accepted; if none were, when the excess is worked off.
+    """
     own = waiting.accounts_of(request.priority).get(request.tenant)
     num_own, room = own.num_sequences if own else 0, config.max_waiting - len(waiting)
     # A queue's part of a memory that several share, as large as what is left free: so there is always room
@@ -90,32 +95,37 @@ def refuse_for_now(
     if num_own >= room:
         return _refusal(
             f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
-            _retry_s(forecast.wait_s),
+            _retry_s(forecast.wait_s, forecast.interval_s),
             {"num_waiting": str(len(waiting)), "max_waiting": str(config.max_waiting)},
         )
-    if not config.refuse_early or request.queue_deadline_s is None or not forecast.wait_s:
-        # Who finds nobody ahead gains nothing by coming later.
+    if not config.refuse_early or request.queue_deadline_s is None:
         return None
     limit_s = request.queue_deadline_s - request.arrival_s
     # A prompt that takes longer than that by itself is judged by its wait alone.
     expected_s = forecast.wait_s + (forecast.prompt_s if forecast.prompt_s < limit_s else 0.0)
-    if now + expected_s <= request.queue_deadline_s:
+    # Who finds nobody ahead gains nothing by coming later.
+    is_late = bool(forecast.wait_s) and expected_s > _MARGIN * (request.queue_deadline_s - now)
+    if forecast.is_its_turn and not is_late:
         return None
-    if forecast.wait_s == math.inf:
+    if not is_late:
+        expectation = "other tenants were refused and are next"
+    elif forecast.wait_s == math.inf:
         expectation = "higher tiers take every place that comes free"
     else:
         expectation = f"the first token is expected in {expected_s:.1f} s"
     return _refusal(
         f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
-        _retry_s(expected_s - limit_s),
+        _retry_s(expected_s - _MARGIN * limit_s, forecast.interval_s),
         {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
     )
 
 
-def _retry_s(excess_s: float) -> float:
-    if excess_s == math.inf:
+def _retry_s(excess_s: float, interval_s: float) -> float:
+    # The excess follows every burst of higher tiers; what was accepted lately errs less.
+    delay_s = excess_s if interval_s == math.inf else interval_s
+    if delay_s == math.inf:
         return _RETRY_BEHIND_HIGHER_S
-    return min(max(_SHORTEST_RETRY_S, excess_s), _LONGEST_RETRY_S)
+    return min(max(_SHORTEST_RETRY_S, delay_s), _LONGEST_RETRY_S)
 
 
 def _refusal(message: str, retry_s: float, metadata: dict[str, str]) -> RequestFailure:

@@ -110,3 +110,44 @@ class Places:
         """
         fair = (self._held[other] + 1) / other_weight * self._weights[account]
         return max(0, int(self._held[account] - fair))
+
+
+class Turns:
+    """Whose turn it is at a door that cannot take everybody: the tenant's that was accepted least.
+
+    Who was refused is owed a turn until one of its requests is accepted, or until it has not come back for a
+    while. The tokens of accepted requests are counted as service is, so that who asks oftener is not accepted
+    more.
+    """
+
+    # For so long a refusal is remembered, in seconds.
+    _MEMORY_S = 10.0
+
+    def __init__(self) -> None:
+        self._accepted: dict[Account, float] = {}
+        self._refused_s: dict[Account, float] = {}
+        self._owed: set[Account] = set()
+
+    def comes_to(self, account: Account, now: float) -> bool:
+        """Whether nobody of the tier is owed a turn who was accepted less."""
+        oldest_s = now - self._MEMORY_S
+        self._refused_s = {each: at_s for each, at_s in self._refused_s.items() if at_s > oldest_s}
+        others = [each for each in self._refused_s if each[0] == account[0] and each != account]
+        if not others:
+            self._accepted = {each: sum_ for each, sum_ in self._accepted.items() if each[0] != account[0]}
+            return True
+        if account not in self._refused_s:
+            least = min(self._accepted.get(each, 0.0) for each in others)
+            self._accepted[account] = max(self._accepted.get(account, 0.0), least)
+        own = self._accepted.get(account, 0.0)
+        return all(own <= self._accepted.get(each, 0.0) for each in others if each in self._owed)
+
+    def accept(self, account: Account, weight: float, num_tokens: float) -> None:
+        """A request of so many tokens was accepted."""
+        self._accepted[account] = self._accepted.get(account, 0.0) + num_tokens / weight
+        self._owed.discard(account)
+
+    def refuse(self, account: Account, now: float) -> None:
+        """A request was told to come back."""
+        self._refused_s[account] = now
+        self._owed.add(account)

@@ -4,15 +4,15 @@ Whoever is accepted is kept until it is served, however long that takes; so the 
 must foresee what a tier's limit forbids. Three things hold a request up:
 
 - places: those ahead of it need places in the batch, which come free at a measured rate, or, if none did
-  lately, when running answers reach their limits. Higher tiers that arrive later go first, so their rate of
-  arrival is taken off.
+  lately, when running answers reach the usual length. Higher tiers that arrive later go first, so their rate
+  of arrival is taken off.
 - prompts: tokens to compute before its own, at the rate of steps whose budget was used up. What is cached,
   or is computed for somebody ahead, is not counted a second time.
 - nothing at all, when places and blocks are free or can be taken from lower tiers and from tenants that hold
   more than their share.
 
 Inside the tier, other tenants are ahead with what fairness gives them, not with everything that they have
-submitted. While little was measured, as many requests may wait as the batch has places.
+submitted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from engine.scheduler.queue import Line, account_of
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.state import SchedulerState
 
+# Length of an answer before any has ended, in tokens.
+_UNKNOWN_ANSWER_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -33,6 +36,10 @@ class Forecast:
     wait_s: float
     # Then, until its prompt is computed.
     prompt_s: float
+    # Between requests of its tenant and tier that were accepted lately; inf if none were.
+    interval_s: float
+    # The batch has places, or no other tenant of the tier was refused that was accepted less.
+    is_its_turn: bool
 
 
 class WaitForecast:
@@ -51,7 +58,16 @@ class WaitForecast:
             wait_s = self._wait_for_places_s(sequence.priority, ahead.num_places + sequence.num_places, now)
         running = sum(each.remaining_prefill for each in state.running if each.priority >= sequence.priority)
         seconds_for = state.speed.seconds_for
-        return Forecast(max(wait_s, seconds_for(ahead.num_tokens + running)), seconds_for(num_tokens))
+        accepted = state.accepted.get(account_of(sequence))
+        has_places = len(state.running) < state.config.max_num_seqs
+        return Forecast(
+            wait_s=max(wait_s, seconds_for(ahead.num_tokens + running)),
+            prompt_s=seconds_for(num_tokens),
+            is_its_turn=has_places or state.turns.comes_to(account_of(sequence), now),
+            interval_s=1 / rate
+            if accepted and (rate := accepted.per_s(now)) and accepted.is_fresh
+            else math.inf,
+        )
 
     def _ahead(self, sequence: Sequence, num_tokens: int) -> Line:
         """What is served before the request: all of higher tiers, and the fair part of its own."""
@@ -88,26 +104,27 @@ class WaitForecast:
 
     def _wait_for_places_s(self, priority: int, in_line: int, now: float) -> float:
         state = self._state
-        if not state.turnover.is_known and in_line <= 2 * state.config.max_num_seqs - len(state.running):
-            return 0.0
+        turnover = state.turnover.per_s(now)
+        if not state.turnover.is_known or not state.turnover.is_fresh:
+            return self._by_length_s(in_line)
         # More of them may come than lately did; a place promised twice is worse than one left over.
         higher = sum(
             rate.per_s(now, deviations=1.0) for each, rate in state.arrivals.items() if each > priority
         )
-        turnover = state.turnover.per_s(now)
-        if higher:
-            return in_line / (turnover - higher) if turnover > higher else math.inf
-        measured_s = in_line / turnover if turnover else math.inf
-        return measured_s if state.turnover.is_fresh else min(measured_s, self._latest_s(in_line))
+        return in_line / (turnover - higher) if turnover > higher else math.inf
 
-    def _latest_s(self, in_line: int) -> float:
-        """When so many places will be free at the latest: running answers have limits."""
+    def _by_length_s(self, in_line: int) -> float:
+        """When so many places will be free, if running answers become as long as others did."""
         state = self._state
-        # Of one answer in a full batch.
-        rate = state.speed.decode_tokens_per_s / state.config.max_num_seqs
-        left = sorted(each.max_tokens_total - each.num_known for each in state.running)
-        if not rate or not left:
-            return math.inf
-        longest = max(each.max_tokens_total - each.num_prompt_tokens for each in state.running)
+        step_s = state.speed.step_s
+        if not step_s:
+            # Nothing was measured: as many may wait as there are places.
+            return 0.0 if in_line <= 2 * state.config.max_num_seqs - len(state.running) else math.inf
+        usual = state.speed.answer_tokens or _UNKNOWN_ANSWER_TOKENS
+        num_free = state.config.max_num_seqs - len(state.running)
+        left = [0.0] * num_free + sorted(
+            min(each.max_tokens_total - each.num_known, max(usual - each.num_output_tokens, usual / 8))
+            for each in state.running
+        )
         rounds, place = divmod(in_line - 1, len(left))
-        return (rounds * longest + left[place]) / rate
+        return (rounds * usual + left[place]) * step_s

@@ -26,6 +26,18 @@ class StepPace:
         self.full_prefill_tokens_per_s = 0.0
         # All tokens of steps that computed a chunk of prompt.
         self.chunk_tokens_per_s = 0.0
+        # From one result to the next while there is work: an answer's time for a token.
+        self.step_s = 0.0
+        # Length of answers that ended, in tokens.
+        self.answer_tokens = 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """Books the whole duration of a step, planning included."""
+        self.step_s = _average(self.step_s, seconds)
+
+    def ended(self, num_tokens: int) -> None:
+        """Books the length of an answer."""
+        self.answer_tokens = _average(self.answer_tokens, num_tokens)
 
     def observe(self, prefill: int, decode: int, seconds: float, *, full: bool = False) -> None:
         """Books one step that computed so many prefill and decode tokens in `seconds`."""

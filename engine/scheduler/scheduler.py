@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import msgspec
 
@@ -258,8 +259,16 @@ class Scheduler:
         if failure is not None:
             return failure
         group.sequences.append(self._new_sequence(group, 0))
-        forecast = self._forecast.of(group.sequences[0], now)
-        return admission.refuse_for_now(request, forecast, state.waiting, config, now)
+        first = group.sequences[0]
+        forecast, account = self._forecast.of(first, now), account_of(first)
+        failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
+        if failure is not None:
+            state.turns.refuse(account, now)
+        else:
+            answer = min(request.sampling.max_tokens, state.speed.answer_tokens or math.inf)
+            num_tokens = len(request.prompt_token_ids) + first.num_places * answer
+            state.turns.accept(account, request.weight, num_tokens)
+        return failure
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import Places, VirtualTokenCounters
+from engine.scheduler.fairness import Account, Places, Turns, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
-# Seconds over which places that come free, and arrivals, are averaged.
-_TURNOVER_MEMORY_S = 10.0
-_ARRIVAL_MEMORY_S = 5.0
+# Seconds over which places that come free, and requests for them, are averaged.
+_RATE_MEMORY_S = 10.0
 # Tokens of a sequence that are compared with what others compute, while it waits.
 _LOOKED_AT_TOKENS = 8192
 
@@ -62,6 +61,7 @@ class SchedulerState:
     model: str
     counters: VirtualTokenCounters = field(init=False)
     places: Places = field(default_factory=Places)
+    turns: Turns = field(default_factory=Turns)
     waiting: WaitingQueue = field(init=False)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
     # Of the requests that ask for one.
@@ -78,9 +78,11 @@ class SchedulerState:
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
     # Places that come free per second, measured while somebody waits for one.
-    turnover: EventRate = field(default_factory=lambda: EventRate(_TURNOVER_MEMORY_S, running=False))
+    turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
+    # Requests with a limit that were accepted per second, by account.
+    accepted: dict[Account, EventRate] = field(default_factory=dict)
     # Sequences ever made.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
@@ -122,8 +124,10 @@ class SchedulerState:
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         """A request joins the queue with its first sequence."""
-        rate = self.arrivals.setdefault(sequence.priority, EventRate(_ARRIVAL_MEMORY_S))
+        rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
         rate.count(now, sequence.num_places)
+        if sequence.group.request.queue_deadline_s is not None:
+            self.accepted.setdefault(account_of(sequence), EventRate(_RATE_MEMORY_S)).count(now)
         self.waiting.join(sequence)
         self._wait(sequence)
 
@@ -228,6 +232,7 @@ class SchedulerState:
         """Ends one choice with its terminal event, and the request with its last choice."""
         if sequence.status is Status.RUNNING:
             self.turnover.count(now)
+            self.speed.ended(sequence.num_output_tokens)
         self._remove(sequence)
         group = sequence.group
         group.num_finished += 1
