@@ -71,6 +71,8 @@ class Arrival:
     ttft_target_s: float | None = None
     queue_limit_s: float | None = None
     weight: float = 1.0
+    # Choices.
+    n: int = 1
 
 
 @dataclass
@@ -175,7 +177,7 @@ def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
         request_id=index,
         external_id=str(index),
         prompt_token_ids=tuple(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens)),
-        sampling=SamplingParams(max_tokens=arrival.max_tokens),
+        sampling=SamplingParams(max_tokens=arrival.max_tokens, n=arrival.n, best_of=arrival.n),
         tenant=arrival.tenant,
         tier=arrival.kind,
         priority=arrival.priority,

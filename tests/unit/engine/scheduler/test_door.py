@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.door import Asked, full_door_tokens, retry_ratios, virtual
+from benchmarks.engine.virtual import Arrival, Device, simulate
+from engine.config import SchedulerConfig
 
 
 def of_tier(asked: list[Asked], tier: str) -> list[Asked]:
@@ -37,3 +39,15 @@ def test_equal_tenants_of_unequal_clients_are_accepted_alike_where_both_want_mor
 def test_one_queue_keeps_nothing() -> None:
     asked = virtual(3.0, 60.0, one_queue=True)
     assert goodput(asked) < 0.2
+
+
+@pytest.mark.parametrize(("num_requests", "num_choices"), [(1, 64), (64, 1)])
+def test_sixty_four_long_branches_leave_an_equal_tenant_its_half(num_requests: int, num_choices: int) -> None:
+    wide = Arrival(0.0, 64, 1500, "wide", "wide", n=64)
+    equal = [Arrival(5.0, 64, 1500, "equal", "equal", n=num_choices) for _ in range(num_requests)]
+    served = simulate([wide, *equal], SchedulerConfig(), Device(step_s=0.04), stop_s=50.0).served
+    assert min(each.ttft_s or 99.0 for each in served[1:]) <= 1.0
+    tokens = [
+        sum(at > 5.0 for each in part for at in each.token_times_s) for part in (served[:1], served[1:])
+    ]
+    assert tokens[1] == pytest.approx(sum(tokens) / 2, rel=0.1)
