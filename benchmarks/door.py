@@ -46,8 +46,8 @@ TIERS = {
     "bronze": (0.50, 10, Targets(ttft_ms=8000, tpot_ms=1600)),
 }
 CLIENTS = {"many": 120, "few": 50}
-PROMPT_TOKENS = 64
-COMPLETION_TOKENS = 48
+PROMPT_TOKENS = 128
+COMPLETION_TOKENS = 160
 MAX_NUM_SEQS = 16
 # Requests that are sent at once to see what the engine can do.
 CAPACITY_REQUESTS = 64
@@ -173,8 +173,8 @@ def rows_of(name: str, load: float, asked: Sequence[Asked]) -> list[Row]:
 
 
 def virtual(load: float, seconds: float, *, one_queue: bool = False) -> list[Asked]:
-    """The load on a simulated device of the bundled benchmark's size: 16 places, 40 ms a step."""
-    device = Device(step_s=0.03, token_s=0.0005, num_blocks=4096)
+    """The load on a simulated device: 16 places, 6 ms a step and 0.1 ms a token."""
+    device = Device(step_s=0.006, token_s=0.0001, num_blocks=4096)
     config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, step_target_ms=0.0)
     burst = [Arrival(0.0, PROMPT_TOKENS, COMPLETION_TOKENS, "gold") for _ in range(CAPACITY_REQUESTS)]
     capacity_per_s = CAPACITY_REQUESTS / simulate(burst, config, device).duration_s

@@ -24,8 +24,8 @@ from engine.scheduler.queue import Line, account_of
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.state import SchedulerState
 
-# Length of an answer before any has ended, in tokens.
-_UNKNOWN_ANSWER_TOKENS = 64
+# Longest answer that is assumed before any has ended, in tokens.
+_UNKNOWN_ANSWER_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +104,33 @@ class WaitForecast:
 
     def _wait_for_places_s(self, priority: int, in_line: int, now: float) -> float:
         state = self._state
-        turnover = state.turnover.per_s(now)
-        if not state.turnover.is_known or not state.turnover.is_fresh:
-            return self._by_length_s(in_line)
         # More of them may come than lately did; a place promised twice is worse than one left over.
         higher = sum(
             rate.per_s(now, deviations=1.0) for each, rate in state.arrivals.items() if each > priority
         )
+        turnover, step_s = state.turnover.per_s(now), state.speed.step_s
+        if not state.turnover.is_known or not state.turnover.is_fresh:
+            if not step_s:
+                # Nothing was measured: as many may wait as there are places.
+                return 0.0 if in_line <= 2 * state.config.max_num_seqs - len(state.running) else math.inf
+            if not higher:
+                return self._by_length(in_line) * step_s
+            turnover = state.config.max_num_seqs / (self._usual_tokens() * step_s)
         return in_line / (turnover - higher) if turnover > higher else math.inf
 
-    def _by_length_s(self, in_line: int) -> float:
-        """When so many places will be free, if running answers become as long as others did."""
+    def _usual_tokens(self) -> float:
+        """Length of an answer, as those that ended had it."""
         state = self._state
-        step_s = state.speed.step_s
-        if not step_s:
-            # Nothing was measured: as many may wait as there are places.
-            return 0.0 if in_line <= 2 * state.config.max_num_seqs - len(state.running) else math.inf
-        usual = state.speed.answer_tokens or _UNKNOWN_ANSWER_TOKENS
+        limits = [each.max_tokens_total - each.num_prompt_tokens for each in state.running]
+        return state.speed.answer_tokens or min(_UNKNOWN_ANSWER_TOKENS, max(limits, default=1))
+
+    def _by_length(self, in_line: int) -> float:
+        """Steps until so many places are free, if running answers become as long as others did."""
+        state, usual = self._state, self._usual_tokens()
         num_free = state.config.max_num_seqs - len(state.running)
         left = [0.0] * num_free + sorted(
             min(each.max_tokens_total - each.num_known, max(usual - each.num_output_tokens, usual / 8))
             for each in state.running
         )
         rounds, place = divmod(in_line - 1, len(left))
-        return (rounds * usual + left[place]) * step_s
+        return rounds * usual + left[place]
