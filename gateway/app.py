@@ -20,7 +20,6 @@ from gateway.grpc_face.large import add_to_server
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
-from gateway.overload import Admission
 from gateway.pipeline.intake import Intake
 from gateway.pipeline.outcome import OutcomeRecorder
 from gateway.pipeline.pipeline import Pipeline
@@ -164,7 +163,6 @@ class Gateway:
             vocabulary=vocabulary,
             tokenizer=self._tokenizer,
             fleet=fleet,
-            admission=Admission(self._edge.tiers.all, self._config.admission),
             limiter=self._edge.limiter,
             tiers=self._edge.tiers,
             callers=self._callers,

@@ -74,16 +74,6 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuation_wait_s: PositiveFloat = 5.0
 
 
-class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[gateway.admission]`: what happens when more is asked than engines can serve."""
-
-    # Work waiting, in seconds at the measured rate, at which even the highest tier is refused. Lower ones are
-    # refused earlier, at even steps below it: of three, the lowest at a third.
-    max_backlog_s: PositiveFloat = 60.0
-    # How fast measured rates follow a change, in seconds.
-    rate_memory_s: PositiveFloat = 10.0
-
-
 class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[gateway.request]`: what one request may hold. More is refused with the field, before it is parsed."""
 
@@ -142,7 +132,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: LimitsConfig = LimitsConfig()
     ledger: LedgerConfig = LedgerConfig()
     routing: RoutingConfig = RoutingConfig()
-    admission: AdmissionConfig = AdmissionConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict)
 
 
@@ -156,7 +145,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Time to first token and time per output token that goodput is judged by.
     ttft_target_ms: PositiveInt | None = None
     tpot_target_ms: PositiveInt | None = None
-    # A request whose expected wait is longer is refused with Retry-After.
+    # "guaranteed": a request whose first token is expected later than ttft_target_ms is refused at once, with
+    # Retry-After. "best_effort": it is taken, and comes late.
+    admission: Literal["guaranteed", "best_effort"] = "guaranteed"
+    # The same for this time, whatever `admission` says: longest expected time to the first token.
     queue_limit_ms: PositiveInt | None = None
     # Engines with this `engine.pool` alone serve the tier; "" takes every engine.
     pool: str = ""
@@ -164,13 +156,12 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_concurrency: PositiveInt | None = None
     # Prompt plus completion.
     max_context_tokens: PositiveInt | None = None
-    # Under overload tiers with a lower number are shed first; by priority when unset.
-    shed_order: int | None = None
 
     @property
-    def shed_rank(self) -> int:
-        """Tiers of a lower rank are shed before those of a higher one."""
-        return self.priority if self.shed_order is None else self.shed_order
+    def accepted_within_ms(self) -> int | None:
+        """Expected time to the first token up to which a request is accepted; None accepts any."""
+        target = self.ttft_target_ms if self.admission == "guaranteed" else None
+        return min((each for each in (target, self.queue_limit_ms) if each is not None), default=None)
 
 
 class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,7 +25,8 @@ class Tier:
     @property
     def accepted(self) -> Tier:
         """The tier under which an accepted request goes on: it is not refused for its wait any more."""
-        return Tier(self.name, msgspec.structs.replace(self.config, queue_limit_ms=None))
+        config = msgspec.structs.replace(self.config, admission="best_effort", queue_limit_ms=None)
+        return Tier(self.name, config)
 
 
 class Tiers:

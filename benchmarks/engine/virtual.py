@@ -71,6 +71,8 @@ class Arrival:
     ttft_target_s: float | None = None
     queue_limit_s: float | None = None
     weight: float = 1.0
+    # Choices.
+    n: int = 1
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Served:
     token_times_s: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str = ""
+    # What a refusal said.
+    retry_after_s: float | None = None
     num_preemptions: int = 0
     # Taken into the queue, and not refused by the answer to its submission.
     accepted: bool = False
@@ -159,7 +163,8 @@ def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
         one.token_times_s += [now] * len(event.token_ids)
         one.finish = event.finish_reason or one.finish
         one.ended_s = now
-        one.failure = event.failure.reason if event.failure else one.failure
+        if event.failure:
+            one.failure, one.retry_after_s = event.failure.reason, event.failure.retry_after_s
         if event.first_token:
             one.queue_s = event.first_token.first_scheduled_s - event.first_token.arrival_s
         if event.statistics:
@@ -172,7 +177,7 @@ def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
         request_id=index,
         external_id=str(index),
         prompt_token_ids=tuple(rng.randrange(1 << 15) for _ in range(arrival.num_prompt_tokens)),
-        sampling=SamplingParams(max_tokens=arrival.max_tokens),
+        sampling=SamplingParams(max_tokens=arrival.max_tokens, n=arrival.n, best_of=arrival.n),
         tenant=arrival.tenant,
         tier=arrival.kind,
         priority=arrival.priority,

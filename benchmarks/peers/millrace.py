@@ -17,7 +17,6 @@ from services.supervisor.state import read_state
 
 START_LIMIT_S = 300.0
 KV_BYTES = 4 << 30
-BACKLOG_S = 3600
 
 
 @contextmanager
@@ -32,9 +31,7 @@ def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, obje
             **settings,
         }
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
-        # Peers take whatever comes; a burst of prompts that a slow machine computes for minutes is a backlog.
-        admission = f"[gateway.admission]\nmax_backlog_s = {BACKLOG_S}\n"
-        config.write_text(f"[engine]\n{lines}\n{admission}")
+        config.write_text(f"[engine]\n{lines}\n")
         command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
         began = time.monotonic()
         with log.open("wb") as output:

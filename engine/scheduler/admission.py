@@ -1,15 +1,27 @@
 """Which requests are accepted at all, and what those that are not are told.
 
 The same memory plan that start-up allocated decides here: what can never fit is refused at once, with the
-numbers; what would wait longer than its tier allows is refused early, with a retry delay.
+numbers; what would come later than its tier allows is refused early, with a retry delay. This is the only
+door: nothing is accepted before it, and nothing that passed it is dropped.
 """
 
 from __future__ import annotations
 
+import math
+
+from engine.config import SchedulerConfig
+from engine.scheduler.forecast import Forecast
+from engine.scheduler.queue import WaitingQueue
 from engine.types import MemoryPlan, Request, RequestFailure
 
-# Longest retry delay that a refusal names, in seconds.
+# Shortest and longest retry delay that a refusal names, in seconds.
+_SHORTEST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 60.0
+# Part of the time that is left which a forecast may fill: forecasts err.
+_MARGIN = 0.85
+# The one for requests that cannot start as long as higher tiers come as they do: nobody knows how long that
+# is, and their rate is known anew after this time.
+_RETRY_BEHIND_HIGHER_S = 10.0
 
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
@@ -68,27 +80,58 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
     )
 
 
-def queue_full(num_waiting: int, limit: int, wait_s: float) -> RequestFailure:
-    """The refusal when the queue holds as many requests as it may."""
-    return RequestFailure(
-        reason="QUEUE_LIMIT_EXCEEDED",
-        message=f"{num_waiting} requests wait for this engine; the limit is {limit}; retry later",
-        metadata={"num_waiting": str(num_waiting), "max_waiting": str(limit)},
-        retry_after_s=min(max(1.0, wait_s), _LONGEST_RETRY_S),
+def refuse_for_now(
+    request: Request, forecast: Forecast, waiting: WaitingQueue, config: SchedulerConfig, now: float
+) -> RequestFailure | None:
+    """The refusal of a request that has no room in the queue, would be late, or would take another tenant's
+    turn; None when it is accepted. When to come back: after such a time as passed lately between requests
+    of its tenant and tier that were accepted; if none were, when the excess is worked off.
+    """
+    own = waiting.accounts_of(request.priority).get(request.tenant)
+    num_own, room = own.num_sequences if own else 0, config.max_waiting - len(waiting)
+    # A queue's part of a memory that several share, as large as what is left free: so there is always room
+    # for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
+    # thresholds for shared-memory packet switches", 1998).
+    if num_own >= room:
+        return _refusal(
+            f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
+            _retry_s(forecast.wait_s, forecast.interval_s),
+            {"num_waiting": str(len(waiting)), "max_waiting": str(config.max_waiting)},
+        )
+    if not config.refuse_early or request.queue_deadline_s is None:
+        return None
+    limit_s = request.queue_deadline_s - request.arrival_s
+    # A prompt that takes longer than that by itself is judged by its wait alone.
+    expected_s = forecast.wait_s + (forecast.prompt_s if forecast.prompt_s < limit_s else 0.0)
+    # Who finds nobody ahead gains nothing by coming later.
+    is_late = bool(forecast.wait_s) and expected_s > _MARGIN * (request.queue_deadline_s - now)
+    if forecast.is_its_turn and not is_late:
+        return None
+    if not is_late:
+        expectation = "other tenants were refused and are next"
+    elif forecast.wait_s == math.inf:
+        expectation = "higher tiers take every place that comes free"
+    else:
+        expectation = f"the first token is expected in {expected_s:.1f} s"
+    return _refusal(
+        f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
+        _retry_s(expected_s - _MARGIN * limit_s, forecast.interval_s),
+        {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
     )
 
 
-def would_wait_too_long(request: Request, wait_s: float, limit_s: float) -> RequestFailure:
-    """The refusal of a request whose expected wait exceeds its tier's queue limit; inf is no start at all."""
-    retry_s = min(max(wait_s - limit_s, 0.5), _LONGEST_RETRY_S)
-    if wait_s == float("inf"):
-        expectation = "higher tiers take every place that comes free"
-    else:
-        expectation = f"the expected wait is {wait_s:.1f} s"
+def _retry_s(excess_s: float, interval_s: float) -> float:
+    # The excess follows every burst of higher tiers; what was accepted lately errs less.
+    delay_s = excess_s if interval_s == math.inf else interval_s
+    if delay_s == math.inf:
+        return _RETRY_BEHIND_HIGHER_S
+    return min(max(_SHORTEST_RETRY_S, delay_s), _LONGEST_RETRY_S)
+
+
+def _refusal(message: str, retry_s: float, metadata: dict[str, str]) -> RequestFailure:
     return RequestFailure(
         reason="QUEUE_LIMIT_EXCEEDED",
-        message=f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s in the queue; retry in "
-        f"{retry_s:.1f} s",
-        metadata={"expected_wait_s": f"{wait_s:.3f}", "queue_limit_s": f"{limit_s:.3f}"},
+        message=f"{message}; try again in {retry_s:.1f} s",
+        metadata=metadata,
         retry_after_s=retry_s,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from engine.kv import Prefix
+from engine.scheduler.fairness import Account
 from engine.scheduler.plan_draft import PlanDraft, RowWriter
+from engine.scheduler.queue import account_of
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.state import SchedulerState
 
@@ -14,7 +18,7 @@ _WORTH_WAITING = 0.25
 
 
 class Admitter:
-    """Admits waiting sequences into a plan, displacing lower tiers where that helps."""
+    """Admits waiting sequences into a plan, displacing lower tiers, and tenants that hold more."""
 
     def __init__(self, state: SchedulerState, rows: RowWriter) -> None:
         self._state = state
@@ -49,7 +53,9 @@ class Admitter:
             # The former was displaced a moment ago while a step runs that samples its next token.
             skipped.add(sequence.sequence_id)
             return True
-        if len(state.running) >= self._config.max_num_seqs and not self._displace_one(draft, sequence):
+        is_full = len(state.running) >= self._config.max_num_seqs
+        victim = next(self._victims(draft, sequence), None) if is_full else None
+        if is_full and victim is None:
             self._block(draft, sequence, self._who_fills_the_batch(sequence))
             if state.is_promised(sequence) or state.waiting.is_aged_turn(sequence, draft.now):
                 # Waits for the next free slot without keeping higher tiers from displacing.
@@ -61,6 +67,9 @@ class Admitter:
             sequence.waits_for("long_prefill", draft.now)
             skipped.add(sequence.sequence_id)
             return True
+        if victim is not None:
+            self._displace(draft, victim, sequence)
+            start, prefix = self._starting_point(draft, sequence)
         if not self._has_blocks(sequence, prefix):
             displaced = self._displace_for_blocks(draft, sequence, prefix)
             # Displacing changed what is referenced.
@@ -83,7 +92,7 @@ class Admitter:
         if draft.under_way is None or draft.under_way.is_empty or sequence.is_beam:
             return False
         start, prefix = self._starting_point(draft, sequence)
-        if prefix is None or self._needs_every_position(sequence):
+        if prefix is None or sequence.needs_every_position:
             return False
         num_tokens = draft.under_way.num_tokens(sequence, start)
         if not num_tokens or num_tokens < _WORTH_WAITING * (sequence.num_known - start):
@@ -92,18 +101,13 @@ class Admitter:
         sequence.waits_for("", draft.now)
         return True
 
-    @staticmethod
-    def _needs_every_position(sequence: Sequence) -> bool:
-        """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
-        return sequence.sampling.prompt_logprobs is not None and sequence.first_token_s is None
-
     def _starting_point(self, draft: PlanDraft, sequence: Sequence) -> tuple[int, Prefix | None]:
         """First position to compute, with the cached prefix; None instead of it when a parent is shared."""
         if self._can_fork(draft, sequence):
             # The last prompt token is computed again, for its logits.
             return sequence.num_prompt_tokens - 1, None
         cache = self._state.cache
-        if self._needs_every_position(sequence):
+        if sequence.needs_every_position:
             return 0, Prefix()
         sequence.hasher.extend(sequence.token_ids, sequence.num_known)
         prefix = cache.find_prefix(
@@ -158,35 +162,58 @@ class Admitter:
         fraction = int(self._config.watermark * self._state.cache.num_blocks)
         return max(fraction, len(running) + 1)
 
-    # Displacement by a higher tier.
+    # Displacement by a higher tier, and by an equal tenant that holds less.
 
-    def _displace_one(self, draft: PlanDraft, sequence: Sequence) -> bool:
+    def _victims(self, draft: PlanDraft, sequence: Sequence) -> Iterator[Sequence]:
+        """Who makes room for the sequence, the first to go first: lower tiers; then, of its own, the newest
+        sequences of tenants that hold more places for their weight and were served no less.
+        """
+        equals: dict[Account, list[Sequence]] = {}
         for victim in reversed(self._state.running):
-            if victim.priority < sequence.priority and draft.may_displace(victim):
-                self._displace(draft, victim)
-                return True
-        return False
+            if victim.boosted or victim.priority > sequence.priority:
+                break
+            if not draft.may_displace(victim):
+                continue
+            if victim.priority < sequence.priority:
+                yield victim
+            else:
+                equals.setdefault(account_of(victim), []).append(victim)
+        counters, places = self._state.counters, self._state.places
+        account, weight = account_of(sequence), sequence.group.request.weight
+        for holder in places.holders(sequence.priority) if len(equals) > (account in equals) else ():
+            if holder != account and counters.band(account) <= counters.band(holder):
+                yield from equals.get(holder, [])[: places.spare(holder, account, weight)]
+
+    def displace_beams(self, draft: PlanDraft) -> None:
+        """Makes room where the next candidate would take a beam's place: before the beams are planned, since
+        those of one step are new sequences in the plan of the next.
+        """
+        if len(self._state.running) < self._config.max_num_seqs or not self._state.searches:
+            return
+        sequence = self.candidate(draft, set(), None)
+        if sequence is None or sequence.num_pending or self._waits_for_prefix(draft, sequence):
+            return
+        victim = next(self._victims(draft, sequence), None)
+        if victim is not None and victim.is_beam:
+            self._displace(draft, victim, sequence)
 
     def _displace_for_blocks(self, draft: PlanDraft, sequence: Sequence, prefix: Prefix | None) -> bool:
-        victims = [
-            victim
-            for victim in reversed(self._state.running)
-            if victim.priority < sequence.priority and draft.may_displace(victim)
-        ]
+        victims = list(self._victims(draft, sequence))
         state = self._state
         needed = self._blocks_needed(sequence, prefix) + self._watermark(sequence)
         available = state.cache.num_available - state.num_reserved_blocks(besides=sequence)
         if available + sum(victim.table.num_held for victim in victims) < needed:
             return False
         for victim in victims:
-            self._displace(draft, victim)
+            self._displace(draft, victim, sequence)
             if self._has_blocks(sequence, prefix):
                 break
         return True
 
-    def _displace(self, draft: PlanDraft, victim: Sequence) -> None:
+    def _displace(self, draft: PlanDraft, victim: Sequence, sequence: Sequence) -> None:
         draft.drop(victim)
-        self._state.preempt(victim, "preemption", draft.now)
+        shares = victim.priority == sequence.priority
+        self._state.preempt(victim, "preemption", draft.now, shares=shares)
 
     def _admit(self, draft: PlanDraft, sequence: Sequence, start: int, prefix: Prefix | None) -> None:
         state, now = self._state, draft.now

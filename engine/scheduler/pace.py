@@ -26,6 +26,18 @@ class StepPace:
         self.full_prefill_tokens_per_s = 0.0
         # All tokens of steps that computed a chunk of prompt.
         self.chunk_tokens_per_s = 0.0
+        # From one result to the next while there is work: an answer's time for a token.
+        self.step_s = 0.0
+        # Length of answers that ended, in tokens.
+        self.answer_tokens = 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """Books the whole duration of a step, planning included."""
+        self.step_s = _average(self.step_s, seconds)
+
+    def ended(self, num_tokens: int) -> None:
+        """Books the length of an answer."""
+        self.answer_tokens = _average(self.answer_tokens, num_tokens)
 
     def observe(self, prefill: int, decode: int, seconds: float, *, full: bool = False) -> None:
         """Books one step that computed so many prefill and decode tokens in `seconds`."""
@@ -41,6 +53,11 @@ class StepPace:
                 self.chunk_tokens_per_s = _average(self.chunk_tokens_per_s, rate)
         if decode:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, decode / seconds)
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """Time in which so many tokens of prompt are computed while others wait; 0 before it was measured."""
+        rate = self.full_prefill_tokens_per_s
+        return num_tokens / rate if rate else 0.0
 
 
 def _average(old: float, new: float) -> float:
@@ -72,6 +89,11 @@ class EventRate:
     def is_known(self) -> bool:
         """Whether events were counted, and for long enough to speak of a rate."""
         return self._count > 0 and self._elapsed_s >= _SHORTEST_S
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether at least one event has not faded yet."""
+        return self._count >= 1.0
 
     def per_s(self, now: float, *, deviations: float = 0.0) -> float:
         """The rate, so many standard deviations of its (Poisson) estimate above it."""

@@ -47,6 +47,8 @@ class Planner:
             long_budget=long_budget,
             under_way=BlocksUnderWay(state.running, state.cache.block_size) if shares else None,
         )
+        if allowed is None:
+            self._admitter.displace_beams(draft)
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
             if draft.rows:

@@ -33,6 +33,7 @@ class ResultHandler:
         started = max(step.planned_s, self._last_result_s)
         self._last_result_s = now
         seconds = result.compute_s or now - started
+        self._state.speed.stepped(now - started)
         prefill = total = long = 0
         for row in step.rows.values():
             total += row.num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import msgspec
 
@@ -74,14 +75,14 @@ class Scheduler:
 
         Once accepted it is kept until it has been served, cancelled, or nobody wants it any more.
         """
-        failure = self._refusal(request, now)
+        group = RequestGroup(request)
+        failure = self._refusal(group, now)
         if failure is not None:
             self._state.events.append(TokenEvent.of_failure(request, failure))
             return
-        group = RequestGroup(request)
         if group.is_beam_search:
             self._state.searches[request.request_id] = BeamSearch(request.sampling)
-        for index in range(1 if group.is_beam_search else request.sampling.best_of):
+        for index in range(1, 1 if group.is_beam_search else request.sampling.best_of):
             group.sequences.append(self._new_sequence(group, index))
         first, *others = group.sequences
         first.waiting_for = waited_for
@@ -251,19 +252,23 @@ class Scheduler:
             ),
         )
 
-    def _refusal(self, request: Request, now: float) -> RequestFailure | None:
-        state, config = self._state, self._state.config
+    def _refusal(self, group: RequestGroup, now: float) -> RequestFailure | None:
+        """Why the request is not accepted; None with its first sequence in the group when it is."""
+        request, state, config = group.request, self._state, self._state.config
         failure = admission.refuse_impossible(request, state.memory, config.max_num_seqs)
         if failure is not None:
             return failure
-        wait_s = self._forecast.expected_wait_s(request, now)
-        if len(state.waiting) >= config.max_waiting:
-            return admission.queue_full(len(state.waiting), config.max_waiting, wait_s)
-        if config.refuse_early and request.queue_deadline_s is not None:
-            limit_s = request.queue_deadline_s - request.arrival_s
-            if now + wait_s > request.queue_deadline_s:
-                return admission.would_wait_too_long(request, wait_s, limit_s)
-        return None
+        group.sequences.append(self._new_sequence(group, 0))
+        first = group.sequences[0]
+        forecast, account = self._forecast.of(first, now), account_of(first)
+        failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
+        if failure is not None:
+            state.turns.refuse(account, now)
+        else:
+            answer = min(request.sampling.max_tokens, state.speed.answer_tokens or math.inf)
+            num_tokens = len(request.prompt_token_ids) + first.num_places * answer
+            state.turns.accept(account, request.weight, num_tokens)
+        return failure
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:

@@ -102,6 +102,8 @@ class Sequence:
         # Tokens known when the sequence was (re)admitted; computing up to here is prefill.
         self.prefill_end = len(self.token_ids)
         self.draft_token_ids: tuple[int, ...] = ()
+        # Preemptions that count towards the bound: all but those that share places among equal tenants.
+        self.num_forced = 0
         # Keeps its place whatever comes: aged, or preempted as often as is allowed.
         self.boosted = False
         # Was preempted as often as is allowed: comes back only with all blocks that it can still need.
@@ -181,6 +183,11 @@ class Sequence:
         """Tokens to compute before the first (or, after preemption, next) token can be sampled."""
         return max(0, self.prefill_end - self.num_computed)
 
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted: cached positions have no logits to report."""
+        return self.sampling.prompt_logprobs is not None and self.first_token_s is None
+
     def child(self, sequence_id: int, token_id: int, logprob: float) -> Sequence:
         """A beam that goes on from this one with one more token; it has no blocks yet."""
         child = Sequence(
@@ -195,6 +202,7 @@ class Sequence:
         child.order = (self.order[0], sequence_id)
         child.prefill_end = 0
         child.boosted, child.awaits_promise = self.boosted, self.awaits_promise
+        child.num_forced = self.num_forced
         child.beam_parent_id = self.sequence_id
         child.sum_logprob = self.sum_logprob + logprob
         child.beam_logprobs = (*self.beam_logprobs, TokenLogprobs(token_id, logprob))

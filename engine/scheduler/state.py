@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.fairness import Account, Places, Turns, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
+from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
-# Seconds over which places that come free, and arrivals, are averaged.
-_TURNOVER_MEMORY_S = 10.0
-_ARRIVAL_MEMORY_S = 5.0
+# Seconds over which places that come free, and requests for them, are averaged.
+_RATE_MEMORY_S = 10.0
+# Tokens of a sequence that are compared with what others compute, while it waits.
+_LOOKED_AT_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class SchedulerState:
     cache: KvCache
     model: str
     counters: VirtualTokenCounters = field(init=False)
+    places: Places = field(default_factory=Places)
+    turns: Turns = field(default_factory=Turns)
     waiting: WaitingQueue = field(init=False)
     groups: dict[int, RequestGroup] = field(default_factory=dict)
     # Of the requests that ask for one.
@@ -74,9 +78,11 @@ class SchedulerState:
     # Parents of beams: the runner's state of them is copied with the next plan, and dropped after it.
     outlived: list[int] = field(default_factory=list)
     # Places that come free per second, measured while somebody waits for one.
-    turnover: EventRate = field(default_factory=lambda: EventRate(_TURNOVER_MEMORY_S, running=False))
+    turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
+    # Requests with a limit that were accepted per second, by account.
+    accepted: dict[Account, EventRate] = field(default_factory=dict)
     # Sequences ever made.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
@@ -85,8 +91,9 @@ class SchedulerState:
     totals: SchedulerCounters = field(default_factory=SchedulerCounters)
 
     def __post_init__(self) -> None:
-        self.counters = VirtualTokenCounters(self.config.output_token_cost)
-        self.waiting = WaitingQueue(self.config, self.counters)
+        config = self.config
+        self.counters = VirtualTokenCounters(config.output_token_cost, config.fairness_band_tokens)
+        self.waiting = WaitingQueue(config, self.counters, self.places)
 
     def num_reserved_blocks(self, *, besides: Sequence | None = None) -> int:
         """Blocks promised to requests that may not be preempted any more, that of `besides` left out."""
@@ -117,16 +124,46 @@ class SchedulerState:
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         """A request joins the queue with its first sequence."""
-        rate = self.arrivals.setdefault(sequence.priority, EventRate(_ARRIVAL_MEMORY_S))
+        rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
         rate.count(now, sequence.num_places)
-        self.waiting.push(sequence)
+        if sequence.group.request.queue_deadline_s is not None:
+            self.accepted.setdefault(account_of(sequence), EventRate(_RATE_MEMORY_S)).count(now)
+        self.waiting.join(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        num_tokens = self.tokens_to_compute(sequence)
+        self.waiting.push(sequence, num_tokens, self.speed.seconds_for(num_tokens))
+
+    def tokens_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that a sequence without a place adds to the work: those that are neither cached nor computed
+        for somebody who runs or waits.
+        """
+        cache, hasher = self.cache, sequence.hasher
+        if not cache.prefix_caching or sequence.needs_every_position:
+            return sequence.num_known
+        hasher.extend(sequence.token_ids, min(sequence.num_known, _LOOKED_AT_TOKENS))
+        prefix = cache.find_prefix(hasher, sequence.num_known, restore_worth_it=self.is_restoring_cheaper)
+        num_blocks, under_way = prefix.num_blocks, BlocksUnderWay(self.running, cache.block_size)
+        for block_hash in hasher.hashes[num_blocks : (sequence.num_known - 1) // cache.block_size]:
+            if block_hash not in under_way and not self.waiting.wants(block_hash):
+                break
+            num_blocks += 1
+        return sequence.num_known - num_blocks * cache.block_size
 
     def start_running(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by rank."""
         sequence.status = Status.RUNNING
         if sequence.awaits_promise:
             self._promise(sequence)
+        self.places.take(account_of(sequence), sequence.group.request.weight)
         insort(self.running, sequence, key=lambda each: each.rank)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.places.give(account_of(sequence))
+        self._promised.pop(sequence.sequence_id, None)
+        self._drop_runner_state(sequence)
 
     def _promise(self, sequence: Sequence) -> None:
         """All blocks that the sequence, or its beam search, can still need are free: they stay so for it."""
@@ -164,11 +201,13 @@ class SchedulerState:
             if beam.status is Status.RUNNING:
                 self.preempt(beam, "kv_pressure", now, counts=counts)
 
-    def preempt(self, sequence: Sequence, cause: str, now: float, *, counts: bool = True) -> None:
-        """Takes a running sequence's blocks away; it goes on later, from its tokens."""
-        self.running.remove(sequence)
-        self._promised.pop(sequence.sequence_id, None)
-        self._drop_runner_state(sequence)
+    def preempt(
+        self, sequence: Sequence, cause: str, now: float, *, counts: bool = True, shares: bool = False
+    ) -> None:
+        """Takes a running sequence's blocks away; it goes on later, from its tokens. With `shares` it makes
+        room for an equal tenant, which is no step towards `max_preemptions`: its own keeps a share meanwhile.
+        """
+        self._stop_running(sequence)
         sequence.rewind()
         sequence.status = Status.WAITING
         sequence.waiting_for, sequence.waiting_since_s = cause, now
@@ -176,10 +215,11 @@ class SchedulerState:
             sequence.away_since_s = now
             sequence.took.num_preemptions += 1
             self.totals.preemptions[cause] = self.totals.preemptions.get(cause, 0) + 1
-            if sequence.took.num_preemptions >= self.config.max_preemptions:
+            sequence.num_forced += not shares
+            if sequence.num_forced >= self.config.max_preemptions:
                 sequence.boosted = True
                 sequence.awaits_promise = True
-        self.waiting.push(sequence)
+        self._wait(sequence)
 
     def finish(
         self,
@@ -192,6 +232,7 @@ class SchedulerState:
         """Ends one choice with its terminal event, and the request with its last choice."""
         if sequence.status is Status.RUNNING:
             self.turnover.count(now)
+            self.speed.ended(sequence.num_output_tokens)
         self._remove(sequence)
         group = sequence.group
         group.num_finished += 1
@@ -231,13 +272,11 @@ class SchedulerState:
             if sequence.status is Status.HELD:
                 sequence.status = Status.WAITING
                 sequence.waits_for("", now)
-                self.waiting.push(sequence)
+                self._wait(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self._promised.pop(sequence.sequence_id, None)
-            self._drop_runner_state(sequence)
+            self._stop_running(sequence)
             sequence.epoch += 1
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -263,7 +302,7 @@ class SchedulerState:
             self.cache.free(child.table)
             child.rewind()
             child.waiting_since_s = now
-            self.waiting.push(child)
+            self._wait(child)
 
     def finish_beams(self, group: RequestGroup, events: list[TokenEvent], now: float) -> None:
         """Ends a beam search with its answers."""
@@ -309,6 +348,8 @@ class SchedulerState:
         assert {id(s) for s in running} == {id(s) for s in self.running}, "running list and statuses differ"
         assert len(running) == len(self.running) <= self.config.max_num_seqs, "too many running sequences"
         assert {id(s) for s in waiting} == {id(s) for s in self.waiting}, "queue and statuses differ"
+        held = Counter(map(account_of, self.running))
+        assert held == self.places._held, "places and running sequences differ"
         ranks = [sequence.rank for sequence in self.running]
         assert ranks == sorted(ranks), "running sequences are out of rank"
         for sequence in live:

@@ -27,6 +27,9 @@ class BlocksUnderWay:
         for block_hash in sequence.hasher.hashes[sequence.table.num_registered : last]:
             self._owners.setdefault(block_hash, sequence)
 
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._owners
+
     @property
     def is_empty(self) -> bool:
         """Whether nobody computes a block that could be shared."""

@@ -34,7 +34,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float = 0.0
     # Moment by which the first token is due; None when the tier has no target.
     ttft_deadline_s: float | None = None
-    # Moment at which waiting in the queue ends with a refusal; None when the tier has no limit.
+    # The request is refused if its first token is expected after this moment; None accepts any.
     queue_deadline_s: float | None = None
     # Moment after which nobody wants the answer.
     deadline_s: float | None = None

@@ -10,7 +10,7 @@ from millrace.common.v1 import context_pb2
 from gateway.tiers import Tier
 from gateway.types.identity import Identity
 
-_Promise = Literal["ttft_target_ms", "tpot_target_ms", "queue_limit_ms", "max_context_tokens"]
+_Promise = Literal["ttft_target_ms", "tpot_target_ms", "max_context_tokens"]
 _OPTIONAL_PROMISES: tuple[_Promise, ...] = get_args(_Promise)
 
 
@@ -40,6 +40,9 @@ def write_tier(context: context_pb2.RequestContext, tier: Tier, *, tenant_weight
         value = getattr(config, name)
         if value is not None:
             setattr(context, name, value)
+    context.ClearField("queue_limit_ms")
+    if config.accepted_within_ms is not None:
+        context.queue_limit_ms = config.accepted_within_ms
 
 
 def context_of(identity: Identity, tier: Tier, *, tenant_weight: float) -> context_pb2.RequestContext:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from contract.outputs import ChoiceStatistics, FirstToken
 from gateway.engines.types import EngineOutput
-from gateway.overload import Ticket
 from gateway.pipeline.delta import TimeToFirstToken
 
 
@@ -29,8 +28,6 @@ class Meter:
         self.first_token = FirstToken()
         # An engine has computed something.
         self.has_worked = False
-        # The place among the requests that wait for their first token.
-        self.ticket: Ticket | None = None
         self.completion_tokens = 0
         self.longest_gap_s = 0.0
         self.statistics = ChoiceStatistics()
@@ -39,8 +36,6 @@ class Meter:
         """Takes the numbers of one output."""
         if self.first_output_s is None:
             self.first_output_s = now_s
-            if self.ticket is not None:
-                self.ticket.started()
             if output.first_token is not None:
                 self.first_token = output.first_token
         elif output.token_ids:

@@ -22,9 +22,8 @@ from gateway.engines.fleet import Fleet, Route
 from gateway.engines.types import Submission
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.reservation import Reservation
-from gateway.overload import Admission
-from gateway.pipeline.admission import engine_queues
-from gateway.pipeline.call import Call, Step
+from gateway.pipeline.admission import expected_wait_s
+from gateway.pipeline.call import Call
 from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
@@ -61,7 +60,6 @@ class Pipeline:
         vocabulary: Vocabulary,
         tokenizer: TokenizerClient,
         fleet: Fleet,
-        admission: Admission,
         limiter: TokenLimiter,
         tiers: Tiers,
         callers: CallerVerifier,
@@ -85,7 +83,6 @@ class Pipeline:
         self._num_active: dict[str, int] = {}
         # What is told of requests.
         self._deferred = deferred
-        self._admission = admission
         self._tiers = tiers
         self._recorder = recorder
         self._metrics = recorder.metrics
@@ -225,8 +222,9 @@ class Pipeline:
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
-            with call.step(names.GATEWAY_ADMIT) as admitting:
-                self._admit(call, num_prompt_tokens, admitting)
+            with call.step(names.GATEWAY_ADMIT) as step:
+                wait_s = expected_wait_s(self.fleet, call.tier.config.pool)
+                call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
             with call.step(names.GATEWAY_ROUTE) as routing:
                 stream = self._route(call, prepared, sampling, context)
                 submitted_s = time.monotonic()
@@ -236,11 +234,6 @@ class Pipeline:
         except BaseException:
             await reservation.cancel()
             raise
-
-    def _admit(self, call: Call, num_prompt_tokens: int, step: Step) -> None:
-        queues = engine_queues(self.fleet, call.tier.config.pool)
-        estimate = self._admission.admit(call.tier, num_prompt_tokens, queues)
-        call.later(self._note_wait, step.attributes, estimate.wait_s, call.tier.name)
 
     def _note_wait(self, attributes: dict[str, Any], wait_s: float, tier: str) -> None:
         attributes[names.EXPECTED_WAIT_MS] = wait_s * 1000
@@ -325,7 +318,6 @@ class Pipeline:
         meter = Meter(caller.received_s, observe_gap)
         meter.submitted_s = submitted_s
         request_id = caller.identity.request_id
-        meter.ticket = self._admission.enter(call.tier)
         generation = Generation(
             info=AnswerInfo(
                 request_id=request_id,
@@ -371,9 +363,6 @@ class Pipeline:
     def _settled(self, call: Call, generation: Generation, outcome: Outcome, usage: Usage) -> None:
         self._open.discard(generation)
         self._count_active(call.tier, -1)
-        meter = generation.meter
-        if meter.ticket is not None:
-            meter.ticket.ended()
         if generation.stream.num_losses:
             # Seldom, and whoever looks for it looks at once.
             self._note_continuations(call, generation, outcome)

@@ -151,7 +151,9 @@ ACCEPTED_TOKENS = attribute("millrace.accepted_tokens", "{token}", "Proposed tok
 GRAMMAR_DIGEST = attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
 GRAMMAR_CACHE = attribute("millrace.grammar.cache", "", "hit or miss.")
 GRAMMAR_MS = attribute("millrace.grammar_ms", "ms", "Time spent on grammar masks in the engine.")
-EXPECTED_WAIT_MS = attribute("millrace.expected_wait_ms", "ms", "Wait that admission expected.")
+EXPECTED_WAIT_MS = attribute(
+    "millrace.expected_wait_ms", "ms", "Time that prompts before the request took, as expected."
+)
 ROUTE_REASON = attribute("millrace.route.reason", "", "Why this engine: prefix, least_pending, only, ...")
 ROUTE_PREFIX_TOKENS = attribute(
     "millrace.route.prefix_tokens", "{token}", "Prefix the router expected cached."
@@ -316,7 +318,7 @@ AUTHORIZE_SECONDS = histogram(
 )
 PREPARE_SECONDS = histogram("millrace_prepare_seconds", "s", "Call to the tokenizer service.", _LATENCY)
 EXPECTED_WAIT = gauge(
-    "millrace_admission_expected_wait_seconds{tier}", "s", "Wait that admission expects for a new request."
+    "millrace_admission_expected_wait_seconds{tier}", "s", "Time that prompts before a new request take."
 )
 ROUTED = counter(
     "millrace_routed_requests_total{engine,reason}",

@@ -188,7 +188,7 @@ def test_preemptions_are_bounded_for_every_sequence(max_preemptions: int) -> Non
         memory=memory_plan(20, 4, 76), max_num_seqs=8, watermark=0.0, max_preemptions=max_preemptions
     )
     for index in range(30):
-        driver.submit(prompt(4, index), max_tokens=60, tenant=str(index % 3), priority=index % 2)
+        driver.submit(prompt(4, index), max_tokens=60, priority=index % 2)
     driver.run(20_000)
     driver.check_everything()
     for events in driver.events.values():
@@ -222,16 +222,20 @@ def test_the_tiers_context_limit_applies() -> None:
     assert driver.finish(cut) is FinishReason.LENGTH
 
 
-def test_a_full_queue_refuses_with_a_delay() -> None:
-    driver = Driver(max_waiting=3)
-    for _ in range(3):
-        driver.submit(prompt(8))
-    refused = driver.submit(prompt(8))
-    (event,) = driver.events[refused]
+def test_a_full_queue_refuses_with_a_delay_whoever_has_more_than_is_left() -> None:
+    driver = Driver(max_waiting=8)
+    flood = [driver.submit(prompt(8), tenant="flood") for _ in range(20)]
+    (event,) = driver.events[flood[-1]]
     assert event.failure
     assert event.failure.reason == "QUEUE_LIMIT_EXCEEDED"
     assert event.failure.retry_after_s
+    # Half of the room is left for others, and half of that for those after them.
+    assert [bool(driver.failure(each)) for each in flood] == [False] * 4 + [True] * 16
+    for tenant, accepted in (("second", 2), ("third", 1)):
+        others = [driver.submit(prompt(8), tenant=tenant) for _ in range(5)]
+        assert sum(not driver.failure(each) for each in others) == accepted
     driver.run()
+    assert all(driver.finish(each) for each in flood)
 
 
 def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:

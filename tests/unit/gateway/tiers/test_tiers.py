@@ -51,6 +51,30 @@ def test_refused_alike_whether_it_exists_or_not(requested: str) -> None:
     assert caught.value.message.endswith("use one of: auto, default, standard, gold")
 
 
+@pytest.mark.parametrize(
+    ("config", "accepted_within_ms"),
+    [
+        (TierConfig(), None),
+        (TierConfig(ttft_target_ms=500), 500),
+        (TierConfig(ttft_target_ms=500, queue_limit_ms=900), 500),
+        (TierConfig(ttft_target_ms=500, queue_limit_ms=90), 90),
+        (TierConfig(ttft_target_ms=500, admission="best_effort"), None),
+        (TierConfig(ttft_target_ms=500, admission="best_effort", queue_limit_ms=900), 900),
+    ],
+)
+def test_guaranteed_tiers_take_what_meets_the_target_and_best_effort_what_comes(
+    config: TierConfig, accepted_within_ms: int | None
+) -> None:
+    context = context_pb2.RequestContext(queue_limit_ms=1)
+    write_tier(context, Tier("a", config), tenant_weight=1.0)
+    limit_ms = context.queue_limit_ms if context.HasField("queue_limit_ms") else None
+    assert limit_ms == accepted_within_ms
+    # What was accepted is not refused when another engine continues it, and keeps its deadline.
+    write_tier(context, Tier("a", config).accepted, tenant_weight=1.0)
+    assert not context.HasField("queue_limit_ms")
+    assert context.HasField("ttft_target_ms") == (config.ttft_target_ms is not None)
+
+
 def test_promises_of_another_tier_replace_all_of_the_first() -> None:
     context = context_pb2.RequestContext()
     write_tier(

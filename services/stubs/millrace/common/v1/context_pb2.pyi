@@ -57,7 +57,7 @@ class RequestContext(_message.Message):
     tpot_target_ms: _builtins.int
     """Target for the time per output token, in milliseconds."""
     queue_limit_ms: _builtins.int
-    """Longest time that the request may wait in the engine's queue, in milliseconds; unset means no limit."""
+    """Longest expected time to the first token at which the request is accepted, in milliseconds; unset accepts any."""
     deadline_unix_ms: _builtins.int
     """Moment after which nobody wants the answer, milliseconds since the Unix epoch; unset means none."""
     cache_salt: _builtins.bytes
