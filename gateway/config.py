@@ -145,8 +145,10 @@ class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits of one tenant or key; None does not limit."""
 
     requests_per_minute: PositiveInt | None = None
-    # Prompt plus completion tokens.
+    # Prompt plus completion tokens, those of candidates (best_of) and beams that are not returned included;
+    # so are they in both monthly limits.
     tokens_per_minute: PositiveInt | None = None
+    # Requests that run at a time, each however many choices it asks for.
     max_concurrent_streams: PositiveInt | None = None
     # Tokens per calendar month (UTC).
     monthly_tokens: PositiveInt | None = None

@@ -147,7 +147,7 @@ class LedgerWriter:
             request.model,
             prompt_tokens=request.prompt_tokens,
             cached_prompt_tokens=request.cached_prompt_tokens,
-            completion_tokens=request.completion_tokens,
+            completion_tokens=request.completion_tokens + request.candidate_tokens,
         )
         return {
             **msgspec.structs.asdict(request),

@@ -2,7 +2,7 @@
 
 One Redis, with or without replicas, is meant; the keys of one charge may lie in different slots of a Redis
 Cluster, which refuses such scripts. What a script did is recorded under its operation's id until this process
-has its answer: a charge or a correction whose answer is lost on the way can be repeated, or taken back, exactly.
+has its answer: a charge or a correction whose answer is lost can be repeated, or taken back, exactly.
 """
 
 from __future__ import annotations

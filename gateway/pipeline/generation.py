@@ -130,9 +130,11 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far; final once `take` has returned nothing."""
         meter = self.meter
+        candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
             prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
-            completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
+            completion_tokens=0 if self._discard_tokens else meter.completion_tokens + candidate_tokens,
+            candidate_tokens=0 if self._discard_tokens else candidate_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
             reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
             ttft=meter.ttft(),
@@ -175,6 +177,9 @@ class Generation:
             raise _deadline_exceeded()
         if reason is FinishReason.CANCELLED:
             raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
+        if reason is FinishReason.LENGTH and self._reservation.is_short:
+            # An engine that ranks answers was told how long they may be paid for.
+            reason = output.finish_reason = FinishReason.BUDGET
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()
         num_tokens = len(output.token_ids)
@@ -241,7 +246,9 @@ class Generation:
         """Who is charged does not depend on who ended the request, or by which face: a prompt that was
         computed is paid for, or prefills would be free for those who leave before the first token.
         """
-        self._is_refunded = not await self.stream.has_worked()
+        computed = await self.stream.taken_back()
+        self._is_refunded = not computed.has_begun
+        self.meter.statistics.candidate_tokens += computed.num_tokens
         await self._settle_now(outcome)
 
     async def _settle_now(self, outcome: Outcome) -> None:

@@ -171,7 +171,8 @@ class OutcomeRecorder:
         for kind, amount in (
             ("prompt_computed", usage.prompt_tokens - usage.cached_prompt_tokens),
             ("prompt_cached", usage.cached_prompt_tokens),
-            ("completion", usage.completion_tokens),
+            ("completion", usage.completion_tokens - usage.candidate_tokens),
+            ("candidate", usage.candidate_tokens),
             ("reasoning", usage.reasoning_tokens),
         ):
             if amount > 0:
@@ -240,7 +241,8 @@ def _entry(end: Ended) -> FinishedRequest:
         outcome=end.outcome.name,
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
-        completion_tokens=usage.completion_tokens,
+        completion_tokens=usage.completion_tokens - usage.candidate_tokens,
+        candidate_tokens=usage.candidate_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
         num_engines_lost=generation.stream.num_losses,

@@ -25,7 +25,7 @@ from gateway.limits.reservation import Reservation
 from gateway.overload import Admission
 from gateway.pipeline.admission import engine_queues
 from gateway.pipeline.call import Call, Step
-from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, shortened, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.judge import OutputJudge
@@ -207,6 +207,8 @@ class Pipeline:
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
+            if sampling.ranks_at_the_end and reservation.is_short:
+                sampling = shortened(sampling, reservation.tokens_per_sequence)
             with call.step(names.GATEWAY_ADMIT) as admitting:
                 self._admit(call, num_prompt_tokens, admitting)
             with call.step(names.GATEWAY_ROUTE) as routing:
@@ -251,12 +253,18 @@ class Pipeline:
         return prepared
 
     async def _reserve(self, call: Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
-        asked = call.request.sampling.max_tokens
+        asked, num_sequences = call.request.sampling.max_tokens, 1
+        if sampling.ranks_at_the_end:
+            # Nothing of them is seen before all is computed: all that they may take is reserved.
+            asked, num_sequences = sampling.max_tokens, max(sampling.best_of, sampling.beam_width)
+        elif asked is not None:
+            asked *= sampling.best_of
         with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
                 call.caller.identity,
                 num_prompt_tokens,
-                None if asked is None else asked * sampling.best_of,
+                asked,
+                num_sequences=num_sequences,
                 model=call.request.model,
                 tier=call.tier,
             )

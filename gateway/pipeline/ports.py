@@ -22,7 +22,9 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     prompt_tokens: int
     cached_prompt_tokens: int
+    # Of the answers that were returned, and of candidates and beams that were not.
     completion_tokens: int
+    candidate_tokens: int
     reasoning_tokens: int
     num_choices: int
     num_engines_lost: int
