@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -28,7 +27,7 @@ from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal
 from gateway.limits.reservation import Holds, MeterHold, Reservation
-from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
+from gateway.limits.scopes import LimitDirectory, Scope, meter_key, month_of, scopes_of
 from gateway.limits.store import (
     Demand,
     LeaseDemand,
@@ -187,6 +186,7 @@ class TokenLimiter:
     ) -> Demand:
         windows, leases, meters = [], [], []
         tokens, num_sequences = completion
+        month = month_of(self._clock())
         lease_id = secrets.token_hex(16)
         for scope in scopes:
             limits = scope.limits
@@ -196,10 +196,10 @@ class TokenLimiter:
             if limits.max_concurrent_streams is not None:
                 leases.append(LeaseDemand(f"{scope.key}:streams", limits.max_concurrent_streams, lease_id))
             if limits.monthly_tokens is not None:
-                key = f"{scope.key}:tokens:{self._month()}"
+                key = meter_key(scope.key, "tokens", month)
                 meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, num_sequences, tokens))
             if limits.monthly_budget is not None:
-                key = f"{scope.key}:cost:{self._month()}"
+                key = meter_key(scope.key, "cost", month)
                 prompt_cost, _, cost = self._prices.per_token_nanos(model)
                 limit = round(limits.monthly_budget * NANOS_PER_UNIT)
                 prompt = prompt_tokens * prompt_cost
@@ -207,9 +207,6 @@ class TokenLimiter:
         if tier is not None and tier.config.max_concurrency is not None:
             leases.append(LeaseDemand(f"tier:{tier.name}:streams", tier.config.max_concurrency, lease_id))
         return Demand(tuple(windows), tuple(leases), tuple(meters))
-
-    def _month(self) -> str:
-        return time.strftime("%Y-%m", time.gmtime(self._clock()))
 
     def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
         prompt_cost, cached_cost, completion_cost = 1, 1, 1

@@ -19,6 +19,7 @@ from gateway.pipeline.choice import ChoiceStream
 from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
+from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.transcript import Transcript
 
 # Outcome of a request whose client went away.
@@ -49,6 +50,7 @@ class Generation:
         choices: dict[int, ChoiceStream],
         reservation: Reservation,
         meter: Meter,
+        entry: OpenEntry,
         discard_tokens: bool,
         settle: Callable[[Generation, Outcome, Usage], None],
         judge: OutputJudge | None = None,
@@ -64,6 +66,7 @@ class Generation:
         self._choices = choices
         self._open = dict(choices)
         self._reservation = reservation
+        self.entry = entry
         # max_tokens was 0: the one token that every prompt's step samples is not shown.
         self._discard_tokens = discard_tokens
         self._on_settled = settle
@@ -166,7 +169,24 @@ class Generation:
                 await self.judge.see(deltas)
             if self.transcript is not None:
                 self.transcript.add(deltas)
+        self._note_progress()
         return deltas
+
+    def _note_progress(self, outcome: str = "") -> None:
+        """Before the next chunk leaves: a killed gateway's ledger has what it told."""
+        meter, candidate_tokens = self.meter, self.meter.statistics.candidate_tokens
+        reason = self._finish_reason
+        if not outcome and reason is not None and not self._open:
+            outcome = reason.name.lower()
+        self.entry.told(
+            Progress(
+                prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
+                cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
+                completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
+                candidate_tokens=0 if self._discard_tokens else candidate_tokens,
+                outcome=outcome or INTERRUPTED,
+            )
+        )
 
     def _delta(self, output: EngineOutput) -> ChoiceDelta | None:
         choice = self._open.get(output.choice_index)
@@ -253,6 +273,7 @@ class Generation:
 
     async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
+        self._note_progress(outcome.name)
         self._on_settled(self, outcome, usage)
         if self._is_refunded:
             await self._reservation.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)
 
 def finished(request_id: str, **fields: Any) -> FinishedRequest:
     values: dict[str, Any] = {
+        "entry_id": secrets.token_hex(16),
         "request_id": request_id,
         "ended_unix_ms": 1_790_000_000_500,
         "tenant": "acme",
