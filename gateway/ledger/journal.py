@@ -125,9 +125,11 @@ class Journal:
 
     def close(self) -> None:
         """The file stays if the database lacks something that is in it."""
-        os.close(self._file)
-        if not self._open and not self._rows:
-            self._path.unlink(missing_ok=True)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            if not self._open and not self._rows:
+                remove(self._path)
 
     def _append(self, record: bytes) -> int:
         offset = self._end
@@ -213,7 +215,7 @@ def _interrupted(request: FinishedRequest, progress: bytes, ended_unix_ms: int) 
 
 def remove(path: Path) -> None:
     """Removes a file whose requests are in the ledger, or in another journal."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     _new_path(path).unlink(missing_ok=True)
 
 
