@@ -78,17 +78,25 @@ def queue_full(num_waiting: int, limit: int, wait_s: float) -> RequestFailure:
     )
 
 
-def would_wait_too_long(request: Request, wait_s: float, limit_s: float) -> RequestFailure:
-    """The refusal of a request whose expected wait exceeds its tier's queue limit; inf is no start at all."""
-    retry_s = min(max(wait_s - limit_s, 0.5), _LONGEST_RETRY_S)
+def would_wait_too_long(request: Request, waited_s: float, wait_s: float, limit_s: float) -> RequestFailure:
+    """The refusal of a request that has waited so long on its way, or would wait so much longer, that its
+    tier's queue limit is exceeded; inf is no start at all.
+    """
+    retry_s = min(max(waited_s + wait_s - limit_s, 0.5), _LONGEST_RETRY_S)
     if wait_s == float("inf"):
         expectation = "higher tiers take every place that comes free"
     else:
-        expectation = f"the expected wait is {wait_s:.1f} s"
+        expectation = (
+            f"the request has waited {waited_s * 1000:.0f} ms and would wait {wait_s * 1000:.0f} ms more"
+        )
     return RequestFailure(
         reason="QUEUE_LIMIT_EXCEEDED",
-        message=f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s in the queue; retry in "
+        message=f"{expectation}; tier {request.tier!r} allows {limit_s * 1000:.0f} ms in the queue; retry in "
         f"{retry_s:.1f} s",
-        metadata={"expected_wait_s": f"{wait_s:.3f}", "queue_limit_s": f"{limit_s:.3f}"},
+        metadata={
+            "expected_wait_s": f"{waited_s + wait_s:.3f}",
+            "waited_s": f"{waited_s:.3f}",
+            "queue_limit_s": f"{limit_s:.3f}",
+        },
         retry_after_s=retry_s,
     )

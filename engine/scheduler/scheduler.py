@@ -262,7 +262,7 @@ class Scheduler:
         if config.refuse_early and request.queue_deadline_s is not None:
             limit_s = request.queue_deadline_s - request.arrival_s
             if now + wait_s > request.queue_deadline_s:
-                return admission.would_wait_too_long(request, wait_s, limit_s)
+                return admission.would_wait_too_long(request, now - request.arrival_s, wait_s, limit_s)
         return None
 
     def _expire(self, now: float) -> None:

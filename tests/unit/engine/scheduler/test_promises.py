@@ -132,6 +132,17 @@ def test_a_refusal_says_how_long_to_stay_away() -> None:
     assert event.failure.retry_after_s == pytest.approx(expected_s - 1.0, abs=0.01)
 
 
+def test_a_refusal_names_the_wait_that_is_over_already() -> None:
+    driver = Driver()
+    refused = driver.submit(
+        PROMPT, tier="basic", arrival_s=driver.now - 0.04, queue_deadline_s=driver.now - 0.01
+    )
+    (event,) = driver.events[refused]
+    assert event.failure
+    assert "has waited 40 ms and would wait 0 ms more; tier 'basic' allows 30 ms" in event.failure.message
+    assert event.failure.metadata["expected_wait_s"] == "0.040"
+
+
 @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(seed=st.integers(0, 1 << 30), overlap=st.booleans(), num_blocks=st.sampled_from((24, 60)))
 def test_nothing_is_accepted_and_then_dropped(seed: int, overlap: bool, num_blocks: int) -> None:
