@@ -57,6 +57,8 @@ class ChoiceStatistics(msgspec.Struct):
     accepted_tokens: int = 0
     decode_s: float = 0.0
     grammar_s: float = 0.0
+    # Of candidates and beams: computed for the request and not returned; told with its first choice.
+    candidate_tokens: int = 0
     # Named cause to seconds lost.
     delayed_by_s: dict[str, float] = {}
 

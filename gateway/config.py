@@ -41,7 +41,10 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # SQLAlchemy URL (sqlite:///path, postgresql+psycopg://...); "" keeps no ledger.
     url: str = "sqlite:///.millrace/ledger.sqlite"
-    # Entries are written at least this often: what a SIGKILL may lose, in seconds ...
+    # Folder for what is open, from which the next gateway to start writes what a killed one could not; all
+    # that share it share the ledger. "" is beside an SQLite file, and keeps nothing for other databases.
+    journal: str = ""
+    # Entries are written at least this often, in seconds ...
     flush_interval_s: PositiveFloat = 0.2
     # ... or as soon as this many are waiting, whichever comes first.
     flush_entries: PositiveInt = 512
@@ -168,8 +171,10 @@ class LimitValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits of one tenant or key; None does not limit."""
 
     requests_per_minute: PositiveInt | None = None
-    # Prompt plus completion tokens.
+    # Prompt plus completion tokens, those of candidates (best_of) and beams that are not returned included;
+    # so are they in both monthly limits.
     tokens_per_minute: PositiveInt | None = None
+    # Requests that run at a time, each however many choices it asks for.
     max_concurrent_streams: PositiveInt | None = None
     # Tokens per calendar month (UTC).
     monthly_tokens: PositiveInt | None = None

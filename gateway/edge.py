@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
@@ -13,7 +14,7 @@ from gateway.auth.key_store import KeyStore
 from gateway.auth.key_watch import KeyWatch
 from gateway.config import LedgerConfig, LimitsConfig
 from gateway.ledger.tables import open_ledger
-from gateway.ledger.writer import LedgerWriter
+from gateway.ledger.writer import LedgerWriter, Unkept
 from gateway.limits.counter import RequestCounter
 from gateway.limits.limiter import TokenLimiter
 from gateway.limits.memory import MemoryLimitStore
@@ -23,7 +24,7 @@ from gateway.limits.requests import RequestLimiter
 from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
-from gateway.pipeline.ports import FinishedRequest, Ledger
+from gateway.pipeline.ports import FinishedRequest, Ledger, OpenEntry
 from gateway.settings import Settings
 from gateway.tiers import Tiers
 from observability.emit import names
@@ -44,7 +45,7 @@ class Edge:
         self.ledger = ledger(settings.gateway.ledger, self.prices, metrics)
         # What is told of requests: spans, counters, ledger.
         self.deferred = Deferred()
-        self._store = limit_store(settings.gateway.limits, metrics)
+        self._store = limit_store(settings.gateway.limits, metrics, self._month_sums)
         self.limiter = TokenLimiter(self._store, self.directory, self.prices, settings.gateway.limits)
         # Asked by the HTTP face, for itself and for Envoy.
         self.authorizer = Authorizer(
@@ -65,6 +66,8 @@ class Edge:
         """Begins background work; needs the running loop that the servers use."""
         if isinstance(self._store, ResilientLimitStore):
             self._store.start()
+        # A meter that lives in this process, or in a Redis that was lost, is not forgotten.
+        await self._store.raise_meters(await self._month_sums())
         if self._key_watch is not None:
             await self._key_watch.start()
         self.limiter.start()
@@ -83,6 +86,11 @@ class Edge:
             if self._key_watch is not None:
                 ends.push_async_callback(self._key_watch.close)
 
+    async def _month_sums(self) -> dict[str, int]:
+        return (
+            await asyncio.to_thread(self.ledger.month_sums) if isinstance(self.ledger, LedgerWriter) else {}
+        )
+
     def health(self) -> dict[str, str]:
         """Details for the health page: how the shared limit store is, where there is one."""
         if not isinstance(self._store, ResilientLimitStore):
@@ -92,6 +100,10 @@ class Edge:
 
 class NoLedger:
     """Keeps nothing; for deployments that set `gateway.ledger.url` to ""."""
+
+    def begin(self, request: FinishedRequest) -> OpenEntry:
+        """Drops it."""
+        return Unkept(request.entry_id)
 
     def record(self, request: FinishedRequest) -> None:
         """Drops it."""
@@ -116,8 +128,10 @@ def _key_watch(settings: Settings, directory: KeyDirectory) -> KeyWatch | None:
     )
 
 
-def limit_store(config: LimitsConfig, metrics: Metrics) -> LimitStore:
-    """The store that the configuration names."""
+def limit_store(
+    config: LimitsConfig, metrics: Metrics, sums: Callable[[], Awaitable[dict[str, int]]]
+) -> LimitStore:
+    """The store that the configuration names; `sums` are what monthly meters ought to hold at least."""
     local = MemoryLimitStore(lease_ttl_s=config.lease_ttl_s)
     if not config.store:
         return local
@@ -130,4 +144,5 @@ def limit_store(config: LimitsConfig, metrics: Metrics) -> LimitStore:
         policy=config.on_store_loss,
         num_gateways=config.expected_gateways,
         on_change=lambda is_up: metrics.set(names.LIMIT_STORE_UP, float(is_up)),
+        sums=sums,
     )

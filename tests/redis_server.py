@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -28,6 +29,16 @@ class RedisServer:
         )
         while not self._socket.exists():
             assert self._process.poll() is None, "redis-server ended"
+
+    def hang(self) -> None:
+        """Stops it: connections stay, what is sent waits for it, and nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Lets it go on with what was sent to it meanwhile."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Ends it as a crash would."""

@@ -112,7 +112,8 @@ def refuse_for_now(
     elif forecast.wait_s == math.inf:
         expectation = "higher tiers take every place that comes free"
     else:
-        expectation = f"the first token is expected in {expected_s:.1f} s"
+        waited_s = now - request.arrival_s
+        expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
     return _refusal(
         f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
         _retry_s(expected_s - _MARGIN * limit_s, forecast.interval_s),

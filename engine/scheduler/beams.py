@@ -45,6 +45,8 @@ class BeamSearch:
         self._sampling = sampling
         self._reported: dict[int, TokenLogprobs] = {}
         self._finished: list[Hypothesis] = []
+        # One for each beam of each step.
+        self.num_tokens = 0
         # Kept for the answers, which all come at the end.
         self.first_token: FirstTokenTimings | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -68,6 +70,7 @@ class BeamSearch:
             key=lambda each: (-each.score, each.parent.sequence_id, each.token_id),
         )
         self._reported.clear()
+        self.num_tokens += len(beams)
         width = self._sampling.beam_width
         chosen: list[Candidate] = []
         passed_over: list[Candidate] = []

@@ -5,9 +5,14 @@ Nothing can be streamed before the last choice has ended, so events are kept her
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from engine.types import TokenEvent
+from engine.types import FinishReason, TokenEvent
+
+# Reasons to end a request that nobody takes answers of any more.
+_ENDED_EARLY = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE})
 
 
 class BestOf:
@@ -22,8 +27,10 @@ class BestOf:
         """Keeps an event of one choice."""
         self._events.setdefault(event.choice_index, []).append(event)
 
-    def results(self, mean_logprobs: dict[int, float]) -> list[TokenEvent]:
-        """One event for each returned choice, by falling mean log-probability, numbered anew."""
+    def results(self, mean_logprobs: dict[int, float], reason: FinishReason) -> list[TokenEvent]:
+        """One event for each returned choice, by falling mean log-probability, numbered anew. Of a request
+        whose last choice was ended early, none has tokens.
+        """
         ranked = sorted(mean_logprobs, key=lambda index: (-mean_logprobs[index], index))
         everything = [event for events in self._events.values() for event in events]
         first = next((event.first_token for event in everything if event.first_token), None)
@@ -32,8 +39,15 @@ class BestOf:
             self._merge(self._events[index], self._first_index + place)
             for place, index in enumerate(ranked[: self._num_returned])
         ]
+        if reason in _ENDED_EARLY:
+            results = [
+                msgspec.structs.replace(each, token_ids=(), logprobs=(), finish_reason=reason)
+                for each in results
+            ]
         # What concerns the whole request rides on its first answer.
         results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
+        if results[0].statistics is not None:
+            results[0].statistics.candidate_tokens = _num_tokens(everything) - _num_tokens(results)
         return results
 
     @staticmethod
@@ -44,3 +58,7 @@ class BestOf:
             token_ids=tuple(token for event in events for token in event.token_ids),
             logprobs=tuple(each for event in events for each in event.logprobs),
         )
+
+
+def _num_tokens(events: Iterable[TokenEvent]) -> int:
+    return sum(len(event.token_ids) for event in events)

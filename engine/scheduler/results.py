@@ -173,6 +173,9 @@ class ResultHandler:
         if candidates:
             self._state.replace_beams(group, candidates, now)
             return
+        answers = search.best()
+        history = sequence.history(now)
+        history.candidate_tokens = max(0, search.num_tokens - sum(len(each.token_ids) for each in answers))
         events = [
             TokenEvent(
                 request_id=request.request_id,
@@ -183,9 +186,9 @@ class ResultHandler:
                 finish_reason=answer.reason,
                 stop_token_id=answer.stop_token_id,
                 first_token=None if index else search.first_token,
-                statistics=sequence.history(now),
+                statistics=sequence.history(now) if index else history,
             )
-            for index, answer in enumerate(search.best())
+            for index, answer in enumerate(answers)
         ]
         self._state.finish_beams(group, events, now)
 

@@ -103,11 +103,11 @@ class Scheduler:
         if group.is_beam_search:
             # Copies of one another, with their steps.
             num_steps = max(each.took.num_steps + self._num_steps_in_flight(each) for each in group.sequences)
-            self._state.finish_beams(
-                group,
-                [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)],
-                now,
-            )
+            events = [_ended(group, index, reason, num_steps) for index in range(group.request.sampling.n)]
+            statistics = events[0].statistics
+            assert statistics is not None, "an end has statistics"
+            statistics.candidate_tokens = self._state.searches[request_id].num_tokens
+            self._state.finish_beams(group, events, now)
             return True
         for sequence in group.sequences:
             if sequence.status is not Status.FINISHED:

@@ -247,7 +247,7 @@ class SchedulerState:
         if group.num_finished == len(group.sequences):
             if group.best_of is not None:
                 self.events += group.best_of.results(
-                    {each.choice_index: each.mean_logprob for each in group.sequences}
+                    {each.choice_index: each.mean_logprob for each in group.sequences}, reason
                 )
             self._end_group(group)
 

@@ -154,5 +154,7 @@ class EngineMetrics:
         metrics.add(names.DRAFTED, statistics.drafted_tokens)
         metrics.add(names.ACCEPTED, statistics.accepted_tokens)
         metrics.add(names.GRAMMAR_SECONDS, statistics.grammar_s)
+        if statistics.candidate_tokens:
+            metrics.add(names.GENERATED_TOKENS, statistics.candidate_tokens, tier=tier)
         for cause, seconds in statistics.delayed_by_s.items():
             metrics.add(names.DELAYED_SECONDS, seconds, cause=cause, tier=tier)

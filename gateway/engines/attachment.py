@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import msgspec
 from millrace.engine.v1 import engine_pb2
 
 from contract.engines import CancelReason, EngineInfo, EngineLoad, KvEvent
@@ -54,6 +55,14 @@ class EngineReady:
 Inbox: TypeAlias = Mailbox["EngineOutput | Lost | EngineReady | MillraceError"]
 
 
+class Computed(msgspec.Struct):
+    """What an engine has computed for a submission that was taken back before anything of it came."""
+
+    # The prompt, or a part of it.
+    has_begun: bool = False
+    num_tokens: int = 0
+
+
 class Leg:
     """One submission that is open on an engine. Its handle is unique on the engine's connection only."""
 
@@ -80,8 +89,8 @@ class Leg:
         # A leg of one choice names it itself; otherwise the engine's numbers count from the first.
         self.choice_index = submission.choice_index if submission.sampling.n == 1 else None
         self.started = False
-        # Of one that was taken back before anything of it came: whether the engine had begun to compute it.
-        self.worked: asyncio.Future[bool] | None = None
+        # Of one that was taken back before anything of it came: what the engine had computed for it.
+        self.worked: asyncio.Future[Computed] | None = None
 
     def cancel(self, reason: CancelReason) -> None:
         """Takes the request back; nothing of it arrives any more, but for the answer to `worked`."""
@@ -122,7 +131,7 @@ class Attachment:
         self._handles = itertools.count(1)
         self._legs: dict[int, Leg] = {}
         # Taken back before anything of them came, and what the engine says to that.
-        self._taken_back: dict[int, asyncio.Future[bool]] = {}
+        self._taken_back: dict[int, asyncio.Future[Computed]] = {}
         self._outbox = _outbox()
         self._is_stuck = False
         self._task: asyncio.Task[None] | None = None
@@ -271,11 +280,14 @@ class Attachment:
     def _dispatch(self, outputs: Any) -> None:
         legs = self._legs
         to_domain = convert.output
+        # The news of one submission come together.
+        taken_back: dict[int, Computed] = {}
         for message in outputs:
             leg = legs.get(message.handle)
             if leg is None:
                 # Cancelled here: on its way when the engine did not know yet, or its answer.
-                self._note_taken_back(message)
+                if message.handle in self._taken_back:
+                    _note_taken_back(taken_back.setdefault(message.handle, Computed()), message)
                 continue
             output = to_domain(message)
             if output.error is not None:
@@ -292,11 +304,10 @@ class Attachment:
                 if leg.num_open_choices <= 0:
                     self._close(leg)
             leg.inbox.put(output)
-
-    def _note_taken_back(self, message: Any) -> None:
-        worked = self._taken_back.pop(message.handle, None)
-        if worked is not None and not worked.done():
-            worked.set_result(bool(message.token_ids) or message.statistics.num_steps > 0)
+        for handle, computed in taken_back.items():
+            worked = self._taken_back.pop(handle)
+            if not worked.done():
+                worked.set_result(computed)
 
     def _set_load(self, load: EngineLoad) -> None:
         self.load = load
@@ -325,13 +336,19 @@ class Attachment:
         silent, self._taken_back = self._taken_back, {}
         for worked in silent.values():
             if not worked.done():
-                worked.set_result(False)
+                worked.set_result(Computed())
         self._stop_if_retired()
 
     def _set_state(self, state: EngineState) -> None:
         if state is not self.state:
             self.state = state
             self._on_change(self)
+
+
+def _note_taken_back(computed: Computed, message: Any) -> None:
+    num_tokens = len(message.token_ids) + message.statistics.candidate_tokens
+    computed.num_tokens += num_tokens
+    computed.has_begun |= bool(num_tokens) or message.statistics.num_steps > 0
 
 
 def _outbox() -> Outbox[engine_pb2.AttachRequest]:

@@ -17,7 +17,7 @@ import msgspec
 
 from contract.engines import CancelReason
 from contract.errors import MillraceError, Reason
-from gateway.engines.attachment import EngineReady, Inbox, Leg, Lost
+from gateway.engines.attachment import Computed, EngineReady, Inbox, Leg, Lost
 from gateway.engines.fleet import Fleet, Route
 from gateway.engines.mailbox import Backlog, Mailbox
 from gateway.engines.types import EngineOutput, Submission
@@ -75,7 +75,7 @@ class ContinuousStream:
         self._stranded: list[_Stranded] = []
         self._wait: asyncio.Task[None] | None = None
         # What engines will say of legs that were taken back before anything of them came.
-        self._worked: list[asyncio.Future[bool]] = []
+        self._worked: list[asyncio.Future[Computed]] = []
         # Connections that were lost, in order; several choices on one are one loss.
         self._losses: dict[tuple[str, int], None] = {}
         # Moments, in monotonic seconds, at which an engine was lost and at which work went on.
@@ -134,14 +134,20 @@ class ContinuousStream:
         if self._wait is not None:
             self._wait.cancel()
 
-    async def has_worked(self) -> bool:
-        """Whether an engine had computed anything of what `cancel` took back before an output of it came.
+    async def taken_back(self) -> Computed:
+        """What engines had computed of what `cancel` took back before an output of it came: the tokens are
+        those of candidates and beams; of an answer that is told as it is made, they were on their way.
 
-        Not, if it has not said so after ten seconds.
+        Nothing, of an engine that has not said so after ten seconds.
         """
         if self._worked:
             await asyncio.wait(self._worked, timeout=_ANSWER_S)
-        return any(each.done() and each.result() for each in self._worked)
+        told = [each.result() for each in self._worked if each.done()]
+        is_ranked = self._submission.sampling.ranks_at_the_end
+        return Computed(
+            has_begun=any(each.has_begun for each in told),
+            num_tokens=sum(each.num_tokens for each in told) if is_ranked else 0,
+        )
 
     def end_choice(self, index: int, reason: CancelReason) -> None:
         """Forgets one choice; cancels on the engine when it was the last one or has a leg of its own."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text, inspect
 
 from gateway.database import open_database
+from services.errors import ConfigError
 
 _METADATA = MetaData()
 
@@ -28,6 +29,8 @@ REQUESTS = Table(
     Column("prompt_tokens", Integer, nullable=False),
     Column("cached_prompt_tokens", Integer, nullable=False, info=_SUMMED),
     Column("completion_tokens", Integer, nullable=False, info=_SUMMED),
+    # Computed for candidates and beams, and not returned; they cost as completion tokens do.
+    Column("candidate_tokens", Integer, nullable=False, info=_SUMMED),
     Column("reasoning_tokens", Integer, nullable=False),
     # Tokens drafted and thrown away.
     Column("speculative_waste_tokens", Integer, nullable=False, info=_SUMMED),
@@ -47,5 +50,13 @@ REQUESTS = Table(
 
 
 def open_ledger(url: str) -> Engine:
-    """The ledger's database; raises ConfigError naming gateway.ledger.url."""
-    return open_database(url, _METADATA, key="gateway.ledger.url")
+    """The ledger's database; raises ConfigError naming gateway.ledger.url, also for one that is too old."""
+    database = open_database(url, _METADATA, key="gateway.ledger.url")
+    there = {column["name"] for column in inspect(database).get_columns(REQUESTS.name)}
+    missing = [column.name for column in REQUESTS.c if column.name not in there]
+    if missing:
+        raise ConfigError(
+            f"gateway.ledger.url: the table {REQUESTS.name} of an older version has no column {missing[0]}; "
+            "CHANGELOG.md says how it is added"
+        )
+    return database

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import BigInteger, ColumnElement, Engine, func, literal_column, select
 
 from gateway.ledger.tables import REQUESTS
 from gateway.limits.prices import NANOS_PER_UNIT
+from gateway.limits.scopes import meter_key
 
 # Written into the statement: PostgreSQL must see the same expression in SELECT and GROUP BY.
 _DAY_MS: ColumnElement[int] = literal_column(str(24 * 3600 * 1000), BigInteger)
@@ -48,6 +50,23 @@ class UsageRow:
     group: tuple[Any, ...]
     # By the names of NUMBERS.
     numbers: dict[str, int | float]
+
+
+def month_sums(engine: Engine, month: str) -> dict[str, int]:
+    """What monthly meters ought to hold at least, by their keys: tokens and cost of the requests that began
+    in the month ("2026-11", UTC), of each tenant and each key.
+    """
+    begin = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC).timestamp() * 1000
+    tokens = func.sum(_C.prompt_tokens + _C.completion_tokens + _C.candidate_tokens)
+    sums: dict[str, int] = {}
+    with engine.connect() as connection:
+        for kind, holder in (("tenant", _C.tenant), ("key", _C.key_id)):
+            query = select(holder, tokens, func.sum(_C.cost_nanos)).group_by(holder)
+            query = query.where(_C.ended_unix_ms >= begin, _C.ended_unix_ms - _C.duration_ms >= begin)
+            for name, num_tokens, nanos in connection.execute(query):
+                sums[meter_key(f"{kind}:{name}", "tokens", month)] = int(num_tokens)
+                sums[meter_key(f"{kind}:{name}", "cost", month)] = int(nanos)
+    return sums
 
 
 def usage(

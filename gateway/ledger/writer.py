@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,11 +14,16 @@ from sqlalchemy import Engine, insert, select
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.config import LedgerConfig
+from gateway.database import database_url
+from gateway.ledger.journal import Journal, left_behind, remove
 from gateway.ledger.tables import REQUESTS
+from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
-from gateway.pipeline.ports import FinishedRequest
+from gateway.limits.scopes import month_of
+from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Progress
 from observability.emit import names
 from observability.emit.metrics import Metrics
+from services.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
@@ -28,12 +33,41 @@ _LAST_WRITE_S = 10.0
 _MAX_PARAMETERS = 1000
 
 
+class Unkept:
+    """A running request of which no journal is kept."""
+
+    def __init__(self, entry_id: str) -> None:
+        self.entry_id = entry_id
+
+    def told(self, progress: Progress) -> None:
+        """Drops it."""
+
+
+def journal_folder(config: LedgerConfig) -> Path | None:
+    """Where gateways keep what is open; None keeps it nowhere."""
+    if config.journal:
+        return Path(config.journal)
+    url = database_url(config.url)
+    is_file = url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
+    return Path(f"{url.database}-open") if is_file else None
+
+
+def open_journal(folder: Path) -> Journal:
+    """A journal of this process; raises ConfigError naming gateway.ledger.journal."""
+    try:
+        return Journal(folder)
+    except OSError as error:
+        raise ConfigError(f"gateway.ledger.journal: {error}") from error
+
+
 class LedgerWriter:
     """Takes entries without waiting; a thread writes them.
 
-    An entry is in the database at most `flush_interval_s` plus the time of one write after `record`: that is
-    what a SIGKILL loses. A database that is away is tried again every second; beyond `max_waiting_entries`
-    the oldest entries are dropped, which is logged; so is an entry that the database does not take.
+    An entry is in the database at most `flush_interval_s` plus the time of one write after `record`. Until
+    then it is in a journal, as are requests that have not ended: what a killed process has left there is
+    written by the next one that starts. A database that is away is tried again every second; beyond
+    `max_waiting_entries` the oldest entries are dropped, which is logged; so is an entry that the database
+    does not take.
     """
 
     def __init__(self, engine: Engine, prices: Prices, config: LedgerConfig, metrics: Metrics) -> None:
@@ -46,21 +80,33 @@ class LedgerWriter:
         self._closing = False
         self._num_dropped = 0
         metrics.set_function(names.LEDGER_PENDING, lambda: float(len(self._waiting)))
+        folder = journal_folder(config)
+        self._journal = None if folder is None else open_journal(folder)
+        if folder is not None:
+            self._take_in(folder)
         self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)
         self._thread.start()
+
+    def begin(self, request: FinishedRequest) -> OpenEntry:
+        """Puts a request that is accepted into the journal; called from the event loop."""
+        return Unkept(request.entry_id) if self._journal is None else self._journal.begin(request)
 
     def record(self, request: FinishedRequest) -> None:
         """Queues one entry; called from the event loop."""
         row = self._row(request)
         cost = row["cost_nanos"] / NANOS_PER_UNIT
         self._metrics.add(names.COST, cost, tier=request.tier, tenant=request.tenant)
+        if self._journal is not None:
+            self._journal.end(request)
         with self._changed:
             self._waiting.append(row)
-            if len(self._waiting) > self._config.max_waiting_entries:
-                self._waiting.popleft()
-                self._num_dropped += 1
+            self._drop_oldest()
             if len(self._waiting) in {1, self._config.flush_entries}:
                 self._changed.notify()
+
+    def month_sums(self) -> dict[str, int]:
+        """What the meters of this month ought to hold at least; asks the database."""
+        return month_sums(self._engine, month_of(time.time()))
 
     def close(self) -> None:
         """Writes what is waiting, if the database lets it, and ends the thread."""
@@ -70,6 +116,8 @@ class LedgerWriter:
         self._thread.join(timeout=_LAST_WRITE_S)
         if self._thread.is_alive():
             _log.error("ledger: the database does not answer, entries that wait for it are lost")
+        if self._journal is not None:
+            self._journal.close()
         self._engine.dispose()
 
     def _write_forever(self) -> None:
@@ -80,13 +128,16 @@ class LedgerWriter:
                 batch = list(self._waiting)
                 self._waiting.clear()
                 closing = self._closing
-            if batch and not self._write(batch):
+            if self._write(batch):
+                self._forget(batch)
+            else:
                 self._put_back(batch)
                 if closing:
                     _log.error("ledger: %d entries are lost, the database cannot be written", len(batch))
                     return
                 time.sleep(_RETRY_S)
-            elif closing:
+                continue
+            if closing:
                 return
 
     def _is_due(self) -> bool:
@@ -94,6 +145,8 @@ class LedgerWriter:
 
     def _write(self, batch: list[dict[str, Any]]) -> bool:
         """Whether all of the batch is done with; False when it has to be tried again."""
+        if not batch:
+            return True
         try:
             with self._engine.begin() as connection:
                 connection.execute(insert(REQUESTS), batch)
@@ -136,22 +189,45 @@ class LedgerWriter:
     def _put_back(self, batch: list[dict[str, Any]]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(batch))
-            while len(self._waiting) > self._config.max_waiting_entries:
-                self._waiting.popleft()
-                self._num_dropped += 1
+            self._drop_oldest()
             if self._num_dropped:
                 _log.error("ledger: %d entries were dropped so far", self._num_dropped)
+
+    def _drop_oldest(self) -> None:
+        while len(self._waiting) > self._config.max_waiting_entries:
+            self._forget([self._waiting.popleft()])
+            self._num_dropped += 1
+
+    def _forget(self, rows: list[dict[str, Any]]) -> None:
+        if self._journal is not None:
+            self._journal.forget([row["entry_id"] for row in rows])
+
+    def _take_in(self, folder: Path) -> None:
+        """Writes what killed processes have left."""
+        for path, requests in left_behind(folder):
+            rows = [self._row(request) for request in requests]
+            if rows and not self._write(rows):
+                for request, row in zip(requests, rows, strict=True):
+                    self._waiting.append(row)
+                    if self._journal is not None:
+                        self._journal.end(request)
+            remove(path)
+            interrupted = sum(request.outcome == INTERRUPTED for request in requests)
+            _log.warning(
+                "ledger: a gateway was killed; %d requests are in its journal, %d of them interrupted",
+                len(rows),
+                interrupted,
+            )
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
         cost_nanos = self._prices.cost_nanos(
             request.model,
             prompt_tokens=request.prompt_tokens,
             cached_prompt_tokens=request.cached_prompt_tokens,
-            completion_tokens=request.completion_tokens,
+            completion_tokens=request.completion_tokens + request.candidate_tokens,
         )
         return {
             **msgspec.structs.asdict(request),
-            "entry_id": secrets.token_hex(16),
             "cost_nanos": cost_nanos,
             "labels": msgspec.json.encode(dict(request.labels)).decode(),
         }

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -28,7 +27,7 @@ from gateway.limits.memory import unix_s
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
 from gateway.limits.refusals import is_cost_meter, limits_unavailable, refusal
 from gateway.limits.reservation import Holds, MeterHold, Reservation
-from gateway.limits.scopes import LimitDirectory, Scope, scopes_of
+from gateway.limits.scopes import LimitDirectory, Scope, meter_key, month_of, scopes_of
 from gateway.limits.store import (
     Demand,
     LeaseDemand,
@@ -88,12 +87,14 @@ class TokenLimiter:
         prompt_tokens: int,
         max_completion_tokens: int | None,
         *,
+        num_sequences: int = 1,
         tier: Tier | None = None,
         model: str = "",
     ) -> Reservation:
         """Reserves the prompt, the answer and a stream slot, or nothing.
 
-        `max_completion_tokens` None means that the request does not bound its answer. Raises
+        `max_completion_tokens` None means that the request does not bound its answer. Of `num_sequences`
+        that are computed together each may have so many, and each is granted as many as the others. Raises
         TOKEN_RATE_EXCEEDED, CONCURRENCY_EXCEEDED or BUDGET_EXHAUSTED naming whose limit it is, and
         LIMITS_UNAVAILABLE when the store is lost and the policy is to refuse.
         """
@@ -101,8 +102,12 @@ class TokenLimiter:
         if completion is None:
             completion = self._config.default_completion_tokens
         scopes = list(scopes_of(self._directory, identity.tenant, identity.key_id))
-        demand = self._demand(scopes, prompt_tokens, completion, tier, model)
-        holds = Holds(completion_tokens=completion, asked_tokens=max_completion_tokens)
+        demand = self._demand(scopes, prompt_tokens, (completion, num_sequences), tier, model)
+        holds = Holds(
+            completion_tokens=completion * num_sequences,
+            asked_tokens=None if max_completion_tokens is None else completion * num_sequences,
+            num_sequences=num_sequences,
+        )
         if not demand:
             return Reservation(self, holds, prompt_tokens)
         try:
@@ -115,7 +120,7 @@ class TokenLimiter:
         holds.windows = list(demand.windows)
         holds.leases = [LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases]
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
-            holds.completion_tokens = min(holds.completion_tokens, units)
+            holds.completion_tokens = min(holds.completion_tokens, units * num_sequences)
             holds.meters.append(self._hold(meter, units, model))
         self._open_leases.update(holds.leases)
         for window, used in zip(demand.windows, outcome.window_sums, strict=True):
@@ -171,31 +176,37 @@ class TokenLimiter:
             )
 
     def _demand(
-        self, scopes: list[Scope], prompt_tokens: int, completion: int, tier: Tier | None, model: str
+        self,
+        scopes: list[Scope],
+        prompt_tokens: int,
+        # Tokens of each sequence, and sequences.
+        completion: tuple[int, int],
+        tier: Tier | None,
+        model: str,
     ) -> Demand:
         windows, leases, meters = [], [], []
+        tokens, num_sequences = completion
+        month = month_of(self._clock())
         lease_id = secrets.token_hex(16)
         for scope in scopes:
             limits = scope.limits
             if limits.tokens_per_minute is not None:
-                amount = prompt_tokens + completion
+                amount = prompt_tokens + tokens * num_sequences
                 windows.append(WindowDemand(_tokens_key(scope), limits.tokens_per_minute, amount))
             if limits.max_concurrent_streams is not None:
                 leases.append(LeaseDemand(f"{scope.key}:streams", limits.max_concurrent_streams, lease_id))
             if limits.monthly_tokens is not None:
-                key = f"{scope.key}:tokens:{self._month()}"
-                meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, 1, completion))
+                key = meter_key(scope.key, "tokens", month)
+                meters.append(MeterDemand(key, limits.monthly_tokens, prompt_tokens, num_sequences, tokens))
             if limits.monthly_budget is not None:
-                key = f"{scope.key}:cost:{self._month()}"
+                key = meter_key(scope.key, "cost", month)
                 prompt_cost, _, cost = self._prices.per_token_nanos(model)
                 limit = round(limits.monthly_budget * NANOS_PER_UNIT)
-                meters.append(MeterDemand(key, limit, prompt_tokens * prompt_cost, cost, completion))
+                prompt = prompt_tokens * prompt_cost
+                meters.append(MeterDemand(key, limit, prompt, cost * num_sequences, tokens))
         if tier is not None and tier.config.max_concurrency is not None:
             leases.append(LeaseDemand(f"tier:{tier.name}:streams", tier.config.max_concurrency, lease_id))
         return Demand(tuple(windows), tuple(leases), tuple(meters))
-
-    def _month(self) -> str:
-        return time.strftime("%Y-%m", time.gmtime(self._clock()))
 
     def _hold(self, meter: MeterDemand, units: int, model: str) -> MeterHold:
         prompt_cost, cached_cost, completion_cost = 1, 1, 1

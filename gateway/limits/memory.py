@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gateway.limits.store import (
@@ -125,9 +125,9 @@ class MemoryLimitStore:
     async def close(self) -> None:
         """Nothing to release."""
 
-    def raise_meter(self, key: str, at_least: int) -> None:
-        """Lets a meter begin at what another store is known to have counted."""
-        self._meters[key] = max(self._meters.get(key, 0), at_least)
+    async def raise_meters(self, sums: Mapping[str, int]) -> None:
+        for key, at_least in sums.items():
+            self._meters[key] = max(self._meters.get(key, 0), at_least)
 
     def _window(self, key: str, bucket: int) -> _Window:
         window = self._windows.get(key)

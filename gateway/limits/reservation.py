@@ -29,8 +29,10 @@ class Holds(msgspec.Struct):
     windows: list[WindowDemand] = []
     leases: list[LeaseReturn] = []
     meters: list[MeterHold] = []
-    # Completion tokens that are paid for.
+    # Completion tokens that are paid for, over all sequences.
     completion_tokens: int = 0
+    # Sequences that are computed together and told of at the end.
+    num_sequences: int = 1
     # The most that the request may generate by its own word; None when it does not say.
     asked_tokens: int | None = None
 
@@ -57,8 +59,19 @@ class Reservation:
         """
         holds = self.holds
         if holds.asked_tokens is not None:
-            return holds.completion_tokens if holds.completion_tokens < holds.asked_tokens else None
+            return holds.completion_tokens if self.is_short else None
         return holds.completion_tokens if holds.windows or holds.meters else None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less is paid for than was asked for."""
+        holds = self.holds
+        return holds.asked_tokens is not None and holds.completion_tokens < holds.asked_tokens
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Completion tokens that are paid for of each of the sequences."""
+        return self.holds.completion_tokens // self.holds.num_sequences
 
     async def extend(self) -> int:
         """Reserves more for a stream that has used up what is paid for; returns the tokens added, 0 for none.

@@ -4,6 +4,9 @@
 each limit divided by the number of gateways. At the moment of the loss, what the shared windows held is not
 known here: for one window length a limit can be passed by up to itself once more. Meters go on from the sums
 last seen, and what was used meanwhile is added to the shared ones when the store is back.
+
+What was sent and not answered may have arrived or not. When the store answers again, settlements are repeated
+under their ids, and charges are taken back: their callers have had another answer, or are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, Protocol
 
 from msgspec.structs import replace
@@ -35,7 +39,11 @@ Policy = Literal["closed", "local_share"]
 
 
 class SharedStore(LimitStore, Protocol):
-    """A store that can be lost."""
+    """A store that can be lost. What is repeated under its id counts once."""
+
+    async def take_back(self, demand: Demand) -> None:
+        """Undoes a charge that was perhaps made. Raises StoreLostError."""
+        ...
 
     async def ping(self) -> None:
         """Raises StoreLostError unless the store answers."""
@@ -55,6 +63,7 @@ class ResilientLimitStore:
         policy: Policy,
         num_gateways: int,
         on_change: Callable[[bool], None],
+        sums: Callable[[], Awaitable[Mapping[str, int]]] | None = None,
     ) -> None:
         self._shared = shared
         self._local = local
@@ -63,8 +72,12 @@ class ResilientLimitStore:
         self._on_change = on_change
         self._watch: asyncio.Task[None] | None = None
         self._meters_seen: dict[str, int] = {}
+        # What meters are known to have counted, for a store that has lost its data.
+        self._sums = sums
         # What was charged to meters while the shared store was away.
         self._owed: dict[str, int] = {}
+        # Sent and not answered, in order.
+        self._unclear: deque[Demand | Settlement] = deque()
         # Leases taken locally are returned locally, whatever the shared store does meanwhile.
         self._local_leases: set[LeaseReturn] = set()
         self.is_up = True
@@ -79,7 +92,12 @@ class ResilientLimitStore:
             try:
                 outcome = await self._shared.acquire(demand)
             except StoreLostError as error:
+                self._unclear.append(demand)
                 self._lost(error)
+            except asyncio.CancelledError:
+                # The client left meanwhile.
+                self._unclear.append(demand)
+                raise
             else:
                 if isinstance(outcome, Granted):
                     sums = zip(demand.meters, outcome.meter_sums, strict=True)
@@ -100,11 +118,16 @@ class ResilientLimitStore:
             try:
                 await self._shared.settle(settlement)
             except StoreLostError as error:
+                self._unclear.append(settlement)
                 self._lost(error)
             else:
                 return
-        for meter in settlement.meters:
-            self._owe(meter)
+        elif settlement.leases:
+            # Of a stream that is older than the loss.
+            self._unclear.append(settlement)
+        else:
+            for meter in settlement.meters:
+                self._owe(meter)
         await self._local.settle(replace(settlement, leases=()))
 
     async def renew(self, leases: tuple[LeaseReturn, ...]) -> None:
@@ -121,11 +144,23 @@ class ResilientLimitStore:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
+        try:
+            await self._pay()
+        except StoreLostError as error:
+            _log.error("limit store lost: %d operations were not repeated: %s", len(self._unclear), error)
         await self._shared.close()
 
+    async def raise_meters(self, sums: Mapping[str, int]) -> None:
+        if self.is_up:
+            try:
+                await self._shared.raise_meters(sums)
+            except StoreLostError as error:
+                self._lost(error)
+
     async def _acquire_locally(self, demand: Demand) -> Granted | Refused:
-        for meter in demand.meters:
-            self._local.raise_meter(meter.key, self._share(self._meters_seen.get(meter.key, 0)))
+        await self._local.raise_meters(
+            {meter.key: self._share(self._meters_seen.get(meter.key, 0)) for meter in demand.meters}
+        )
         shared_out = Demand(
             windows=tuple(replace(window, limit=self._share(window.limit)) for window in demand.windows),
             leases=tuple(replace(lease, limit=self._share(lease.limit)) for lease in demand.leases),
@@ -156,10 +191,10 @@ class ResilientLimitStore:
             await asyncio.sleep(_PROBE_INTERVAL_S)
             try:
                 await self._shared.ping()
+                # What is charged while a payment is under way is owed as well.
+                await self._pay()
                 if not self.is_up:
-                    # What is charged while a payment is under way is owed as well.
-                    while self._owed:
-                        await self._pay()
+                    await self._reconcile()
                     self.is_up = True
                     self._on_change(True)
                     _log.warning("limit store found again")
@@ -167,12 +202,20 @@ class ResilientLimitStore:
                 self._lost(error)
 
     async def _pay(self) -> None:
-        owed, self._owed = self._owed, {}
-        changes = tuple(MeterChange(key, delta) for key, delta in owed.items() if delta)
-        try:
-            if changes:
-                await self._shared.settle(Settlement(meters=changes))
-        except StoreLostError:
-            for change in changes:
-                self._owe(change)
-            raise
+        """Repeats, or takes back, what is unclear, and pays what is owed."""
+        while self._unclear or self._owed:
+            if self._owed:
+                owed, self._owed = self._owed, {}
+                changes = tuple(MeterChange(key, delta) for key, delta in owed.items() if delta)
+                self._unclear.append(Settlement(meters=changes))
+            operation = self._unclear[0]
+            if isinstance(operation, Settlement):
+                await self._shared.settle(operation)
+            else:
+                await self._shared.take_back(operation)
+            self._unclear.popleft()
+
+    async def _reconcile(self) -> None:
+        """The store may have come back without its data: meters hold at least what the ledger has."""
+        if self._sums is not None and (sums := await self._sums()):
+            await self._shared.raise_meters(sums)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -38,6 +39,16 @@ class LimitDirectory(Protocol):
 
 
 _UNLIMITED = LimitValues()
+
+
+def meter_key(scope: str, unit: Literal["tokens", "cost"], month: str) -> str:
+    """Key of a monthly meter ("2026-11") of a scope, by the scope's own key."""
+    return f"{scope}:{unit}:{month}"
+
+
+def month_of(unix_s: float) -> str:
+    """The month of a moment, in UTC."""
+    return time.strftime("%Y-%m", time.gmtime(unix_s))
 
 
 def scopes_of(directory: LimitDirectory, tenant: str, key_id: str) -> Iterator[Scope]:

@@ -4,11 +4,14 @@ Three kinds of counters are enough. A *window* sums what was charged in the last
 number of slots, free again when it is returned or when its holder stops renewing it. A *meter* sums what was
 charged in a calendar month.
 
-Every charge is a demand on several counters that is granted on all of them or on none.
+Every charge is a demand on several counters that is granted on all of them or on none. Demands and
+settlements have ids, under which a shared store counts each once: one that was not answered can be repeated.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -59,12 +62,18 @@ class MeterDemand(msgspec.Struct, frozen=True):
     units: int
 
 
+def new_operation() -> str:
+    """An id for a demand or a settlement, never used before."""
+    return secrets.token_hex(16)
+
+
 class Demand(msgspec.Struct, frozen=True):
     """Charges that are granted together or not at all."""
 
     windows: tuple[WindowDemand, ...] = ()
     leases: tuple[LeaseDemand, ...] = ()
     meters: tuple[MeterDemand, ...] = ()
+    operation: str = msgspec.field(default_factory=new_operation)
 
     def __bool__(self) -> bool:
         return bool(self.windows or self.leases or self.meters)
@@ -126,9 +135,21 @@ class Settlement(msgspec.Struct, frozen=True):
     windows: tuple[WindowChange, ...] = ()
     leases: tuple[LeaseReturn, ...] = ()
     meters: tuple[MeterChange, ...] = ()
+    operation: str = msgspec.field(default_factory=new_operation)
 
     def __bool__(self) -> bool:
         return bool(self.windows or self.leases or self.meters)
+
+
+def reversal(demand: Demand, granted: Granted) -> Settlement:
+    """Gives back all that was charged for `demand`, once."""
+    charged = zip(demand.meters, granted.meter_units, strict=True)
+    return Settlement(
+        windows=tuple(WindowChange(each.key, granted.bucket, -each.amount) for each in demand.windows),
+        leases=tuple(LeaseReturn(each.key, each.lease_id) for each in demand.leases),
+        meters=tuple(MeterChange(each.key, -each.base - units * each.unit_cost) for each, units in charged),
+        operation=f"{demand.operation}-back",
+    )
 
 
 class StoreLostError(Exception):
@@ -151,6 +172,10 @@ class LimitStore(Protocol):
 
     async def renew(self, leases: tuple[LeaseReturn, ...]) -> None:
         """Keeps the slots of streams that still run. Raises StoreLostError."""
+        ...
+
+    async def raise_meters(self, sums: Mapping[str, int]) -> None:
+        """Lets each meter hold at least what is known to have been used. Raises StoreLostError."""
         ...
 
     async def close(self) -> None:

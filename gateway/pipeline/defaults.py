@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from contract.errors import MillraceError, Reason, invalid
 from contract.sampling import OPTIONS, SamplingOptions, SamplingParams, check
 from gateway.types.request import GenerationRequest
@@ -90,3 +92,8 @@ def complete(
         stop_token_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
         **options,
     )
+
+
+def shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The same for answers of at most so many tokens."""
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))

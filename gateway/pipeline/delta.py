@@ -63,7 +63,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request."""
 
     prompt_tokens: int
+    # All that was computed, candidates and beams that were not returned included, as OpenAI counts.
     completion_tokens: int
+    candidate_tokens: int = 0
     cached_prompt_tokens: int = 0
     reasoning_tokens: int = 0
     # None when no token was made.

@@ -20,6 +20,7 @@ from gateway.pipeline.delta import AnswerInfo, ChoiceDelta, Usage
 from gateway.pipeline.intake import Slices
 from gateway.pipeline.judge import OutputJudge
 from gateway.pipeline.metering import Meter
+from gateway.pipeline.ports import INTERRUPTED, OpenEntry, Progress
 from gateway.pipeline.transcript import Transcript
 
 # Outputs after which it is asked whether others had better go on: some tenths of a millisecond.
@@ -52,6 +53,7 @@ class Generation:
         choices: dict[int, ChoiceStream],
         reservation: Reservation,
         meter: Meter,
+        entry: OpenEntry,
         discard_tokens: bool,
         settle: Callable[[Generation, Outcome, Usage], None],
         judge: OutputJudge | None = None,
@@ -67,6 +69,7 @@ class Generation:
         self._choices = choices
         self._open = dict(choices)
         self._reservation = reservation
+        self.entry = entry
         # max_tokens was 0: the one token that every prompt's step samples is not shown.
         self._discard_tokens = discard_tokens
         self._on_settled = settle
@@ -143,9 +146,11 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far; final once `take` has returned nothing."""
         meter = self.meter
+        candidate_tokens = meter.statistics.candidate_tokens
         return Usage(
             prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
-            completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
+            completion_tokens=0 if self._discard_tokens else meter.completion_tokens + candidate_tokens,
+            candidate_tokens=0 if self._discard_tokens else candidate_tokens,
             cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
             reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self._choices.values()),
             ttft=meter.ttft(),
@@ -181,7 +186,24 @@ class Generation:
                 await self.judge.see(deltas)
             if self.transcript is not None:
                 self.transcript.add(deltas)
+        self._note_progress()
         return deltas
+
+    def _note_progress(self, outcome: str = "") -> None:
+        """Before the next chunk leaves: a killed gateway's ledger has what it told."""
+        meter, candidate_tokens = self.meter, self.meter.statistics.candidate_tokens
+        reason = self._finish_reason
+        if not outcome and reason is not None and not self._open:
+            outcome = reason.name.lower()
+        self.entry.told(
+            Progress(
+                prompt_tokens=0 if self._is_refunded else len(self.info.prompt_token_ids),
+                cached_prompt_tokens=meter.first_token.cached_prompt_tokens,
+                completion_tokens=0 if self._discard_tokens else meter.completion_tokens,
+                candidate_tokens=0 if self._discard_tokens else candidate_tokens,
+                outcome=outcome or INTERRUPTED,
+            )
+        )
 
     def _delta(self, output: EngineOutput) -> ChoiceDelta | None:
         choice = self._open.get(output.choice_index)
@@ -192,6 +214,9 @@ class Generation:
             raise _deadline_exceeded()
         if reason is FinishReason.CANCELLED:
             raise MillraceError(Reason.CANCELLED, "the engine was told to cancel the request")
+        if reason is FinishReason.LENGTH and self._reservation.is_short:
+            # An engine that ranks answers was told how long they may be paid for.
+            reason = output.finish_reason = FinishReason.BUDGET
         if self._discard_tokens:
             output.token_ids, output.logprobs = [], ()
         num_tokens = len(output.token_ids)
@@ -258,11 +283,14 @@ class Generation:
         """Who is charged does not depend on who ended the request, or by which face: a prompt that was
         computed is paid for, or prefills would be free for those who leave before the first token.
         """
-        self._is_refunded = not await self.stream.has_worked()
+        computed = await self.stream.taken_back()
+        self._is_refunded = not computed.has_begun
+        self.meter.statistics.candidate_tokens += computed.num_tokens
         await self._settle_now(outcome)
 
     async def _settle_now(self, outcome: Outcome) -> None:
         usage = self.usage()
+        self._note_progress(outcome.name)
         self._on_settled(self, outcome, usage)
         if self._is_refunded:
             await self._reservation.cancel()

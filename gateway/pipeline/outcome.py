@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import time
+
 import msgspec
 from opentelemetry.trace import Span
 
@@ -10,7 +13,7 @@ from gateway.pipeline import span_attributes
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import Usage
 from gateway.pipeline.generation import CANCELLED, Generation, Outcome
-from gateway.pipeline.ports import FinishedRequest, Ledger
+from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Ledger, OpenEntry
 from gateway.pipeline.span_attributes import ttft_parts
 from gateway.types.caller import Caller
 from gateway.types.request import GenerationRequest
@@ -89,6 +92,25 @@ class OutcomeRecorder:
         if isinstance(error, MillraceError) and error.retry_after_s is not None:
             told.details[names.RETRY_AFTER_S] = error.retry_after_s
         self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
+
+    def begun(self, call: Call, num_choices: int) -> OpenEntry:
+        """An accepted request goes to an engine."""
+        identity, request = call.caller.identity, call.request
+        return self._ledger.begin(
+            FinishedRequest(
+                entry_id=secrets.token_hex(16),
+                request_id=identity.request_id,
+                ended_unix_ms=time.time_ns() // 1_000_000,
+                tenant=identity.tenant,
+                key_id=identity.key_id,
+                tier=call.tier.name,
+                model=request.model,
+                face=request.face,
+                outcome=INTERRUPTED,
+                num_choices=num_choices,
+                labels=request.metadata,
+            )
+        )
 
     def ended(self, end: Ended) -> None:
         """An accepted request, with its one outcome."""
@@ -171,7 +193,8 @@ class OutcomeRecorder:
         for kind, amount in (
             ("prompt_computed", usage.prompt_tokens - usage.cached_prompt_tokens),
             ("prompt_cached", usage.cached_prompt_tokens),
-            ("completion", usage.completion_tokens),
+            ("completion", usage.completion_tokens - usage.candidate_tokens),
+            ("candidate", usage.candidate_tokens),
             ("reasoning", usage.reasoning_tokens),
         ):
             if amount > 0:
@@ -230,6 +253,7 @@ def _entry(end: Ended) -> FinishedRequest:
     )
     took = generation.meter.statistics
     return FinishedRequest(
+        entry_id=generation.entry.entry_id,
         request_id=identity.request_id,
         ended_unix_ms=round(end.unix_s * 1000),
         tenant=identity.tenant,
@@ -240,7 +264,8 @@ def _entry(end: Ended) -> FinishedRequest:
         outcome=end.outcome.name,
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
-        completion_tokens=usage.completion_tokens,
+        completion_tokens=usage.completion_tokens - usage.candidate_tokens,
+        candidate_tokens=usage.candidate_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         num_choices=generation.info.num_choices,
         num_engines_lost=generation.stream.num_losses,

@@ -24,7 +24,7 @@ from gateway.limits.limiter import TokenLimiter
 from gateway.limits.reservation import Reservation
 from gateway.pipeline.admission import expected_wait_s
 from gateway.pipeline.call import Call
-from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, token_limit
+from gateway.pipeline.defaults import checkpoint_defaults, complete, completion_limit, shortened, token_limit
 from gateway.pipeline.delta import AnswerInfo, Usage
 from gateway.pipeline.generation import Generation, Outcome
 from gateway.pipeline.intake import Intake
@@ -222,6 +222,8 @@ class Pipeline:
         )
         reservation = await self._reserve(call, num_prompt_tokens, sampling)
         try:
+            if sampling.ranks_at_the_end and reservation.is_short:
+                sampling = shortened(sampling, reservation.tokens_per_sequence)
             with call.step(names.GATEWAY_ADMIT) as step:
                 wait_s = expected_wait_s(self.fleet, call.tier.config.pool)
                 call.later(self._note_wait, step.attributes, wait_s, call.tier.name)
@@ -262,12 +264,18 @@ class Pipeline:
         return prepared
 
     async def _reserve(self, call: Call, num_prompt_tokens: int, sampling: SamplingParams) -> Reservation:
-        asked = call.request.sampling.max_tokens
+        asked, num_sequences = call.request.sampling.max_tokens, 1
+        if sampling.ranks_at_the_end:
+            # Nothing of them is seen before all is computed: all that they may take is reserved.
+            asked, num_sequences = sampling.max_tokens, max(sampling.best_of, sampling.beam_width)
+        elif asked is not None:
+            asked *= sampling.best_of
         with call.step(names.GATEWAY_RESERVE):
             return await self.limiter.reserve(
                 call.caller.identity,
                 num_prompt_tokens,
-                None if asked is None else asked * sampling.best_of,
+                asked,
+                num_sequences=num_sequences,
                 model=call.request.model,
                 tier=call.tier,
             )
@@ -333,6 +341,7 @@ class Pipeline:
             choices=self._reader.choices(request, prepared, request_id, sampling.n),
             reservation=reservation,
             meter=meter,
+            entry=self._recorder.begun(call, sampling.n),
             discard_tokens=request.sampling.max_tokens == 0,
             settle=partial(self._settled, call),
             judge=self._judge(call, prepared, context),

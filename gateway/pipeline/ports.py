@@ -7,10 +7,15 @@ from typing import Protocol
 
 import msgspec
 
+# Outcome of a request whose gateway was killed.
+INTERRUPTED = "interrupted"
+
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is kept of a request that has ended, as the ledger calls it. Times in milliseconds."""
 
+    # Of its row; no two requests have the same.
+    entry_id: str
     request_id: str
     ended_unix_ms: int
     tenant: str
@@ -20,25 +25,54 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     face: str
     # Finish reason of the first choice in lower case, or a reason of the error table.
     outcome: str
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
     num_choices: int
-    num_engines_lost: int
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    # Of the answers that were returned, and of candidates and beams that were not.
+    completion_tokens: int = 0
+    candidate_tokens: int = 0
+    reasoning_tokens: int = 0
+    num_engines_lost: int = 0
     # Of all choices, on every engine.
-    speculative_waste_tokens: int
-    recomputed_tokens: int
-    num_preemptions: int
-    grammar_ms: float
-    queue_ms: float
-    ttft_ms: float | None
-    duration_ms: float
+    speculative_waste_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    grammar_ms: float = 0.0
+    queue_ms: float = 0.0
+    ttft_ms: float | None = None
+    duration_ms: float = 0.0
     labels: Mapping[str, str]
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been used of a request so far, and its outcome if it is known."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    candidate_tokens: int
+    outcome: str = INTERRUPTED
+
+
+class OpenEntry(Protocol):
+    """A request that the ledger knows to be running."""
+
+    # Of its row.
+    entry_id: str
+
+    def told(self, progress: Progress) -> None:
+        """Keeps what the next chunk tells; to be called before it leaves."""
+        ...
+
+
 class Ledger(Protocol):
-    """Where finished requests are written; never blocks."""
+    """Where requests are written; never blocks."""
+
+    def begin(self, request: FinishedRequest) -> OpenEntry:
+        """Takes a request that is accepted, as it stands if nothing more is heard of it. Its `ended_unix_ms`
+        is the moment at which it began.
+        """
+        ...
 
     def record(self, request: FinishedRequest) -> None:
         """Takes one finished request."""

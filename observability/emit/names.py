@@ -147,6 +147,9 @@ RESTORED_TOKENS = attribute("millrace.restored_tokens", "{token}", "Tokens broug
 LINK_CAUSE = attribute("millrace.link.cause", "", "On links: the delay that the linked request had part in.")
 LINK_OVERLAP_MS = attribute("millrace.link.overlap_ms", "ms", "On links: its work during the time lost.")
 DRAFTED_TOKENS = attribute("millrace.drafted_tokens", "{token}", "Tokens proposed by the draft.")
+CANDIDATE_TOKENS = attribute(
+    "millrace.candidate_tokens", "{token}", "Tokens of candidates and beams that were not returned."
+)
 ACCEPTED_TOKENS = attribute("millrace.accepted_tokens", "{token}", "Proposed tokens that were kept.")
 GRAMMAR_DIGEST = attribute("millrace.grammar.digest", "", "Digest of the compiled grammar.")
 GRAMMAR_CACHE = attribute("millrace.grammar.cache", "", "hit or miss.")
@@ -285,7 +288,7 @@ SLO = counter(
 TOKENS = counter(
     "millrace_tokens_total{kind,model,tier,tenant}",
     "{token}",
-    "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning.",
+    "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning, candidate (not returned).",
 )
 COST = counter(
     "millrace_cost_total{tier,tenant}",

@@ -1,27 +1,23 @@
 -- Charges windows, leases and meters together, or nothing. Time is the server's: gateways need no common clock.
 --
--- KEYS: one per window, then per lease, then per meter.
+-- KEYS (after those of once.lua): one per window, then per lease, then per meter.
 -- ARGV: bucket length in ms, number of buckets, lease lifetime in ms, meter lifetime in s,
---       number of windows, of leases, of meters;
+--       number of windows, of leases, of meters, 1 if nothing is to be charged that was not charged before;
 --       per window: limit, amount; per lease: limit, id; per meter: limit, base, unit cost, units.
 -- Returns {1, bucket, window sums..., granted units..., meter sums...}
 --      or {0, kind (1 window, 2 lease, 3 meter), index from 0, used, ms to wait or -1}.
-local bucket_ms, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2])
-local lease_ttl_ms, meter_ttl_s = tonumber(ARGV[3]), tonumber(ARGV[4])
-local num_windows, num_leases, num_meters = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local bucket_ms, num_buckets, lease_ttl_ms, meter_ttl_s = number(), number(), number(), number()
+local num_windows, num_leases, num_meters, is_taken_back = number(), number(), number(), number() == 1
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local bucket = math.floor(now_ms / bucket_ms)
-local next_key, next_arg = 0, 7
 
-local function key()
-  next_key = next_key + 1
-  return KEYS[next_key]
+local known = recall()
+if known then
+  return known
 end
-
-local function number()
-  next_arg = next_arg + 1
-  return tonumber(ARGV[next_arg])
+if is_taken_back then
+  return remember({ 0, 1, 0, 0, -1 })
 end
 
 local function wait_ms(window, used, limit, amount)
@@ -48,9 +44,7 @@ for index = 1, num_windows do
   windows[index] = window
 end
 for index = 1, num_leases do
-  local lease = { key = key(), limit = number() }
-  next_arg = next_arg + 1
-  lease.id = ARGV[next_arg]
+  local lease = { key = key(), limit = number(), id = argument() }
   redis.call('ZREMRANGEBYSCORE', lease.key, '-inf', now_ms)
   local held = redis.call('ZCARD', lease.key)
   if held >= lease.limit then
@@ -92,4 +86,4 @@ for _, meter in ipairs(meters) do
   answer[#answer + 1] = redis.call('INCRBY', meter.key, meter.base + meter.units * meter.unit_cost)
   redis.call('EXPIRE', meter.key, meter_ttl_s)
 end
-return answer
+return remember(answer)

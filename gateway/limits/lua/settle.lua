@@ -1,28 +1,20 @@
 -- Corrects windows, frees leases and corrects meters, without asking.
 --
--- KEYS: one per window change, then per lease, then per meter change.
+-- KEYS (after those of once.lua): one per window change, then per lease, then per meter change.
 -- ARGV: bucket length in ms, number of buckets, meter lifetime in s, number of windows, of leases, of meters;
 --       per window change: bucket, delta; per lease: id; per meter change: delta.
 -- What has left a window is not given back; what is added counts from now.
-local bucket_ms, num_buckets, meter_ttl_s = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local num_windows, num_leases, num_meters = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+if recall() then
+  return 0
+end
+local bucket_ms, num_buckets, meter_ttl_s = number(), number(), number()
+local num_windows, num_leases, num_meters = number(), number(), number()
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local now_bucket = math.floor(now_ms / bucket_ms)
-local next_key, next_arg = 0, 6
-
-local function key()
-  next_key = next_key + 1
-  return KEYS[next_key]
-end
-
-local function argument()
-  next_arg = next_arg + 1
-  return ARGV[next_arg]
-end
 
 for _ = 1, num_windows do
-  local window, bucket, delta = key(), tonumber(argument()), tonumber(argument())
+  local window, bucket, delta = key(), number(), number()
   if delta > 0 then
     prune(window, now_bucket, num_buckets)
     redis.call('HSETNX', window, 'o', now_bucket)
@@ -43,10 +35,11 @@ for _ = 1, num_leases do
   redis.call('ZREM', key(), argument())
 end
 for _ = 1, num_meters do
-  local meter, delta = key(), tonumber(argument())
+  local meter, delta = key(), number()
   if redis.call('INCRBY', meter, delta) < 0 then
     redis.call('SET', meter, 0)
   end
   redis.call('EXPIRE', meter, meter_ttl_s)
 end
+remember({ 1 })
 return 1

@@ -1,4 +1,4 @@
--- Put before the other scripts. A window is a hash of bucket -> amount with "t", its sum, and "o", a bucket that
+-- Put before scripts that change windows. A window is a hash of bucket -> amount with "t", its sum, and "o", a bucket that
 -- no charge is older than.
 
 -- Drops what has left the window; returns its sum. Whoever charges a window prunes it first, so that no more

@@ -142,7 +142,7 @@ def test_what_an_engine_reports() -> None:
     assert engine.logprobs([output_pb2.TokenLogprob(**each) for each in fields]) == tops
     first = FirstToken(0.1, 0.2, 0.3, 4, 5)
     assert engine.first_token(engine_pb2.FirstTokenTimings(**engine.first_token_fields(first))) == first
-    took = ChoiceStatistics(1, 2, 3, 4, 5, 0.5, 0.25, {"kv_pressure": 0.125})
+    took = ChoiceStatistics(1, 2, 3, 4, 5, 0.5, 0.25, 6, {"kv_pressure": 0.125})
     assert engine.statistics(engine_pb2.ChoiceStatistics(**engine.statistics_fields(took))) == took
     load = EngineLoad(1, 2, 3, 4, 5, 6.0, 7.0, 8.0)
     message = engine_pb2.EngineLoad(**engine.load_fields(load, draining=True))
@@ -167,7 +167,7 @@ def test_what_choices_took_adds_up_and_the_causes_are_no_ones_else() -> None:
     one = ChoiceStatistics(num_steps=2, drafted_tokens=4, delayed_by_s={"a": 1.0})
     other = ChoiceStatistics(num_steps=3, decode_s=0.5, delayed_by_s={"a": 1.0, "b": 2.0})
     one.add(other)
-    assert one == ChoiceStatistics(5, 0, 0, 4, 0, 0.5, 0.0, {"a": 2.0, "b": 2.0})
+    assert one == ChoiceStatistics(5, 0, 0, 4, 0, 0.5, 0.0, 0, {"a": 2.0, "b": 2.0})
     assert other.delayed_by_s == {"a": 1.0, "b": 2.0}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from engine.kv import PrefixHasher
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.sequence import RequestGroup, Sequence
-from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenLogprobs
+from engine.types import FinishReason, GrammarSpec, Request, SamplingParams, StepResult, TokenLogprobs
 from tests.unit.engine.checked_runner import alternatives, expected_token
 from tests.unit.engine.driver import Driver, memory_plan
 
@@ -49,6 +50,50 @@ def test_cancelling_best_of_and_beams_ends_every_returned_choice() -> None:
         assert all(event.finish_reason is FinishReason.CANCELLED for event in driver.events[request])
     driver.run()
     assert driver.runner.num_states() == 0
+
+
+class CountingDriver(Driver):
+    """Counts the tokens that the runner has sampled."""
+
+    num_sampled = 0
+
+    def _collect(self, result: StepResult) -> None:
+        self.num_sampled += sum(len(each.token_ids) for each in result.results)
+        super()._collect(result)
+
+    def told(self, request_id: int) -> tuple[int, int]:
+        """(tokens returned, tokens of candidates and beams) by the request's events."""
+        events = self.events[request_id]
+        return (
+            sum(len(event.token_ids) for event in events),
+            sum(event.statistics.candidate_tokens for event in events if event.statistics),
+        )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [64, 26])
+@pytest.mark.parametrize(
+    "fields", [{"n": 2, "best_of": 6}, {"n": 1, "beam_width": 4, "stop_token_ids": (11,)}, {"n": 3}]
+)
+def test_what_is_returned_and_what_is_not_is_all_that_was_sampled(
+    fields: dict[str, Any], num_blocks: int, overlap: bool
+) -> None:
+    driver = CountingDriver(memory=memory_plan(num_blocks, 4, 24), overlap=overlap, watermark=0.0)
+    requests = [driver.submit([*PROMPT, index], max_tokens=12, **fields) for index in range(3)]
+    driver.run()
+    assert driver.num_sampled == sum(sum(driver.told(request)) for request in requests)
+    assert bool(driver.told(requests[0])[1]) == ("best_of" in fields or "beam_width" in fields)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2, "best_of": 4}, {"n": 2, "beam_width": 3}])
+def test_what_was_sampled_for_whoever_leaves_is_told(fields: dict[str, Any]) -> None:
+    driver = CountingDriver()
+    request = driver.submit(PROMPT, max_tokens=50, **fields)
+    for _ in range(7):
+        driver.step()
+    driver.cancel(request)
+    assert driver.num_sampled > 7
+    assert driver.told(request) == (0, driver.num_sampled)
 
 
 def slow_beam_search(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -130,6 +131,25 @@ def test_a_refusal_says_how_long_to_stay_away() -> None:
     num_waiting = driver.scheduler.load(driver.now).num_waiting
     assert expected_s == pytest.approx(num_waiting * 0.1, rel=0.25)
     assert event.failure.retry_after_s == pytest.approx(expected_s - 0.85, abs=0.01)
+
+
+def test_a_refusal_names_the_wait_that_is_over_already() -> None:
+    driver = Driver(max_num_seqs=1)
+    for index in range(3):
+        driver.submit([*PROMPT, index], max_tokens=10)
+    for _ in range(12):
+        driver.step()
+    refused = driver.submit(
+        PROMPT, tier="basic", arrival_s=driver.now - 4.0, queue_deadline_s=driver.now - 1.0
+    )
+    (event,) = driver.events[refused]
+    assert event.failure
+    told = re.search(
+        r"expected ([\d.]+) s after the request came; tier 'basic' allows 3.0 s", event.failure.message
+    )
+    assert told
+    expected_s = float(event.failure.metadata["expected_s"])
+    assert float(told[1]) == pytest.approx(4.0 + expected_s, abs=0.06)
 
 
 @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -42,7 +42,8 @@ def test_sums_by_tenant_and_tier(config: Path) -> None:
     assert (both.computed_prompt_tokens, both.cached_prompt_tokens, both.completion_tokens) == (80, 120, 20)
     assert (both.speculative_waste_tokens, both.recomputed_tokens) == (8, 6)
     assert both.queue_ms == pytest.approx(40)
-    assert both.cost == pytest.approx(2 * 66e-6)
+    assert both.candidate_tokens == 14
+    assert both.cost == pytest.approx(2 * 80e-6)
 
 
 def test_period_holds_its_first_moment_and_not_its_last(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ PRICES = Prices({"*": PriceConfig(prompt=1.0, cached_prompt=0.1, completion=2.0)
 
 def finished(request_id: str, **fields: Any) -> FinishedRequest:
     values: dict[str, Any] = {
+        "entry_id": secrets.token_hex(16),
         "request_id": request_id,
         "ended_unix_ms": 1_790_000_000_500,
         "tenant": "acme",
@@ -37,6 +39,7 @@ def finished(request_id: str, **fields: Any) -> FinishedRequest:
         "prompt_tokens": 100,
         "cached_prompt_tokens": 60,
         "completion_tokens": 10,
+        "candidate_tokens": 7,
         "reasoning_tokens": 0,
         "num_choices": 1,
         "num_engines_lost": 0,
@@ -76,8 +79,8 @@ def test_entry_holds_what_the_request_used_and_cost(url: str) -> None:
     assert first["ended_unix_ms"] == 1_790_000_000_500
     assert (first["speculative_waste_tokens"], first["recomputed_tokens"]) == (4, 3)
     assert (first["queue_ms"], first["ttft_ms"], second["ttft_ms"]) == (20.0, 100.0, None)
-    # 40 computed at 1, 60 cached at 0.1 and 10 completed at 2 units a million.
-    assert first["cost_nanos"] == 40_000 + 6_000 + 20_000
+    # 40 computed at 1, 60 cached at 0.1, 10 completed and 7 of candidates at 2 units a million.
+    assert first["cost_nanos"] == 40_000 + 6_000 + 34_000
     assert first["labels"] == '{"team":"a"}'
 
 
@@ -147,6 +150,13 @@ def test_sigkill_loses_nothing_beyond_the_window(url: str) -> None:
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(rows(open_ledger(url))) == 100
+
+
+def test_ledger_of_an_older_version_is_refused_until_it_has_the_column(url: str) -> None:
+    with open_ledger(url).begin() as connection:
+        connection.execute(text("ALTER TABLE requests DROP COLUMN candidate_tokens"))
+    with pytest.raises(ConfigError, match=r"gateway\.ledger\.url: .* no column candidate_tokens"):
+        open_ledger(url)
 
 
 @pytest.mark.parametrize(

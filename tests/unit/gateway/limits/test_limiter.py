@@ -239,3 +239,13 @@ async def test_running_stream_survives_the_loss_of_the_store() -> None:
     assert await reservation.extend() == CHUNK
     await reservation.settle(100, 150)
     assert (await rig.refusal(1, 1)).reason is Reason.LIMITS_UNAVAILABLE
+
+
+async def test_sequences_that_are_computed_together_are_granted_as_much_each() -> None:
+    rig = Rig({"tokens_per_minute": 1000, "monthly_tokens": 101})
+    reservation = await rig.limiter.reserve(rig.identity, 20, 30, num_sequences=4)
+    assert (reservation.tokens_per_sequence, reservation.is_short) == (20, True)
+    assert [meter.charged for meter in reservation.holds.meters] == [100]
+    assert reservation.holds.windows[0].amount == 20 + 4 * 30
+    await reservation.settle(20, 77)
+    assert list(rig.store._meters.values()) == [97]

@@ -45,6 +45,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     num_running: int = 0
     # Steps that a submission has had when it is cancelled.
     steps_when_cancelled: int = 0
+    # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
+    candidate_tokens: int = 0
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
     dies_after_tokens: int = -1
 
@@ -99,6 +101,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 handle=message.cancel.handle, finish_reason=output_pb2.FINISH_REASON_CANCELLED
             )
             ended.statistics.num_steps = self.steps_when_cancelled
+            ended.statistics.candidate_tokens = self.candidate_tokens
             outputs.put_nowait(ended)
         self.changed.set()
 
@@ -152,6 +155,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 output.stop_token_id = piece[-1]
             elif done >= min(limit, len(tokens)):
                 output.finish_reason = output_pb2.FINISH_REASON_LENGTH
+            if output.finish_reason:
+                output.statistics.num_steps = done
+                if choice == submit.choice_index:
+                    output.statistics.candidate_tokens = self.candidate_tokens
             if self._dies(len(piece)):
                 outputs.put_nowait(None)
                 return

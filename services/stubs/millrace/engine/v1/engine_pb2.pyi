@@ -538,6 +538,7 @@ class ChoiceStatistics(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     GRAMMAR_S_FIELD_NUMBER: _builtins.int
     DELAYED_BY_S_FIELD_NUMBER: _builtins.int
+    CANDIDATE_TOKENS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     num_preemptions: _builtins.int
     recomputed_tokens: _builtins.int
@@ -545,6 +546,8 @@ class ChoiceStatistics(_message.Message):
     accepted_tokens: _builtins.int
     decode_s: _builtins.float
     grammar_s: _builtins.float
+    candidate_tokens: _builtins.int
+    """Tokens of candidates and beams that were computed and are not returned; on a request's first choice."""
     @_builtins.property
     def delayed_by_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Time lost to each named cause, in seconds (long_prefill, kv_pressure, preemption, ...)."""
@@ -560,10 +563,11 @@ class ChoiceStatistics(_message.Message):
         decode_s: _builtins.float = ...,
         grammar_s: _builtins.float = ...,
         delayed_by_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        candidate_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "grammar_s", b"grammar_s", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "candidate_tokens", b"candidate_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "grammar_s", b"grammar_s", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

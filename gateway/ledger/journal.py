@@ -1,0 +1,229 @@
+"""What is open, in a file that outlives this process: what a killed gateway has answered is in the ledger.
+
+A request is written down when it is accepted, with room for what is told of it; that is overwritten in place
+before its chunk leaves; and its row is added when it has ended, until the database has it. The kernel keeps
+what was written when the process is killed (not when the machine loses power). Each process has a file of its
+own and holds a lock on it, so that the next one to start sees whose owner is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Progress
+
+_log = logging.getLogger(__name__)
+
+_SUFFIX = ".open"
+# From this size on the file is written anew with what is still needed.
+_COMPACT_BYTES = 4 << 20
+# Length of what follows it, and whether that is a whole row.
+_HEAD = struct.Struct("<IB")
+# Prompt, cached prompt, completion and candidate tokens, and the outcome's place in _OUTCOMES.
+_PROGRESS = struct.Struct("<IIIIB")
+_UNTOLD = _PROGRESS.pack(0, 0, 0, 0, 0)
+_OUTCOMES = (INTERRUPTED, "stop", "length", "tool_calls", "budget")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FinishedRequest).decode
+
+
+class OpenRequest:
+    """A request in the journal that has not ended."""
+
+    __slots__ = ("_journal", "_progress", "entry_id", "offset", "payload")
+
+    def __init__(self, journal: Journal, entry_id: str, payload: bytes) -> None:
+        self.entry_id = entry_id
+        self.payload = payload
+        # Of the record in the file; -1 while it is not there.
+        self.offset = -1
+        self._journal = journal
+        self._progress = _UNTOLD
+
+    def told(self, progress: Progress) -> None:
+        """What the next chunk tells, before it leaves."""
+        outcome = _OUTCOMES.index(progress.outcome) if progress.outcome in _OUTCOMES else 0
+        packed = _PROGRESS.pack(
+            progress.prompt_tokens,
+            progress.cached_prompt_tokens,
+            progress.completion_tokens,
+            progress.candidate_tokens,
+            outcome,
+        )
+        if packed != self._progress:
+            self._progress = packed
+            self._journal.overwrite(self)
+
+    @property
+    def record(self) -> bytes:
+        """As it stands in the file."""
+        return _HEAD.pack(_PROGRESS.size + len(self.payload), 0) + self._progress + self.payload
+
+    @property
+    def progress(self) -> tuple[int, bytes]:
+        """Where the progress stands in the file, and what it is."""
+        return self.offset + _HEAD.size, self._progress
+
+
+class Journal:
+    """The file of this process. Where it cannot be written, requests go on and are missing in it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        # Requests that are open, and rows that the database does not have yet, by entry.
+        self._open: dict[str, OpenRequest] = {}
+        self._rows: dict[str, bytes] = {}
+        # The event loop adds, the ledger's thread forgets.
+        self._lock = threading.Lock()
+        self._is_failing = False
+        self._file, self._end = _create(self._path), 0
+
+    def begin(self, request: FinishedRequest) -> OpenRequest:
+        """Writes down a request that is accepted; what is known of it is what an interruption leaves."""
+        entry = OpenRequest(self, request.entry_id, _encode(request))
+        with self._lock:
+            if self._end > _COMPACT_BYTES:
+                self._compact()
+            self._open[entry.entry_id] = entry
+            entry.offset = self._append(entry.record)
+        return entry
+
+    def overwrite(self, entry: OpenRequest) -> None:
+        """Writes what is told of a request over what was."""
+        with self._lock:
+            if entry.offset >= 0:
+                offset, progress = entry.progress
+                with contextlib.suppress(OSError):
+                    os.pwrite(self._file, progress, offset)
+
+    def end(self, request: FinishedRequest) -> None:
+        """Keeps the row of a request that has ended until the database has it."""
+        row = _encode(request)
+        row = _HEAD.pack(len(row), 1) + row
+        with self._lock:
+            self._open.pop(request.entry_id, None)
+            self._rows[request.entry_id] = row
+            self._append(row)
+
+    def forget(self, entry_ids: list[str]) -> None:
+        """The database has them."""
+        with self._lock:
+            for entry_id in entry_ids:
+                self._rows.pop(entry_id, None)
+
+    def close(self) -> None:
+        """The file stays if the database lacks something that is in it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            if not self._open and not self._rows:
+                remove(self._path)
+
+    def _append(self, record: bytes) -> int:
+        offset = self._end
+        try:
+            written = os.pwrite(self._file, record, offset)
+        except OSError as error:
+            written, failure = 0, str(error)
+        else:
+            failure = "the disk is full"
+        if written < len(record):
+            if not self._is_failing:
+                self._is_failing = True
+                _log.error("ledger: %s cannot be written, a kill would lose entries: %s", self._path, failure)
+            return -1
+        self._is_failing = False
+        self._end += written
+        return offset
+
+    def _compact(self) -> None:
+        """Goes on with a new file that has what is still needed."""
+        new, old = _new_path(self._path), self._file
+        try:
+            self._file = _create(new)
+        except OSError as error:
+            _log.error("ledger: %s cannot be written anew: %s", self._path, error)
+            return
+        self._end = 0
+        for row in self._rows.values():
+            self._append(row)
+        for entry in self._open.values():
+            entry.offset = self._append(entry.record)
+        new.rename(self._path)
+        os.close(old)
+
+
+def left_behind(folder: Path) -> Iterator[tuple[Path, list[FinishedRequest]]]:
+    """What processes that are gone have left, file by file; whoever has taken a file in removes it."""
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield path, _read(path)
+        except BlockingIOError:
+            # Its owner lives, or another gateway takes it in.
+            continue
+        finally:
+            os.close(file)
+
+
+def _read(path: Path) -> list[FinishedRequest]:
+    data, ended_unix_ms = path.read_bytes(), path.stat().st_mtime_ns // 1_000_000
+    found: dict[str, FinishedRequest] = {}
+    start = 0
+    while start + _HEAD.size <= len(data):
+        length, is_row = _HEAD.unpack_from(data, start)
+        body = data[start + _HEAD.size : start + _HEAD.size + length]
+        start += _HEAD.size + length
+        if not length or len(body) < length:
+            # Its owner was killed while it wrote.
+            break
+        request = _decode(body if is_row else body[_PROGRESS.size :])
+        found[request.entry_id] = request if is_row else _interrupted(request, body, ended_unix_ms)
+    return list(found.values())
+
+
+def _interrupted(request: FinishedRequest, progress: bytes, ended_unix_ms: int) -> FinishedRequest:
+    prompt, cached, completion, candidates, outcome = _PROGRESS.unpack_from(progress)
+    return msgspec.structs.replace(
+        request,
+        ended_unix_ms=ended_unix_ms,
+        # It held the moment of its beginning.
+        duration_ms=float(max(0, ended_unix_ms - request.ended_unix_ms)),
+        outcome=_OUTCOMES[outcome],
+        prompt_tokens=prompt,
+        cached_prompt_tokens=cached,
+        completion_tokens=completion,
+        candidate_tokens=candidates,
+    )
+
+
+def remove(path: Path) -> None:
+    """Removes a file whose requests are in the ledger, or in another journal."""
+    path.unlink(missing_ok=True)
+    _new_path(path).unlink(missing_ok=True)
+
+
+def _new_path(path: Path) -> Path:
+    return path.with_suffix(".new")
+
+
+def _create(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file

@@ -1,0 +1,234 @@
+"""The books of the real stack: engine, ledger, meter and client count the same tokens, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis as sync_redis
+from sqlalchemy import select
+
+from gateway.ledger.tables import REQUESTS, open_ledger
+from observability.emit.names import GENERATED_TOKENS
+from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
+from tests.redis_server import RedisServer
+
+KEYS = {name: f"mr-{name}-of-books" for name in ("metered", "month")}
+MONTH_TOKENS = 600
+SLOW_STEPS = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": "20"}
+
+
+def config(store: str = "") -> str:
+    tables = [
+        CONFIG.replace(
+            'default_tier = "standard"',
+            f'default_tier = "standard"\n[gateway.limits]\nstore = "{store}"\nlease_ttl_s = 5',
+        ),
+        "[tenants.metered]\nmonthly_tokens = 1000000\nmax_concurrent_streams = 100",
+        f"[tenants.month]\nmonthly_tokens = {MONTH_TOKENS}",
+    ]
+    for name, key in KEYS.items():
+        hashed = hashlib.sha256(key.encode()).hexdigest()
+        tables.append(f'[[keys.entries]]\nid = "{name}-1"\ntenant = "{name}"\nhash = "sha256:{hashed}"')
+    return "\n".join(tables)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def metered(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("metered")
+    with running_stack(folder, "--simulated", config=config(redis.url), environment=SLOW_STEPS) as stack:
+        yield stack
+
+
+def client_of(stack: Stack, tenant: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=LIMIT_S
+    )
+
+
+def rows(folder: Path, tenant: str) -> list[Any]:
+    with open_ledger(f"sqlite:///{folder}/ledger.sqlite").connect() as connection:
+        return list(connection.execute(select(REQUESTS).where(REQUESTS.c.tenant == tenant)).mappings())
+
+
+def in_ledger(folder: Path, tenant: str) -> tuple[int, int]:
+    """(prompt, generated) tokens."""
+    found = rows(folder, tenant)
+    return (
+        sum(row["prompt_tokens"] for row in found),
+        sum(row["completion_tokens"] + row["candidate_tokens"] for row in found),
+    )
+
+
+def generated(stack: Stack) -> int:
+    """Tokens that the engine has computed, by its own count."""
+    return round(sum(reading.value(GENERATED_TOKENS) for reading in stack.metrics("engine")))
+
+
+def meter(server: RedisServer) -> tuple[int, int]:
+    """What Redis holds for the month, and slots that are held."""
+    with sync_redis.Redis.from_url(server.url) as client:
+        keys = client.keys("millrace:tenant:metered:tokens:*")
+        held = client.zcard("millrace:tenant:metered:streams")
+        return sum(int(client.get(key)) for key in keys), held  # type: ignore[arg-type,union-attr,return-value]
+
+
+async def ask(client: openai.AsyncOpenAI, stack: Stack, **more: Any) -> Any:
+    options = {"max_tokens": 20, "temperature": 1.0, **more}
+    own = {"ignore_eos": True, **{name: options.pop(name) for name in ("beam_width",) if name in options}}
+    if "beam_width" in own:
+        del own["ignore_eos"], options["temperature"]
+    return await client.completions.create(model=stack.model, prompt="Once", extra_body=own, **options)
+
+
+def all_agree(stack: Stack, server: RedisServer, before: int) -> None:
+    """Engine, ledger and meter have counted the same since the engine's count was `before`."""
+
+    def agree() -> bool:
+        prompt, completion = in_ledger(stack.directory, "metered")
+        return generated(stack) - before == completion and meter(server) == (prompt + completion, 0)
+
+    assert eventually(agree), (
+        in_ledger(stack.directory, "metered"),
+        generated(stack) - before,
+        meter(server),
+    )
+
+
+def test_candidates_and_beams_are_what_the_engine_computed(metered: Stack, redis: RedisServer) -> None:
+    before = generated(metered) - in_ledger(metered.directory, "metered")[1]
+
+    async def answered() -> list[int]:
+        async with client_of(metered, "metered") as client:
+            answers = await asyncio.gather(
+                ask(client, metered, best_of=8),
+                ask(client, metered, n=2, best_of=5),
+                ask(client, metered, beam_width=4),
+                ask(client, metered, n=3),
+            )
+            return [answer.usage.completion_tokens for answer in answers]
+
+    used = asyncio.run(answered())
+    assert used[0] == 8 * 20
+    assert used[1] == 5 * 20
+    assert used[3] == 3 * 20
+    all_agree(metered, redis, before)
+    assert in_ledger(metered.directory, "metered")[1] == sum(used)
+
+
+def test_whoever_leaves_has_paid_for_candidates(metered: Stack, redis: RedisServer) -> None:
+    before = generated(metered) - in_ledger(metered.directory, "metered")[1]
+    num_rows = len(rows(metered.directory, "metered"))
+
+    async def leave() -> None:
+        async with client_of(metered, "metered") as client:
+            asking = asyncio.create_task(ask(client, metered, best_of=6, max_tokens=500))
+            await asyncio.sleep(1.0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert eventually(lambda: len(rows(metered.directory, "metered")) == num_rows + 1)
+    last = max(rows(metered.directory, "metered"), key=lambda row: row["ended_unix_ms"])
+    assert last["candidate_tokens"] > 0 == last["completion_tokens"]
+    all_agree(metered, redis, before)
+
+
+@pytest.mark.parametrize("hang_s", [2.0, 20.0])
+def test_a_store_that_hangs_while_streams_settle(metered: Stack, redis: RedisServer, hang_s: float) -> None:
+    before = generated(metered) - in_ledger(metered.directory, "metered")[1]
+
+    async def hang() -> None:
+        async with client_of(metered, "metered") as client:
+            asking = [
+                asyncio.create_task(ask(client, metered, max_tokens=30 + number)) for number in range(20)
+            ]
+            held = await asyncio.to_thread(eventually, lambda: meter(redis)[1] == 20)
+            assert held
+            redis.hang()
+            # Some more ask while it hangs; they are refused, and charged nothing.
+            asking += [asyncio.create_task(ask(client, metered)) for _ in range(5)]
+            await asyncio.sleep(hang_s)
+            redis.wake()
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+            assert not any(isinstance(each, BaseException) for each in outcomes[:20])
+
+    try:
+        asyncio.run(hang())
+    finally:
+        redis.wake()
+    all_agree(metered, redis, before)
+
+
+def test_the_only_gateway_killed_keeps_its_books_and_the_limits_of_the_month(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    async def stream(client: openai.AsyncOpenAI, stack: Stack, begun: asyncio.Event) -> None:
+        num_tokens = 0
+        try:
+            chunks = await client.completions.create(
+                model=stack.model,
+                prompt="Once",
+                max_tokens=60,
+                stream=True,
+                logprobs=0,
+                extra_body={"ignore_eos": True},
+            )
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    num_tokens += len(choice.logprobs.tokens or ()) if choice.logprobs else 0
+                if num_tokens >= 5:
+                    begun.set()
+        except (openai.APIError, httpx.HTTPError):
+            pass
+        told.append(num_tokens)
+
+    async def kill_in_the_middle(stack: Stack) -> None:
+        async with client_of(stack, "month") as client:
+            begun = [asyncio.Event() for _ in range(3)]
+            streams = [asyncio.create_task(stream(client, stack, each)) for each in begun]
+            await asyncio.gather(*(each.wait() for each in begun))
+            os.kill(stack.pid("gateway-0"), signal.SIGKILL)
+            await asyncio.gather(*streams)
+
+    async def use_up(stack: Stack) -> int:
+        async with client_of(stack, "month") as client:
+            try:
+                while True:
+                    await ask(client, stack, max_tokens=60)
+            except openai.RateLimitError as error:
+                assert error.response.json()["error"]["code"] == "BUDGET_EXHAUSTED"  # noqa: PT017
+                return 0
+
+    def ready_again(stack: Stack, times: int) -> bool:
+        return stack.output.read_text().count("gateway-0 is ready again") >= times
+
+    with running_stack(tmp_path, "--simulated", config=config(), environment=SLOW_STEPS) as stack:
+        asyncio.run(kill_in_the_middle(stack))
+        assert eventually(lambda: ready_again(stack, 1)), stack.transcript()
+        interrupted = rows(tmp_path, "month")
+        assert [row["outcome"] for row in interrupted] == ["interrupted"] * 3
+        # What clients got is there; what was on its way to them is at most a few steps more.
+        for row, got in zip(sorted(r["completion_tokens"] for r in interrupted), sorted(told), strict=True):
+            assert got <= row <= got + 15
+        for times in (2, 3):
+            asyncio.run(use_up(stack))
+            os.kill(stack.pid("gateway-0"), signal.SIGKILL)
+            assert eventually(lambda times=times: ready_again(stack, times)), stack.transcript()  # type: ignore[misc]
+            assert MONTH_TOKENS - 10 <= sum(in_ledger(tmp_path, "month")) <= MONTH_TOKENS
