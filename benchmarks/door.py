@@ -160,9 +160,9 @@ def rows_of(name: str, load: float, asked: Sequence[Asked]) -> list[Row]:
                 "good": sum(each.good for each in accepted),
                 "good of accepted %": 100 * sum(each.good for each in accepted) / max(1, len(accepted)),
                 "TTFT p99 s": percentile([each.ttft_s for each in accepted], 0.99),
-                "tokens many : few": tokens["many"] / tokens["few"] if tokens["few"] else math.nan,
+                "tokens many : few": tokens["many"] / tokens["few"] if tokens["few"] else "",
                 "refused": len(mine) - len(accepted),
-                "Retry-After within x2 %": 100 * near / len(ratios) if ratios else math.nan,
+                "Retry-After within x2 %": 100 * near / len(ratios) if ratios else "",
                 "longest Retry-After s": max((each.retry_after_s or 0.0 for each in mine), default=0.0),
             }
         )

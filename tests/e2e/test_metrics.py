@@ -26,7 +26,10 @@ TIGHT = {
 }
 # Prices, so that there is a cost, and targets, so that there is something to meet.
 _CONFIG = (
-    CONFIG.replace("[tiers.standard]\n", "[tiers.standard]\nttft_target_ms = 1000\ntpot_target_ms = 100\n")
+    CONFIG.replace(
+        "[tiers.standard]\n",
+        '[tiers.standard]\nttft_target_ms = 1000\ntpot_target_ms = 100\nadmission = "best_effort"\n',
+    )
     + """
 [gateway.prices."*"]
 prompt = 1.0
