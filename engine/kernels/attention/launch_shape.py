@@ -18,10 +18,10 @@ SMALLEST_TILE = 16
 # Largest tile, step, warps, stages: for keys of up to 128 numbers, and for larger ones.
 WHOLE_SHAPES = ((128, 32, 8, 3), (64, 32, 8, 2))
 # Converting a quantized cache takes registers.
-QUANTIZED_WHOLE_SHAPE = (64, 64, 8, 3)
+QUANTIZED_WHOLE_SHAPE = (64, 32, 8, 3)
 # Two groups of four warps keep Hopper's matrix units busy; the fifth stage is for the number of the block, so
-# that two steps of keys and values are on their way. A step is a whole block of 64, or part of a larger one.
-HOPPER_WHOLE_SHAPES = ((128, 64, 8, 5), (128, 64, 8, 3))
+# that two steps of keys and values are on their way. A step is a block of 64, or part of one.
+HOPPER_WHOLE_SHAPES = ((128, 64, 8, 5), (128, 32, 8, 3))
 SPLIT_SHAPES = ((64, 64, 4, 3), (64, 32, 8, 2))
 # Eight warps have too few registers each for what a quantized cache of larger keys is converted to.
 QUANTIZED_SPLIT_SHAPE = (64, 16, 4, 3)

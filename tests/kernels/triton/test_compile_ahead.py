@@ -99,9 +99,11 @@ def launched_kernels() -> set[str]:
         and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
     }
     launched = {
-        node.value.id
+        node.func.value.id
         for node in nodes
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
     }
     return defined & launched
 
