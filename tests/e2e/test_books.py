@@ -209,7 +209,9 @@ async def kill_in_the_middle(stack: Stack, tenant: str) -> list[int]:
 
 
 def ready_again(stack: Stack, times: int) -> bool:
-    return stack.output.read_text().count("gateway-0 is ready again") >= times
+    """Also for Envoy, which hears of it a little later."""
+    is_back = stack.output.read_text().count("gateway-0 is ready again") >= times
+    return is_back and httpx.get(f"{stack.url}/health", trust_env=False).status_code == 200
 
 
 def assert_interrupted(found: list[Any], told: list[int]) -> None:
