@@ -21,6 +21,7 @@ from gateway.limits.memory import MemoryLimitStore
 from gateway.limits.prices import Prices
 from gateway.limits.redis_store import RedisLimitStore
 from gateway.limits.requests import RequestLimiter
+from gateway.limits.reservation import Holds, Reservation
 from gateway.limits.resilient import ResilientLimitStore
 from gateway.limits.servicer import RateLimitServicer
 from gateway.limits.store import LimitStore
@@ -66,6 +67,8 @@ class Edge:
         """Begins background work; needs the running loop that the servers use."""
         if isinstance(self._store, ResilientLimitStore):
             self._store.start()
+            if isinstance(self.ledger, LedgerWriter):
+                await self._settle_for_killed(self.ledger)
         # A meter that lives in this process, or in a Redis that was lost, is not forgotten.
         await self._store.raise_meters(await self._month_sums())
         if self._key_watch is not None:
@@ -86,6 +89,16 @@ class Edge:
             if self._key_watch is not None:
                 ends.push_async_callback(self._key_watch.close)
 
+    async def _settle_for_killed(self, ledger: LedgerWriter) -> None:
+        """What a killed gateway held of the shared limits is given back, but for what it used."""
+        for each in ledger.left:
+            if each.holds is not None:
+                await Reservation(self.limiter, each.holds, 0).settle(
+                    each.request.prompt_tokens,
+                    each.request.completion_tokens + each.request.candidate_tokens,
+                    cached_prompt_tokens=each.request.cached_prompt_tokens,
+                )
+
     async def _month_sums(self) -> dict[str, int]:
         return (
             await asyncio.to_thread(self.ledger.month_sums) if isinstance(self.ledger, LedgerWriter) else {}
@@ -101,7 +114,7 @@ class Edge:
 class NoLedger:
     """Keeps nothing; for deployments that set `gateway.ledger.url` to ""."""
 
-    def begin(self, request: FinishedRequest) -> OpenEntry:
+    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
         """Drops it."""
         return Unkept(request.entry_id)
 

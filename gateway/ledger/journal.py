@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.limits.reservation import Holds
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, Progress
 
 _log = logging.getLogger(__name__)
@@ -29,51 +30,69 @@ _SUFFIX = ".open"
 _COMPACT_BYTES = 4 << 20
 # Length of what follows it, and whether that is a whole row.
 _HEAD = struct.Struct("<IB")
-# Prompt, cached prompt, completion and candidate tokens, and the outcome's place in _OUTCOMES.
-_PROGRESS = struct.Struct("<IIIIB")
-_UNTOLD = _PROGRESS.pack(0, 0, 0, 0, 0)
+# Prompt, cached prompt, completion and candidate tokens, the outcome's place in _OUTCOMES, and whether it is
+# settled with the limits.
+_PROGRESS = struct.Struct("<IIIIBB")
 _OUTCOMES = (INTERRUPTED, "stop", "length", "tool_calls", "budget")
 
+
+class Kept(msgspec.Struct):
+    """A request, and what it holds of the limits if it is not settled."""
+
+    request: FinishedRequest
+    holds: Holds | None = None
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(FinishedRequest).decode
+_decode = msgspec.msgpack.Decoder(Kept).decode
 
 
 class OpenRequest:
-    """A request in the journal that has not ended."""
+    """A request in the journal that has not ended, or is not settled with the limits."""
 
-    __slots__ = ("_journal", "_progress", "entry_id", "offset", "payload")
+    __slots__ = ("_journal", "_kept", "_told", "entry_id", "has_ended", "is_settled", "offset")
 
-    def __init__(self, journal: Journal, entry_id: str, payload: bytes) -> None:
-        self.entry_id = entry_id
-        self.payload = payload
+    def __init__(self, journal: Journal, kept: Kept) -> None:
+        self.entry_id = kept.request.entry_id
         # Of the record in the file; -1 while it is not there.
         self.offset = -1
+        self.has_ended = self.is_settled = False
         self._journal = journal
-        self._progress = _UNTOLD
+        self._kept = kept
+        self._told = (0, 0, 0, 0, 0)
 
     def told(self, progress: Progress) -> None:
         """What the next chunk tells, before it leaves."""
-        outcome = _OUTCOMES.index(progress.outcome) if progress.outcome in _OUTCOMES else 0
-        packed = _PROGRESS.pack(
+        told = (
             progress.prompt_tokens,
             progress.cached_prompt_tokens,
             progress.completion_tokens,
             progress.candidate_tokens,
-            outcome,
+            _OUTCOMES.index(progress.outcome) if progress.outcome in _OUTCOMES else 0,
         )
-        if packed != self._progress:
-            self._progress = packed
+        if told != self._told:
+            self._told = told
             self._journal.overwrite(self)
+
+    def extended(self) -> None:
+        """It holds more of the limits."""
+        self._journal.add(self)
+
+    def settled(self) -> None:
+        """It holds nothing of the limits any more."""
+        self.is_settled = True
+        self._journal.overwrite(self)
 
     @property
     def record(self) -> bytes:
         """As it stands in the file."""
-        return _HEAD.pack(_PROGRESS.size + len(self.payload), 0) + self._progress + self.payload
+        payload = self.progress + _encode(self._kept)
+        return _HEAD.pack(len(payload), 0) + payload
 
     @property
-    def progress(self) -> tuple[int, bytes]:
-        """Where the progress stands in the file, and what it is."""
-        return self.offset + _HEAD.size, self._progress
+    def progress(self) -> bytes:
+        """What is told of it, as it stands behind the record's head."""
+        return _PROGRESS.pack(*self._told, self.is_settled)
 
 
 class Journal:
@@ -90,30 +109,39 @@ class Journal:
         self._is_failing = False
         self._file, self._end = _create(self._path), 0
 
-    def begin(self, request: FinishedRequest) -> OpenRequest:
+    def begin(self, request: FinishedRequest, holds: Holds) -> OpenRequest:
         """Writes down a request that is accepted; what is known of it is what an interruption leaves."""
-        entry = OpenRequest(self, request.entry_id, _encode(request))
+        entry = OpenRequest(self, Kept(request, holds))
+        self.add(entry)
+        return entry
+
+    def add(self, entry: OpenRequest) -> None:
+        """Writes all that is known of a request; what was written of it before counts no more."""
         with self._lock:
             if self._end > _COMPACT_BYTES:
                 self._compact()
             self._open[entry.entry_id] = entry
             entry.offset = self._append(entry.record)
-        return entry
 
     def overwrite(self, entry: OpenRequest) -> None:
         """Writes what is told of a request over what was."""
         with self._lock:
             if entry.offset >= 0:
-                offset, progress = entry.progress
                 with contextlib.suppress(OSError):
-                    os.pwrite(self._file, progress, offset)
+                    os.pwrite(self._file, entry.progress, entry.offset + _HEAD.size)
+            if entry.has_ended and entry.is_settled:
+                self._open.pop(entry.entry_id, None)
 
     def end(self, request: FinishedRequest) -> None:
         """Keeps the row of a request that has ended until the database has it."""
-        row = _encode(request)
+        row = _encode(Kept(request))
         row = _HEAD.pack(len(row), 1) + row
         with self._lock:
-            self._open.pop(request.entry_id, None)
+            entry = self._open.get(request.entry_id)
+            if entry is not None:
+                entry.has_ended = True
+                if entry.is_settled:
+                    del self._open[request.entry_id]
             self._rows[request.entry_id] = row
             self._append(row)
 
@@ -157,15 +185,16 @@ class Journal:
             _log.error("ledger: %s cannot be written anew: %s", self._path, error)
             return
         self._end = 0
-        for row in self._rows.values():
-            self._append(row)
         for entry in self._open.values():
             entry.offset = self._append(entry.record)
+        # A row counts more than what is before it.
+        for row in self._rows.values():
+            self._append(row)
         new.rename(self._path)
         os.close(old)
 
 
-def left_behind(folder: Path) -> Iterator[tuple[Path, list[FinishedRequest]]]:
+def left_behind(folder: Path) -> Iterator[tuple[Path, list[Kept]]]:
     """What processes that are gone have left, file by file; whoever has taken a file in removes it."""
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         try:
@@ -182,9 +211,9 @@ def left_behind(folder: Path) -> Iterator[tuple[Path, list[FinishedRequest]]]:
             os.close(file)
 
 
-def _read(path: Path) -> list[FinishedRequest]:
+def _read(path: Path) -> list[Kept]:
     data, ended_unix_ms = path.read_bytes(), path.stat().st_mtime_ns // 1_000_000
-    found: dict[str, FinishedRequest] = {}
+    found: dict[str, Kept] = {}
     start = 0
     while start + _HEAD.size <= len(data):
         length, is_row = _HEAD.unpack_from(data, start)
@@ -193,24 +222,31 @@ def _read(path: Path) -> list[FinishedRequest]:
         if not length or len(body) < length:
             # Its owner was killed while it wrote.
             break
-        request = _decode(body if is_row else body[_PROGRESS.size :])
-        found[request.entry_id] = request if is_row else _interrupted(request, body, ended_unix_ms)
+        kept = _decode(body if is_row else body[_PROGRESS.size :])
+        entry_id = kept.request.entry_id
+        if not is_row:
+            found[entry_id] = _interrupted(kept, body, ended_unix_ms)
+        elif entry_id in found:
+            found[entry_id].request = kept.request
+        else:
+            found[entry_id] = kept
     return list(found.values())
 
 
-def _interrupted(request: FinishedRequest, progress: bytes, ended_unix_ms: int) -> FinishedRequest:
-    prompt, cached, completion, candidates, outcome = _PROGRESS.unpack_from(progress)
-    return msgspec.structs.replace(
-        request,
+def _interrupted(kept: Kept, progress: bytes, ended_unix_ms: int) -> Kept:
+    prompt, cached, completion, candidates, outcome, is_settled = _PROGRESS.unpack_from(progress)
+    request = msgspec.structs.replace(
+        kept.request,
         ended_unix_ms=ended_unix_ms,
         # It held the moment of its beginning.
-        duration_ms=float(max(0, ended_unix_ms - request.ended_unix_ms)),
+        duration_ms=float(max(0, ended_unix_ms - kept.request.ended_unix_ms)),
         outcome=_OUTCOMES[outcome],
         prompt_tokens=prompt,
         cached_prompt_tokens=cached,
         completion_tokens=completion,
         candidate_tokens=candidates,
     )
+    return Kept(request, None if is_settled else kept.holds)
 
 
 def remove(path: Path) -> None:

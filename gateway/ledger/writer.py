@@ -15,10 +15,11 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.config import LedgerConfig
 from gateway.database import database_url
-from gateway.ledger.journal import Journal, left_behind, remove
+from gateway.ledger.journal import Journal, Kept, left_behind, remove
 from gateway.ledger.tables import REQUESTS
 from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
+from gateway.limits.reservation import Holds
 from gateway.limits.scopes import month_of
 from gateway.pipeline.ports import INTERRUPTED, FinishedRequest, OpenEntry, Progress
 from observability.emit import names
@@ -40,6 +41,12 @@ class Unkept:
         self.entry_id = entry_id
 
     def told(self, progress: Progress) -> None:
+        """Drops it."""
+
+    def extended(self) -> None:
+        """Drops it."""
+
+    def settled(self) -> None:
         """Drops it."""
 
 
@@ -81,15 +88,17 @@ class LedgerWriter:
         self._num_dropped = 0
         metrics.set_function(names.LEDGER_PENDING, lambda: float(len(self._waiting)))
         folder = journal_folder(config)
+        # Requests that killed processes have left, with what they still hold of the limits.
+        self.left: list[Kept] = []
         self._journal = None if folder is None else open_journal(folder)
         if folder is not None:
             self._take_in(folder)
         self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)
         self._thread.start()
 
-    def begin(self, request: FinishedRequest) -> OpenEntry:
+    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
         """Puts a request that is accepted into the journal; called from the event loop."""
-        return Unkept(request.entry_id) if self._journal is None else self._journal.begin(request)
+        return Unkept(request.entry_id) if self._journal is None else self._journal.begin(request, holds)
 
     def record(self, request: FinishedRequest) -> None:
         """Queues one entry; called from the event loop."""
@@ -204,7 +213,9 @@ class LedgerWriter:
 
     def _take_in(self, folder: Path) -> None:
         """Writes what killed processes have left."""
-        for path, requests in left_behind(folder):
+        for path, left in left_behind(folder):
+            self.left += left
+            requests = [each.request for each in left]
             rows = [self._row(request) for request in requests]
             if rows and not self._write(rows):
                 for request, row in zip(requests, rows, strict=True):

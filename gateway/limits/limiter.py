@@ -116,7 +116,7 @@ class TokenLimiter:
             raise limits_unavailable() from error
         if isinstance(outcome, Refused):
             raise refusal(outcome, demand)
-        holds.bucket = outcome.bucket
+        holds.operation, holds.bucket = demand.operation, outcome.bucket
         holds.windows = list(demand.windows)
         holds.leases = [LeaseReturn(lease.key, lease.lease_id) for lease in demand.leases]
         for meter, units in zip(demand.meters, outcome.meter_units, strict=True):
@@ -155,7 +155,9 @@ class TokenLimiter:
     async def close_reservation(self, reservation: Reservation, settlement: Settlement) -> None:
         """See Reservation.settle. Completes even when the caller is cancelled meanwhile."""
         self._open_leases.difference_update(reservation.holds.leases)
-        settlement = replace(settlement, leases=tuple(reservation.holds.leases))
+        # Whoever settles it, this process or one after it: it counts once.
+        operation = f"{reservation.holds.operation}-end"
+        settlement = replace(settlement, leases=tuple(reservation.holds.leases), operation=operation)
         if not settlement:
             return
         if self._store.is_immediate:

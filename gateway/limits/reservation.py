@@ -25,6 +25,8 @@ class MeterHold(msgspec.Struct, frozen=True):
 class Holds(msgspec.Struct):
     """Everything that a reservation has charged and will have to correct."""
 
+    # Under which it was charged.
+    operation: str = ""
     bucket: int = 0
     windows: list[WindowDemand] = []
     leases: list[LeaseReturn] = []

@@ -241,7 +241,7 @@ class Generation:
         """
         needed = self.meter.completion_tokens + sum(len(output.token_ids) for output in outputs)
         while needed > budget:
-            granted = await self._reservation.extend()
+            granted = await self._extend()
             if not granted:
                 self._is_spent = True
                 _cut(outputs, budget - self.meter.completion_tokens)
@@ -249,8 +249,14 @@ class Generation:
             budget += granted
         return budget
 
+    async def _extend(self) -> int:
+        granted = await self._reservation.extend()
+        if granted:
+            self.entry.extended()
+        return granted
+
     async def _meet_budget(self, deltas: list[ChoiceDelta]) -> None:
-        if not self._is_spent and await self._reservation.extend():
+        if not self._is_spent and await self._extend():
             return
         self.stream.cancel(CancelReason.BUDGET)
         for choice in list(self._open.values()):
@@ -292,14 +298,17 @@ class Generation:
         usage = self.usage()
         self._note_progress(outcome.name)
         self._on_settled(self, outcome, usage)
-        if self._is_refunded:
-            await self._reservation.cancel()
-        else:
-            await self._reservation.settle(
-                usage.prompt_tokens,
-                usage.completion_tokens,
-                cached_prompt_tokens=usage.cached_prompt_tokens,
-            )
+        try:
+            if self._is_refunded:
+                await self._reservation.cancel()
+            else:
+                await self._reservation.settle(
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                    cached_prompt_tokens=usage.cached_prompt_tokens,
+                )
+        finally:
+            self.entry.settled()
 
 
 def _cut(outputs: Sequence[EngineOutput], num_tokens: int) -> None:

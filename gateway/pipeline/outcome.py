@@ -9,6 +9,7 @@ import msgspec
 from opentelemetry.trace import Span
 
 from contract.errors import MillraceError, Reason
+from gateway.limits.reservation import Holds
 from gateway.pipeline import span_attributes
 from gateway.pipeline.call import Call
 from gateway.pipeline.delta import Usage
@@ -93,7 +94,7 @@ class OutcomeRecorder:
             told.details[names.RETRY_AFTER_S] = error.retry_after_s
         self._telemetry.end(span, end_s=end_s, attributes=told.attributes, details=told.details, error=reason)
 
-    def begun(self, call: Call, num_choices: int) -> OpenEntry:
+    def begun(self, call: Call, num_choices: int, holds: Holds) -> OpenEntry:
         """An accepted request goes to an engine."""
         identity, request = call.caller.identity, call.request
         return self._ledger.begin(
@@ -109,7 +110,8 @@ class OutcomeRecorder:
                 outcome=INTERRUPTED,
                 num_choices=num_choices,
                 labels=request.metadata,
-            )
+            ),
+            holds,
         )
 
     def ended(self, end: Ended) -> None:

@@ -341,7 +341,7 @@ class Pipeline:
             choices=self._reader.choices(request, prepared, request_id, sampling.n),
             reservation=reservation,
             meter=meter,
-            entry=self._recorder.begun(call, sampling.n),
+            entry=self._recorder.begun(call, sampling.n, reservation.holds),
             discard_tokens=request.sampling.max_tokens == 0,
             settle=partial(self._settled, call),
             judge=self._judge(call, prepared, context),

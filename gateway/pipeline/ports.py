@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.limits.reservation import Holds
+
 # Outcome of a request whose gateway was killed.
 INTERRUPTED = "interrupted"
 
@@ -64,13 +66,21 @@ class OpenEntry(Protocol):
         """Keeps what the next chunk tells; to be called before it leaves."""
         ...
 
+    def extended(self) -> None:
+        """Keeps that more is held of the limits."""
+        ...
+
+    def settled(self) -> None:
+        """Nothing is held of the limits any more."""
+        ...
+
 
 class Ledger(Protocol):
     """Where requests are written; never blocks."""
 
-    def begin(self, request: FinishedRequest) -> OpenEntry:
-        """Takes a request that is accepted, as it stands if nothing more is heard of it. Its `ended_unix_ms`
-        is the moment at which it began.
+    def begin(self, request: FinishedRequest, holds: Holds) -> OpenEntry:
+        """Takes a request that is accepted, as it stands if nothing more is heard of it, and what it holds of
+        the limits. Its `ended_unix_ms` is the moment at which it began.
         """
         ...
 

@@ -15,6 +15,7 @@ from gateway.ledger import journal
 from gateway.ledger.journal import Journal, left_behind
 from gateway.ledger.tables import open_ledger
 from gateway.ledger.usage import month_sums
+from gateway.limits.reservation import Holds
 from gateway.pipeline.ports import FinishedRequest, Progress
 from tests.unit.gateway.ledger.test_writer import finished, rows, writer
 
@@ -42,12 +43,12 @@ def progress(completion_tokens: int, **fields: Any) -> Progress:
 
 def _serve_and_die(url: str) -> None:
     ledger = writer(url, flush_interval_s=600, flush_entries=1000)
-    entries = [ledger.begin(begun(f"r{number}")) for number in range(3)]
+    entries = [ledger.begin(begun(f"r{number}"), Holds()) for number in range(3)]
     for number in range(1, 8):
         entries[1].told(progress(number))
     entries[2].told(progress(10, candidate_tokens=30, outcome="stop"))
     last = begun("r3")
-    ledger.begin(last).told(progress(1))
+    ledger.begin(last, Holds()).told(progress(1))
     ledger.record(finished("r3", entry_id=last.entry_id, completion_tokens=2))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -92,7 +93,7 @@ def test_rows_of_a_month_are_what_its_meters_begin_with(url: str) -> None:
 
 def test_a_journal_whose_owner_lives_is_left_to_it(url: str) -> None:
     ledger = writer(url)
-    ledger.begin(begun("r0"))
+    ledger.begin(begun("r0"), Holds())
     writer(url).close()
     assert not rows(open_ledger(url))
     ledger.close()
@@ -101,27 +102,29 @@ def test_a_journal_whose_owner_lives_is_left_to_it(url: str) -> None:
 def test_a_database_that_is_away_to_the_end_gets_the_rows_from_the_next_process(tmp_path: Path) -> None:
     kept = Journal(tmp_path)
     request = begun("r0")
-    kept.begin(request)
+    kept.begin(request, Holds())
     kept.end(finished("r0", entry_id=request.entry_id))
     kept.close()
     ((_, requests),) = left_behind(tmp_path)
-    assert [(each.request_id, each.completion_tokens) for each in requests] == [("r0", 10)]
+    assert [(each.request_id, each.completion_tokens) for each in (kept.request for kept in requests)] == [
+        ("r0", 10)
+    ]
 
 
 def test_a_long_life_keeps_what_is_open_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_COMPACT_BYTES", 4000)
     kept = Journal(tmp_path)
-    first = kept.begin(begun("first"))
+    first = kept.begin(begun("first"), Holds())
     for number in range(500):
         request = begun(f"r{number}")
-        kept.begin(request)
+        kept.begin(request, Holds()).settled()
         kept.end(finished(request.request_id, entry_id=request.entry_id))
         if number != 450:
             kept.forget([request.entry_id])
         first.told(progress(number))
     (path,) = tmp_path.glob("*.open")
     assert path.stat().st_size < 6000
-    found = {each.request_id: each for each in journal._read(path)}
+    found = {each.request.request_id: each.request for each in journal._read(path)}
     assert found["first"].completion_tokens == 499
     assert found["r450"].outcome == "stop"
     kept.close()
@@ -130,10 +133,10 @@ def test_a_long_life_keeps_what_is_open_and_no_more(tmp_path: Path, monkeypatch:
 def test_a_record_that_was_cut_off_ends_the_file(tmp_path: Path) -> None:
     kept = Journal(tmp_path)
     for number in range(3):
-        kept.begin(begun(f"r{number}"))
+        kept.begin(begun(f"r{number}"), Holds())
     (path,) = tmp_path.glob("*.open")
     os.truncate(path, path.stat().st_size - 5)
-    assert [each.request_id for each in journal._read(path)] == ["r0", "r1"]
+    assert [each.request.request_id for each in journal._read(path)] == ["r0", "r1"]
     kept.close()
 
 
@@ -144,9 +147,11 @@ def test_a_full_disk_stops_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
     kept = Journal(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        lost = kept.begin(begun("lost"))
+        lost = kept.begin(begun("lost"), Holds())
         lost.told(progress(1))
-    kept.begin(begun("kept")).told(progress(2))
+    kept.begin(begun("kept"), Holds()).told(progress(2))
     (path,) = tmp_path.glob("*.open")
-    assert [(each.request_id, each.completion_tokens) for each in journal._read(path)] == [("kept", 2)]
+    assert [(each.request.request_id, each.request.completion_tokens) for each in journal._read(path)] == [
+        ("kept", 2)
+    ]
     kept.close()
