@@ -74,11 +74,14 @@ class Usage(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
+    CANDIDATE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
     reasoning_tokens: _builtins.int
+    candidate_tokens: _builtins.int
+    """Of the completion tokens: computed for candidates and beams that are not returned."""
     @_builtins.property
     def ttft(self) -> Global___TimeToFirstToken:
         """Where the time to the first token went; present when asked for."""
@@ -91,10 +94,11 @@ class Usage(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
         ttft: Global___TimeToFirstToken | None = ...,
+        candidate_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft", b"_ttft", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft", b"_ttft", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft", b"_ttft", "cached_prompt_tokens", b"cached_prompt_tokens", "candidate_tokens", b"candidate_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft: _TypeAlias = _typing.Literal["ttft"]  # noqa: Y015
     _WhichOneofArgType__ttft: _TypeAlias = _typing.Literal["_ttft", b"_ttft"]  # noqa: Y015
