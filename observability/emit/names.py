@@ -286,7 +286,7 @@ SLO = counter(
 TOKENS = counter(
     "millrace_tokens_total{kind,model,tier,tenant}",
     "{token}",
-    "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning, candidate (which was not returned).",
+    "Tokens by kind: prompt_computed, prompt_cached, completion, reasoning, candidate (not returned).",
 )
 COST = counter(
     "millrace_cost_total{tier,tenant}",
