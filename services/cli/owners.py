@@ -91,7 +91,7 @@ def _local_settings(tables: Mapping[str, Any], environ: Mapping[str, str]) -> di
 def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
-        return subprocess.run(command, env=environment, check=False).returncode
+        return subprocess.run(command, env=environment, check=False, umask=0o077).returncode
     except KeyboardInterrupt:
         return 130
 

@@ -8,13 +8,12 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse as Answer
 
 from services.channels import connect
 from services.server import GrpcServer
 
 NAMES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-# The two versions are the same messages on the wire.
-Answer = reflection_pb2.ServerReflectionResponse
 
 
 @pytest.fixture
