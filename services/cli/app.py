@@ -252,10 +252,13 @@ def generate(
 
     with _errors_told(), InferenceClient(find_target(asking.url)) as client:
         fields = asking.fields(client)
+        request_id = ""
         for response in client.generate(text=prompt or sys.stdin.read(), **fields):
+            request_id = response.request_id
             for choice in response.choices:
                 sys.stdout.write(choice.text)
                 sys.stdout.flush()
+        owners.remember_request(request_id)
         sys.stdout.write("\n")
 
 
@@ -306,8 +309,8 @@ def plan(
 
 
 def _on_traces(module: str, arguments: list[str]) -> int:
-    store = [] if "--store" in arguments else ["--store", owners.trace_store()]
-    return owners.run_module(module, [*store, *arguments])
+    local = [] if "--store" in arguments else ["--store", owners.trace_store(), *owners.last_request()]
+    return owners.run_module(module, [*local, *arguments])
 
 
 def _on_metrics(module: str, arguments: list[str]) -> int:
