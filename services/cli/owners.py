@@ -138,7 +138,9 @@ def remember_request(request_id: str, environ: Mapping[str, str] = os.environ) -
     """Notes the request that was sent last from here: `trace last` waits for its trace."""
     # Of a server elsewhere, there may be no state directory; then there are no traces here either.
     if running_stack(environ) is not None:
-        (state_directory(environ) / _LAST_REQUEST).write_text(request_id, encoding="utf-8")
+        note = state_directory(environ) / _LAST_REQUEST
+        note.touch(0o600)
+        note.write_text(request_id, encoding="utf-8")
 
 
 def last_request(environ: Mapping[str, str] = os.environ) -> list[str]:
