@@ -10,9 +10,8 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from services import tls
+from services import reflection, tls
 from services.addresses import with_port
 from services.channels import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from services.errors import ConfigError
@@ -56,7 +55,7 @@ class GrpcServer:
             options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)),
         )
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._names = [health.SERVICE_NAME, *reflection.SERVICE_NAMES]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     @property
@@ -71,7 +70,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Binds and listens; raises ConfigError when the address cannot be bound."""
-        reflection.enable_server_reflection(self._names, self._server)
+        reflection.add_reflection(self._names, self._server)
         self.port = self._listen()
         await self._server.start()
         await self.set_serving(False)

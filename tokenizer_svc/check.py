@@ -1,4 +1,4 @@
-"""`python -m tokenizer_svc.check FILE`: what of a JSON schema would be enforced; needs no service."""
+"""`millrace schema check FILE`: what of a JSON schema would be enforced; needs no service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_CHARACTER_BYTES = 4
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when strict mode accepts the schema, 1 when it does not, 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m tokenizer_svc.check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace schema check", description=__doc__)
     parser.add_argument("file", type=Path, help="a JSON schema; - reads standard input")
     parser.add_argument(
         "--model", default=str(BUNDLED_CHECKPOINT), help="checkpoint whose vocabulary is used"
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         text = _text(options.file)
         checkpoint = load_checkpoint(locate(ModelConfig(path=options.model), simulated=False))
     except (OSError, MillraceError, ConfigError) as error:
-        print(f"python -m tokenizer_svc.check: {error}", file=sys.stderr)
+        print(f"millrace schema check: {error}", file=sys.stderr)
         return 2
     backend = Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids)
     strict, lenient = (_build(text, backend, strict=each) for each in (True, False))

@@ -1,4 +1,4 @@
-"""`python -m engine.model.plan_command`: prints the memory plan before anything is loaded."""
+"""`millrace plan`: prints the memory plan before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.errors import ConfigError
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0, or 2 with one line on stderr when the configuration cannot work."""
-    parser = argparse.ArgumentParser(prog="python -m engine.model.plan_command", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace plan", description=__doc__)
     parser.add_argument("--config", type=Path, help="configuration file (TOML)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Creates, lists, revokes and rotates API keys: `millrace keys ...` or `python -m gateway.auth.keys ...`."""
+"""Creates, lists, revokes and rotates API keys: `millrace keys ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of usage and cost: `millrace usage --by tenant,day` or `python -m gateway.ledger`."""
+"""Tables of usage and cost: `millrace usage --by tenant,day`."""
 
 from __future__ import annotations
 

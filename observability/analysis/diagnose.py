@@ -1,4 +1,4 @@
-"""`python -m observability.analysis.diagnose`: which slice of the last hour explains its slow requests.
+"""`millrace diagnose`: which slice of the last hour explains its slow requests.
 
 The tail is the slowest share of all requests. A slice (one value of one dimension) explains the tail when it
 is a much larger part of the tail than of all requests, by more than chance; slices are ranked by that excess.
@@ -213,7 +213,7 @@ def _answer(reader: SpanReader, parsed: argparse.Namespace) -> RenderableType:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is too little to go by."""
-    parser = argparse.ArgumentParser(prog="python -m observability.analysis.diagnose", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace diagnose", description=__doc__)
     parser.add_argument("--metric", choices=tuple(METRICS), default="ttft")
     parser.add_argument("--minutes", type=float, default=60.0, help="how far back")
     return run(parser, _answer, arguments)

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from observability.analysis.store import SpanReader, StoreError
+from observability.emit import names
 from observability.emit.config import ObservabilityConfig
 
 _SIZE_WHEN_PIPED = (140, 40)
+# Services send their spans every few seconds.
+_WAIT_S = 15.0
+_PAUSE_S = 0.1
 
 Answer = Callable[[SpanReader, argparse.Namespace], RenderableType]
 
@@ -33,13 +38,33 @@ def table(*titles: str, num_left: int = 1) -> Table:
     return made
 
 
+def _wait_whole(reader: SpanReader, request_id: str) -> None:
+    """Returns when the trace of a request that has ended is there, or when it does not come."""
+    deadline_s = time.monotonic() + _WAIT_S
+    while not _is_whole(reader, request_id) and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)
+
+
+def _is_whole(reader: SpanReader, request_id: str) -> bool:
+    """Whether every service has told its part: each sends its spans by itself."""
+    spans = [span for each in reader.traces_of_request(request_id) for span in reader.trace(each)]
+    asked = next((span for span in spans if span.name == names.GATEWAY_REQUEST), None)
+    if asked is None or all(span.name != names.ENVOY_INGRESS for span in spans):
+        return False
+    # One that was refused never came to an engine.
+    return names.TTFT_MS not in asked.attributes or any(span.service == names.ENGINE for span in spans)
+
+
 def run(parser: argparse.ArgumentParser, answer: Answer, arguments: Sequence[str] | None) -> int:
     """Prints what `answer` says of the store: 0, or 1 with one clear line when there is nothing to say."""
+    parser.add_argument("--after", default="", metavar="ID", help="have `last` wait for this request's trace")
     parser.add_argument("--store", type=Path, default=Path(ObservabilityConfig().store))
     parsed = parser.parse_args(arguments)
     try:
         reader = SpanReader(parsed.store)
         try:
+            if parsed.after and getattr(parsed, "what", "") == "last":
+                _wait_whole(reader, parsed.after)
             found = answer(reader, parsed)
         finally:
             reader.close()

@@ -1,4 +1,4 @@
-"""`python -m observability.analysis.top --target NAME=HOST:PORT ...`: engines, tiers and rates, live.
+"""`millrace top --target NAME=HOST:PORT ...`: engines, tiers and rates, live.
 
 NAME begins with the service: gateway-0, engine-1, tokenizer.
 """
@@ -123,12 +123,15 @@ async def watch(targets: Mapping[str, str], *, interval_s: float, once: bool) ->
             live.update(render({name: Interval(before[name], after[name]) for name in targets}), refresh=True)
             before = after
             if once:
-                return
+                break
+    if not console.is_terminal:
+        # What is drawn live has no end of its last line in a pipe.
+        console.print()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 for no targets, or one that cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m observability.analysis.top", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace top", description=__doc__)
     parser.add_argument("--target", action="append", default=[], metavar="NAME=HOST:PORT")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one interval and end")

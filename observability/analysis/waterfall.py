@@ -1,4 +1,4 @@
-"""`python -m observability.analysis.waterfall <request id, trace id or last>`: one trace in the terminal."""
+"""`millrace trace <request id, trace id or last>`: one trace in the terminal."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _ttft_lines(spans: Sequence[StoredSpan]) -> list[RenderableType]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to show."""
-    parser = argparse.ArgumentParser(prog="python -m observability.analysis.waterfall", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace trace", description=__doc__)
     parser.add_argument("what", nargs="?", default="last", help="request id, trace id or 'last'")
     return run(parser, lambda reader, parsed: render(reader.find(parsed.what), console_width()), arguments)
 

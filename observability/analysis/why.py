@@ -1,4 +1,4 @@
-"""`python -m observability.analysis.why <request id, trace id or last>`: the largest cause in words."""
+"""`millrace why <request id, trace id or last>`: the largest cause in words."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CONTEXT = {names.TENANT: "tenant", names.TIER: "tier", names.ENGINE_ID: "engine
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 with one clear line when there is nothing to explain."""
-    parser = argparse.ArgumentParser(prog="python -m observability.analysis.why", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace why", description=__doc__)
     parser.add_argument(
         "what", nargs="?", default="last", help="request id, ours or the client's; trace id; 'last'"
     )

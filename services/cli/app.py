@@ -32,6 +32,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"millrace {version('millrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    _: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end."),
+    ] = False,
+) -> None:
+    pass
+
+
 schema_app = typer.Typer(help="Response formats.", no_args_is_help=True)
 app.add_typer(schema_app, name="schema")
 app.add_typer(bench_app, name="bench")
@@ -69,19 +87,37 @@ class Serving:
     """Options of the commands that start a stack."""
 
     quantize: Quantize = None
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and answer.")] = None
     engines: Annotated[int | None, typer.Option(min=1, max=64, help="Engine processes.")] = None
     gateways: Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes.")] = None
     host: Annotated[str, typer.Option(help="IP address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080
     config: Config = None
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it is healthy; `millrace stop` ends it.")
+    ] = False
 
-    def supervise(self, model: str | None, *, dtype: str | None = None, simulated: bool = False) -> NoReturn:
+    def supervise(
+        self,
+        model: str | None,
+        *,
+        name: str | None = None,
+        dtype: str | None = None,
+        simulated: bool = False,
+    ) -> NoReturn:
         """Runs until it is told to stop, and exits."""
+        if self.detach:
+            from services.cli.background import detach
+
+            with _errors_told():
+                raise typer.Exit(detach([each for each in sys.argv[1:] if each != "--detach"], _out))
         from services.supervisor.run import supervise
 
         options = Options(
             config=self.config.resolve() if self.config else None,
             model=model,
+            served_model_name=name,
+            max_model_len=self.max_model_len,
             dtype=dtype,
             quantize=self.quantize,
             engines=self.engines,
@@ -99,13 +135,19 @@ def up(
     *,
     model: Annotated[str | None, typer.Option(help="Directory in Hugging Face format, or a hub id.")] = None,
     dtype: DtypeOption = "auto",
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
     serving: Serving,
     simulated: Annotated[
         bool, typer.Option("--simulated", help="Engines without weights, for tests.")
     ] = False,
 ) -> None:
     """Serve a model: start every process, wait until all are healthy, stop on Ctrl-C."""
-    serving.supervise(model, dtype=None if dtype == "auto" else dtype, simulated=simulated)
+    serving.supervise(
+        model,
+        name=served_model_name,
+        dtype=None if dtype == "auto" else dtype,
+        simulated=simulated,
+    )
 
 
 @app.command()
@@ -113,6 +155,24 @@ def up(
 def serve(serving: Serving) -> None:
     """Serve the bundled model."""
     serving.supervise(str(BUNDLED_MODEL))
+
+
+@app.command()
+def status() -> None:
+    """Show the stack that runs with this state directory: its processes and addresses."""
+    from services.cli.background import status
+
+    with _errors_told():
+        status(_out)
+
+
+@app.command()
+def stop() -> None:
+    """Stop the stack that runs with this state directory; streams in flight may finish."""
+    from services.cli.background import stop
+
+    with _errors_told():
+        stop(_out)
 
 
 # --- asking -----------------------------------------------------------------------------------------------
@@ -192,10 +252,13 @@ def generate(
 
     with _errors_told(), InferenceClient(find_target(asking.url)) as client:
         fields = asking.fields(client)
+        request_id = ""
         for response in client.generate(text=prompt or sys.stdin.read(), **fields):
+            request_id = response.request_id
             for choice in response.choices:
                 sys.stdout.write(choice.text)
                 sys.stdout.flush()
+        owners.remember_request(request_id)
         sys.stdout.write("\n")
 
 
@@ -246,8 +309,8 @@ def plan(
 
 
 def _on_traces(module: str, arguments: list[str]) -> int:
-    store = [] if "--store" in arguments else ["--store", owners.trace_store()]
-    return owners.run_module(module, [*store, *arguments])
+    local = [] if "--store" in arguments else ["--store", owners.trace_store(), *owners.last_request()]
+    return owners.run_module(module, [*local, *arguments])
 
 
 def _on_metrics(module: str, arguments: list[str]) -> int:

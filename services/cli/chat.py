@@ -11,6 +11,7 @@ from rich.console import Console
 
 from contract.errors import MillraceError
 from services.cli.inference import InferenceClient
+from services.cli.owners import remember_request
 
 _COMMANDS = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 
@@ -58,7 +59,9 @@ class Conversation:
         started_s = time.monotonic()
         first_s = 0.0
         usage: output_pb2.Usage | None = None
+        request_id = ""
         for response in self._client.chat(conversation=conversation, **self._fields):
+            request_id = response.request_id
             for choice in response.choices:
                 if choice.reasoning:
                     self._notes.print(choice.reasoning, style="dim", end="", markup=False)
@@ -68,6 +71,7 @@ class Conversation:
                     _write(self._out, choice.content)
             if response.HasField("usage"):
                 usage = response.usage
+        remember_request(request_id)
         _write(self._out, "\n")
         if usage is not None and self._notes.is_terminal:
             self._notes.print(_statistics(usage, started_s, first_s), style="dim", highlight=False)

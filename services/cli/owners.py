@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,10 @@ from services.cli.target import running_stack
 from services.config import read_tables
 from services.supervisor import checkpoint
 from services.supervisor.config import BUNDLED_MODEL, DEFAULT_CONFIG, state_directory
+
+_LAST_REQUEST = "last-request"
+# Whatever is older has its trace, or gets none.
+_RECENT_S = 60.0
 
 
 def run_module(
@@ -91,7 +96,7 @@ def _local_settings(tables: Mapping[str, Any], environ: Mapping[str, str]) -> di
 def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
-        return subprocess.run(command, env=environment, check=False).returncode
+        return subprocess.run(command, env=environment, check=False, umask=0o077).returncode
     except KeyboardInterrupt:
         return 130
 
@@ -127,6 +132,25 @@ def trace_store(environ: Mapping[str, str] = os.environ) -> str:
     """Database of spans of the running stack, or the one that the last stack left."""
     state = running_stack(environ)
     return (state.trace_store if state else "") or str(state_directory(environ) / "traces.sqlite")
+
+
+def remember_request(request_id: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Notes the request that was sent last from here: `trace last` waits for its trace."""
+    # Of a server elsewhere, there may be no state directory; then there are no traces here either.
+    if running_stack(environ) is not None:
+        note = state_directory(environ) / _LAST_REQUEST
+        note.touch(0o600)
+        note.write_text(request_id, encoding="utf-8")
+
+
+def last_request(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The option with which `last` waits for the request that was just sent from here; none without one."""
+    note = state_directory(environ) / _LAST_REQUEST
+    try:
+        is_recent = time.time() - note.stat().st_mtime < _RECENT_S
+        return ["--after", note.read_text(encoding="utf-8")] if is_recent else []
+    except OSError:
+        return []
 
 
 def metrics_targets(environ: Mapping[str, str] = os.environ) -> list[str]:

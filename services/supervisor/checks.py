@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
@@ -23,16 +24,21 @@ _CHECKS: Mapping[str, tuple[str, str]] = {
 def check_tables(layout: Layout, environ: Mapping[str, str] = os.environ) -> None:
     """Raises the ConfigError with which the first process that cannot use its settings would end."""
     shared = read_tables(layout.config, {**environ, **layout.environment})
-    load_section(shared, "model", ModelConfig)
+    model = load_section(shared, "model", ModelConfig)
     load_section(shared, "security", SecurityConfig).secret()
     # Envoy, which has no table here, is told of the same receivers.
     _check("observability", shared)
+    is_simulated = True
     for spec in layout.processes:
+        tables = read_tables(layout.config, {**environ, **layout.environment, **spec.environment})
         for module in _CHECKS:
             if module in spec.argv:
-                _check(
-                    module, read_tables(layout.config, {**environ, **layout.environment, **spec.environment})
-                )
+                _check(module, tables)
+        if "engine" in spec.argv:
+            is_simulated = bool(tables.get("engine", {}).get("simulated"))
+    if not is_simulated:
+        # The engine's own reading of config.json, which knows what architectures there are.
+        import_module("engine.model.families").read_spec(Path(model.path))
 
 
 def _check(module: str, tables: Mapping[str, Any]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+
+from services.errors import ConfigError
 
 # Root of the repository, which holds the bundled model and the default configuration.
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +38,9 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5
     # ... up to this one: what kept it from starting (a full disk) may be over any time.
     max_restart_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 3.0
+    # Metrics of tokenizer, engines and gateways, in this order, are on ports from this one on; 0 takes free
+    # ones.
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     # How the kernel schedules the processes (Linux). "batch": one that is woken does not interrupt another,
     # which saves a fourth of the processor time of short requests where cores are few; but it waits for
     # whatever else computes. "auto" is batch with simulated engines, where it was measured, and normal with
@@ -48,6 +54,8 @@ class Options:
 
     config: Path | None = None
     model: str | None = None
+    served_model_name: str | None = None
+    max_model_len: int | None = None
     dtype: str | None = None
     quantize: str | None = None
     engines: int | None = None
@@ -60,6 +68,25 @@ class Options:
 def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Where logs, traces and state are: MILLRACE_STATE_DIR, or .millrace in the working directory."""
     return Path(environ.get(_STATE_VARIABLE) or ".millrace").absolute()
+
+
+def make_private(directory: Path) -> None:
+    """Creates the state directory; what is in it, and what this process and its children write later, is its
+    owner's alone. Raises ConfigError when it cannot be written.
+    """
+    os.umask(0o077)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        for each in (*directory.glob("*.sqlite*"), *directory.glob("logs/*")):
+            each.chmod(0o600)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the state directory {directory} cannot be written: {error.strerror or error}; run in a "
+            f"directory of your own, or name another place with {_STATE_VARIABLE}"
+        ) from error
 
 
 def development_key(environ: Mapping[str, str] = os.environ) -> str:

@@ -17,11 +17,12 @@ from services import tls
 from services.addresses import is_this_machine, join
 from services.compiler import find_compiler
 from services.config import HealthConfig, ModelConfig, SecurityConfig, load_section, read_tables
+from services.errors import ConfigError
 from services.resources import num_cores
 from services.supervisor import checkpoint
 from services.supervisor.config import DEFAULT_CONFIG, Options, SupervisorConfig, development_key
 from services.supervisor.edge import envoy_binary
-from services.supervisor.ports import free_ports, require_free
+from services.supervisor.ports import can_bind, free_ports, require_free
 from services.supervisor.process import ProcessSpec
 
 _LOOPBACK = "127.0.0.1"
@@ -98,8 +99,7 @@ class _Planner:
 
     def plan(self) -> Layout:
         options = self.options
-        if options.port:
-            require_free(options.host, options.port)
+        require_free(options.host, options.port)
         count = 6 + 2 * self._num_engines + 3 * self._num_gateways
         ports = iter(free_ports(count, _LOOPBACK))
         edge = join(options.host, options.port or next(ports))
@@ -173,7 +173,9 @@ class _Planner:
         section = load_section(self.tables, "model", ModelConfig)
         asked = self.options.model or section.path
         path = checkpoint.resolve(asked, weights=not self.options.simulated)
-        name = section.name if not self.options.model and section.name else ""
+        # The file's name is that of the file's checkpoint.
+        in_file = section.name if not self.options.model else ""
+        name = self.options.served_model_name or self.environ.get(_variable("model.name")) or in_file
         # A download's directory is named by a revision, which says nothing to people.
         name = name or (asked if path.parent.name == "snapshots" else path.name)
         self._set("model.path", str(path))
@@ -216,7 +218,7 @@ class _Planner:
 
     def _plan_tokenizer(self, ports: Iterator[int]) -> ProcessSpec:
         listen = f"{_LOOPBACK}:{next(ports)}"
-        metrics = f"{_LOOPBACK}:{next(ports)}"
+        metrics = self._metrics_address(ports)
         self._set("gateway.tokenizer", listen)
         self.addresses["tokenizer"] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {"tokenizer.listen": listen, "tokenizer.metrics_listen": metrics}
@@ -227,7 +229,7 @@ class _Planner:
     def _plan_engine(self, index: int, ports: Iterator[int]) -> ProcessSpec:
         name = f"engine-{index}"
         listen = f"{_LOOPBACK}:{next(ports)}"
-        metrics = f"{_LOOPBACK}:{next(ports)}"
+        metrics = self._metrics_address(ports)
         self.addresses[name] = {"grpc": listen, "metrics": metrics}
         settings: dict[str, object] = {
             "engine.listen": listen,
@@ -241,13 +243,27 @@ class _Planner:
             settings["engine.simulated"] = True
         if self.options.dtype:
             settings["engine.dtype"] = self.options.dtype
+        if self.options.max_model_len:
+            settings["engine.max_model_len"] = self.options.max_model_len
         if self.options.quantize:
             settings["engine.quantize"] = self.options.quantize
         return self._spec(name, "engine", settings, health=listen, num_threads=threads)
 
+    def _metrics_address(self, ports: Iterator[int]) -> str:
+        port = next(ports)
+        if first := self._settings.metrics_port:
+            port = first + sum("metrics" in each for each in self.addresses.values())
+            if not can_bind(_LOOPBACK, port):
+                raise ConfigError(
+                    f"supervisor.metrics_port: another program uses {_LOOPBACK}:{port}; set another first "
+                    "port, or 0 for free ones"
+                )
+        return f"{_LOOPBACK}:{port}"
+
     def _plan_gateway(self, index: int, ports: Iterator[int]) -> ProcessSpec:
         name = f"gateway-{index}"
-        grpc, http, metrics = (f"{_LOOPBACK}:{next(ports)}" for _ in range(3))
+        grpc, http = (f"{_LOOPBACK}:{next(ports)}" for _ in range(2))
+        metrics = self._metrics_address(ports)
         self.addresses[name] = {"grpc": grpc, "http": http, "metrics": metrics}
         settings: dict[str, object] = {
             "gateway.grpc_listen": grpc,

@@ -40,6 +40,11 @@ def require_free(host: str, port: int) -> None:
     """Raises ConfigError when the port that clients are to use is taken or not allowed."""
     if can_bind(host, port):
         return
+    if not can_bind(host, 0):
+        raise ConfigError(
+            f"--host {host}: this machine has no such address; give one that it has, for example 127.0.0.1, "
+            "or 0.0.0.0 for all of them"
+        )
     raise ConfigError(
         f"--port {port}: cannot listen on {host}:{port}; another program uses it, or it is not allowed. "
         f"Choose another one with --port, or 0 for any free one"

@@ -83,6 +83,8 @@ def _program() -> str:
 def usage_examples(address: str, api_key: str, model: str) -> str:
     """Commands to copy and paste; each works as it stands against a stack on `address`."""
     key = api_key or "$MILLRACE_API_KEY"
+    in_python = f'"{api_key}"' if api_key else 'os.environ["MILLRACE_API_KEY"]'
+    imports = "" if api_key else "import os\n  "
     program = _program()
     return f"""\
 curl:
@@ -91,8 +93,8 @@ curl:
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
 openai SDK:
-  from openai import OpenAI
-  client = OpenAI(base_url="http://{address}/v1", api_key="{key}")
+  {imports}from openai import OpenAI
+  client = OpenAI(base_url="http://{address}/v1", api_key={in_python})
   messages = [{{"role": "user", "content": "Hello!"}}]
   for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
       print(chunk.choices[0].delta.content or "", end="", flush=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from services import memory
 from services.errors import ConfigError
 from services.supervisor.checks import check_tables
-from services.supervisor.config import Options, state_directory
+from services.supervisor.config import Options, make_private, state_directory
 from services.supervisor.layout import Layout, plan_layout
 from services.supervisor.report import StartReport, summary
 from services.supervisor.stack import Stack, StartFailed
@@ -31,7 +31,7 @@ def supervise(options: Options, console: Console, environ: Mapping[str, str] = o
     try:
         state = state_directory(environ)
         require_none_running(state)
-        state.mkdir(parents=True, exist_ok=True)
+        make_private(state)
         layout = plan_layout(options, state, environ)
         check_tables(layout, environ)
     except ConfigError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -63,6 +65,29 @@ def test_stubs_are_those_of_the_sources() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_documented_line_makes_a_clients_stubs_from_the_sources_alone(tmp_path: Path) -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    (line,) = (line for line in reference.splitlines() if "grpc_tools.protoc" in line)
+    shutil.copytree(ROOT / "proto" / "millrace", tmp_path / "proto" / "millrace")
+    subprocess.run(line.replace("python", sys.executable, 1), cwd=tmp_path, shell=True, check=True)
+    # As what the suite itself runs on.
+    for name in (
+        "inference/v1/inference_pb2.py",
+        "inference/v1/inference_pb2_grpc.py",
+        "common/v1/chat_pb2.py",
+    ):
+        made = (tmp_path / "millrace" / name).read_bytes()
+        assert made == (ROOT / "services" / "stubs" / "millrace" / name).read_bytes()
+
+
+def test_sources_say_where_other_languages_put_them() -> None:
+    for path in (ROOT / "proto" / "millrace").rglob("*.proto"):
+        text = path.read_text(encoding="utf-8")
+        package = str(path.parent.relative_to(ROOT / "proto")).replace("/", ".")
+        assert f'option java_package = "{package}";\n' in text, path
+        assert f'option go_package = "{package.replace(".", "/")};' in text, path
 
 
 def test_envoys_own_package_and_our_stubs_live_side_by_side() -> None:

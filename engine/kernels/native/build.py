@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -61,6 +62,8 @@ NEEDS: dict[str, frozenset[str]] = {
     "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi"},
     "amx": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
 }
+
+_log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -194,6 +197,8 @@ def _compiler_hash(compiler: str) -> str:
 
 def _compile(compiler: str, level: str, target: Path) -> None:
     given = sources(".cc")
+    # Whoever waits for the first start sees what it waits for (`services.supervisor.process`).
+    _log.info("compiling", extra={"stage": f"compiling native kernels for {level}, once"})
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.parent.name}-{source.stem}.o" for source in given]
         compile_one = (compiler, *FLAGS, *_flags(level), "-I", str(ROOT), "-c")

@@ -158,6 +158,48 @@ async def test_grpc_stream_passes_message_by_message(
     assert "authorization" not in edge.faces.metadata
 
 
+GRPC_WEB = {"content-type": "application/grpc-web+proto", "x-grpc-web": "1"}
+
+
+def web_frames(body: bytes) -> list[tuple[int, bytes]]:
+    """Flag and content of every frame of a gRPC-Web answer; the flag of the trailers is 128."""
+    frames = []
+    while body:
+        length = int.from_bytes(body[1:5], "big")
+        frames.append((body[0], body[5 : 5 + length]))
+        body = body[5 + length :]
+    return frames
+
+
+async def test_grpc_web_is_answered_with_messages_and_trailers_in_the_body(
+    edge: Edge, client: httpx.AsyncClient
+) -> None:
+    for item in ("one", "two", None):
+        edge.faces.items.put_nowait(item)
+    path, message = "/millrace.inference.v1.InferenceService/Chat", inference_pb2.ChatRequest()
+    data = message.SerializeToString()
+    response = await client.post(
+        path, headers={**BEARER, **GRPC_WEB}, content=b"\0" + len(data).to_bytes(4, "big") + data
+    )
+    assert response.headers["content-type"] == "application/grpc-web+proto"
+    *messages, (flag, trailers) = web_frames(response.content)
+    assert [inference_pb2.ChatResponse.FromString(each).model for _, each in messages] == ["one", "two"]
+    assert flag == 128
+    assert b"grpc-status:0" in trailers
+    assert verified(edge.faces.metadata["x-millrace-context"])[0].tenant == "acme"
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+async def test_grpc_web_is_refused_in_its_own_form(
+    client: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    path = "/millrace.inference.v1.InferenceService/Chat"
+    response = await client.post(path, headers={**headers, **GRPC_WEB}, content=b"\0\0\0\0\0")
+    assert response.headers["content-type"].startswith("application/grpc-web")
+    told = {**response.headers, "": str(web_frames(response.content))}
+    assert told.get("grpc-status") == "16" or "grpc-status:16" in told[""]
+
+
 async def test_server_sent_events_are_not_buffered(edge: Edge, client: httpx.AsyncClient) -> None:
     async with client.stream("GET", "/events", headers=BEARER) as response:
         lines = response.aiter_lines()

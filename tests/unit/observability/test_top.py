@@ -103,4 +103,6 @@ def test_once_prints_one_view(capsys: pytest.CaptureFixture[str]) -> None:
         assert top.main(["--target", f"engine-0={address}", "--once", "--interval", "0.05"]) == 0
     finally:
         metrics.close()
-    assert "engine-0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "engine-0" in shown
+    assert shown.endswith("\n")

@@ -19,7 +19,7 @@ from observability.analysis.store import SpanStore, StoredSpan
 from observability.analysis.tree import build_tree, delays_of, ttft_of, walk
 from observability.emit import names
 from observability.emit.names import Cause, TtftPart
-from tests.unit.observability.planted import PARTS, request_trace, write
+from tests.unit.observability.planted import PARTS, START_NS, request_trace, write
 
 
 def _drawn(spans: list[StoredSpan], width: int = 140) -> str:
@@ -115,3 +115,23 @@ def test_the_command_works_piped_and_its_errors_are_one_line(tmp_path: Path) -> 
     assert "\x1b" not in found.stdout
     assert "engine.prefill" in found.stdout
     assert _run("--store", str(path), "r-2").returncode == 1
+
+
+def test_last_waits_until_every_service_has_told_of_the_request_that_was_sent(tmp_path: Path) -> None:
+    path = tmp_path / "traces.sqlite"
+    store = SpanStore(path, max_spans=1000, max_bytes=1 << 30)
+    write(store, request_trace("r-before", number=1))
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "observability.analysis.waterfall", "--store", path, "--after", "r-2", "last"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    spans = request_trace("r-2", number=2, start_ns=START_NS + 10**9)
+    late = [span for span in spans if span.service == names.ENGINE]
+    write(store, [span for span in spans if span.service != names.ENGINE])
+    with pytest.raises(subprocess.TimeoutExpired):
+        asking.wait(timeout=2)
+    write(store, late)
+    shown, _ = asking.communicate(timeout=60)
+    assert "r-2" in shown
+    assert "engine.prefill" in shown

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from concurrent import futures
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from services.cli.chat import Conversation, talk
 from services.cli.inference import InferenceClient, response_format
 from services.cli.target import Target
 from services.errors import ConfigError
+from services.supervisor.config import make_private
 
 HERE = Path(__file__).resolve().parent
 SURFACE = HERE / "cli_surface.txt"
@@ -217,3 +221,57 @@ def test_doctor_finds_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for subject in ("python", "processor", "memory", "torch", "envoy", "port"):
         assert subject in result.stdout
     assert sys.executable in result.stdout.replace("\n", "")
+
+
+def test_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"millrace {version('millrace')}\n")
+
+
+@pytest.fixture
+def kept_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("kept_umask")
+def test_state_directory_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MILLRACE_STATE_DIR", str(tmp_path / "file" / "state"))
+    for detach in ((), ("--detach",)):
+        result = CliRunner().invoke(app, ["up", "--simulated", *detach])
+        assert result.exit_code == 2
+        assert "cannot be written" in result.output.replace("\n", " ")
+        assert "MILLRACE_STATE_DIR" in result.output
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_no_stack_is_one_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_STATE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 2
+    assert "no stack runs" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["trace", "why", "diagnose", "top", "keys", "usage", "schema check", "plan"]
+)
+def test_help_names_the_program(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    CliRunner().invoke(app, [*command.split(), "--help"])
+    shown = capfd.readouterr().out
+    assert "python -m" not in shown
+    assert command == "plan" or f"usage: millrace {command}" in shown
+
+
+@pytest.mark.usefixtures("kept_umask")
+def test_what_a_stack_writes_is_its_owners_alone(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (state / "logs").mkdir(parents=True)
+    (state / "keys.sqlite").touch(0o644)
+    make_private(state)
+    (state / "new").touch()
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in (state, state / "keys.sqlite", state / "new")]
+    assert modes == [0o700, 0o600, 0o600]

@@ -132,6 +132,55 @@ def test_port_in_use_names_the_option(tmp_path: Path, model: Path) -> None:
             plan(tmp_path, model, port=port)
 
 
+def test_address_that_the_machine_has_not_names_the_host(tmp_path: Path, model: Path) -> None:
+    for port in (0, 8080):
+        with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: this machine has no such address"):
+            plan(tmp_path, model, host="192.0.2.1", port=port)
+
+
+def test_name_and_context_of_the_command_line_win(tmp_path: Path, model: Path) -> None:
+    file = '[model]\nname = "file"\n[engine]\nmax_model_len = 4096\n'
+    layout = plan(tmp_path, model, file, served_model_name="asked", max_model_len=512)
+    assert layout.model_name == "asked"
+    engine = read_tables(layout.config, {**layout.environment, **layout.engines[0].environment})["engine"]
+    assert engine["max_model_len"] == 512
+
+
+def test_name_of_the_environment_holds_for_the_model_of_the_command_line(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    options = Options(config=tmp_path / "empty.toml", model=str(model), port=0)
+    layout = plan_layout(options, tmp_path, {"MILLRACE_MODEL__NAME": "mine"})
+    assert layout.model_name == "mine"
+    assert read_tables(None, layout.environment)["model"]["name"] == "mine"
+
+
+def test_metrics_ports_are_those_of_the_file(tmp_path: Path, model: Path) -> None:
+    first = next(port for port in free_ports(20) if all(can_bind("127.0.0.1", port + i) for i in range(3)))
+    config = f"[supervisor]\nmetrics_port = {first}\n"
+    layout = plan(tmp_path, model, config)
+    found = [each["metrics"] for each in layout.addresses.values() if "metrics" in each]
+    assert found == [f"127.0.0.1:{first + index}" for index in range(3)]
+    with (
+        socket.create_server(("127.0.0.1", first + 1)),
+        pytest.raises(ConfigError, match=f"supervisor.metrics_port: another program uses .*:{first + 1}"),
+    ):
+        plan(tmp_path, model, config)
+
+
+def test_python_example_reads_the_key_where_there_is_none() -> None:
+    assert 'api_key=os.environ["MILLRACE_API_KEY"]' in usage_examples("h:1", "", "m")
+    assert 'api_key="mr-dev"' in usage_examples("h:1", "mr-dev", "m")
+
+
+def test_checkpoint_that_no_family_reads_is_refused_before_anything_starts(
+    tmp_path: Path, model: Path
+) -> None:
+    (model / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
+    with pytest.raises(ConfigError, match="architecture NoSuchForCausalLM is not supported"):
+        check_tables(plan(tmp_path, model), {})
+    check_tables(plan(tmp_path, model, simulated=True), {})
+
+
 def test_unknown_key_is_named(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="engins"):
         plan(tmp_path, model, "[supervisor]\nengins = 2\n")

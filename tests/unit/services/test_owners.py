@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.owners import configured
+from services.cli.owners import configured, last_request, remember_request
 from services.config import read_tables
 from services.errors import ConfigError
 from services.supervisor.config import DEFAULT_CONFIG
@@ -95,3 +95,14 @@ def test_file_that_cannot_be_read_is_named(state: Path, tmp_path: Path) -> None:
         configured(["--config", str(tmp_path / "missing.toml"), "list"], environ(state))
     # The module complains about an option without its value, and gives help.
     assert configured(["list", "--config"], environ(state))[0][-1] == "--config"
+
+
+def test_the_request_that_was_just_sent_is_the_one_that_last_waits_for(state: Path, deployed: Path) -> None:
+    environ = {"MILLRACE_STATE_DIR": str(state)}
+    remember_request("r-1", environ)
+    assert last_request(environ) == []
+    run_stack(state, deployed)
+    remember_request("r-1", environ)
+    assert last_request(environ) == ["--after", "r-1"]
+    os.utime(state / "last-request", (0, 0))
+    assert last_request(environ) == []

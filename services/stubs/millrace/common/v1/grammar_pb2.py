@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/common/v1/grammar.proto\x12\x12millrace.common.v1\"C\n\x0fGrammarArtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\"\xb8\x01\n\x11\x45nforcementReport\x12\x33\n\x08\x65nforced\x18\x01 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\x12\x37\n\x0c\x61pproximated\x18\x02 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\x12\x35\n\nunenforced\x18\x03 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\"<\n\rKeywordStatus\x12\x0f\n\x07keyword\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04note\x18\x03 \x01(\t\"l\n\rOutputVerdict\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x0f\n\x07keyword\x18\x02 \x01(\t\x12\x13\n\x0bschema_path\x18\x03 \x01(\t\x12\x15\n\rinstance_path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/common/v1/grammar.proto\x12\x12millrace.common.v1\"C\n\x0fGrammarArtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\"\xb8\x01\n\x11\x45nforcementReport\x12\x33\n\x08\x65nforced\x18\x01 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\x12\x37\n\x0c\x61pproximated\x18\x02 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\x12\x35\n\nunenforced\x18\x03 \x03(\x0b\x32!.millrace.common.v1.KeywordStatus\"<\n\rKeywordStatus\x12\x0f\n\x07keyword\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04note\x18\x03 \x01(\t\"l\n\rOutputVerdict\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x0f\n\x07keyword\x18\x02 \x01(\t\x12\x13\n\x0bschema_path\x18\x03 \x01(\t\x12\x15\n\rinstance_path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\tB3\n\x12millrace.common.v1P\x01Z\x1bmillrace/common/v1;commonv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.grammar_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\022millrace.common.v1P\001Z\033millrace/common/v1;commonv1'
   _globals['_GRAMMARARTIFACT']._serialized_start=56
   _globals['_GRAMMARARTIFACT']._serialized_end=123
   _globals['_ENFORCEMENTREPORT']._serialized_start=126
