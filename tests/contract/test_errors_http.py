@@ -16,6 +16,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    """OpenAI's choice among some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Deployment]:
     async with deployed() as running:
@@ -53,6 +59,33 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ),
     ({"tool_choice": "required"}, Reason.INVALID_ARGUMENT, "tool_choice"),
     ({"tools": [{"type": "custom"}]}, Reason.UNSUPPORTED_FIELD, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, Reason.UNSUPPORTED_FIELD, "tools[0].type"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        Reason.UNSUPPORTED_FIELD,
+        "tool_choice.type",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("auto", "nobody")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("maybe", "add")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("auto")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {}}]}]},
+        Reason.INVALID_ARGUMENT,
+        "messages[0].tool_calls[0].type",
+    ),
+    ({"verbosity": "low"}, Reason.UNSUPPORTED_FIELD, "verbosity"),
     ({"response_format": {"type": "xml"}}, Reason.INVALID_ARGUMENT, "response_format.type"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "impossible"}}}},
@@ -114,7 +147,6 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"store": True}, Reason.UNSUPPORTED_FIELD, "store"),
     ({"modalities": ["audio"]}, Reason.UNSUPPORTED_FIELD, "modalities"),
     ({"surprise": 1}, Reason.UNSUPPORTED_FIELD, "surprise"),
-    ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
     ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
     (
         {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
@@ -196,7 +228,9 @@ async def test_completions_name_the_field(stack: Deployment, extra: dict[str, An
 
 
 async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) -> None:
-    response = await stack.chat(prompt_cache_retention="24h", prediction=None, store=False, user="u")
+    response = await stack.chat(
+        prompt_cache_retention="24h", prediction=None, store=False, user="u", verbosity="medium"
+    )
     assert response.status_code == 200
     warnings = response.headers.get_list("x-millrace-warning")
     assert len(warnings) == 1
