@@ -105,7 +105,7 @@ def refusal_of(record: RequestRecord) -> str:
     """Which promise refused it; what the client read when that is not a well-formed refusal."""
     try:
         error = msgspec.json.decode(record.error)["error"]
-        kind = (record.status, error["code"], error["type"])
+        kind = (record.status, error["reason"], error["type"])
         metadata = error["metadata"]
     except (msgspec.DecodeError, KeyError, TypeError):
         return f"malformed {record.status}: {record.error[:80]}"

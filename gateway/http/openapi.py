@@ -214,7 +214,8 @@ def _completion(**said: Any) -> dict[str, Any]:
 _ERROR = {
     **_strings("message", "type"),
     "param": _NULLABLE_STRING,
-    "code": {"enum": [reason.value for reason in Reason]},
+    "code": {"enum": sorted({reason.openai_code for reason in Reason})},
+    "reason": {"enum": [reason.value for reason in Reason]},
     "metadata": {"type": "object", "additionalProperties": _STRING},
 }
 _USAGE = {

@@ -172,7 +172,8 @@ async def test_chat_names_the_field(
 ) -> None:
     response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, **extra})
     error = response.json()["error"]
-    assert (error["code"], error["param"]) == (reason.value, field), error["message"]
+    assert (error["reason"], error["param"]) == (reason.value, field), error["message"]
+    assert error["code"] == reason.openai_code
     assert response.status_code == reason.mapping.http_status
     assert error["type"] == reason.mapping.openai_type
     assert (
@@ -180,6 +181,27 @@ async def test_chat_names_the_field(
         or reason is Reason.CONTEXT_LENGTH_EXCEEDED
     )
     assert response.headers["x-request-id"] == "request-1"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"max_tokens": 100_000}, {"messages": [{"role": "user", "content": "x" * 5000}]}],
+    ids=["completion", "prompt"],
+)
+async def test_a_context_that_is_too_long_is_told_as_openai_does(
+    stack: Deployment, extra: dict[str, Any]
+) -> None:
+    error = (await stack.chat(**extra)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+
+
+async def test_what_a_chat_cannot_have_is_not_advised(stack: Deployment) -> None:
+    assert "echo" not in (await stack.chat(max_tokens=0)).json()["error"]["message"]
+    response = await stack.http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 0}
+    )
+    assert "or set echo" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +225,7 @@ async def test_chat_names_the_field(
 async def test_what_is_not_a_request_is_refused(stack: Deployment, path: str, body: bytes) -> None:
     response = await stack.http.post(path, content=body)
     assert response.status_code == 400
-    assert response.json()["error"]["code"] in ("MALFORMED_BODY", "INVALID_ARGUMENT", "UNSUPPORTED_FIELD")
+    assert response.json()["error"]["reason"] in ("MALFORMED_BODY", "INVALID_ARGUMENT", "UNSUPPORTED_FIELD")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +293,7 @@ async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Dep
 
     response = await stack.http.post(CHAT, content=pieces())
     assert response.status_code == 413
-    assert response.json()["error"]["code"] == "REQUEST_TOO_LARGE"
+    assert response.json()["error"]["reason"] == "REQUEST_TOO_LARGE"
 
 
 async def test_wrong_paths_and_methods(stack: Deployment) -> None:
@@ -281,7 +303,7 @@ async def test_wrong_paths_and_methods(stack: Deployment) -> None:
     response = await stack.http.get(CHAT)
     assert response.status_code == 405
     assert response.headers["allow"]
-    assert response.json()["error"]["code"] == "METHOD_NOT_ALLOWED"
+    assert response.json()["error"]["reason"] == "METHOD_NOT_ALLOWED"
 
 
 async def test_requests_that_did_not_pass_the_edge_are_refused(stack: Deployment) -> None:

@@ -127,7 +127,7 @@ async def test_bad_credentials_get_the_openai_body(
     assert response.headers["content-type"] == "application/json"
     assert response.headers["www-authenticate"] == "Bearer"
     error = response.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == ("authentication_error", reason.value, None)
+    assert (error["type"], error["reason"], error["param"]) == ("authentication_error", reason.value, None)
     assert "mr-" not in error["message"] or "begin with 'mr-'" in error["message"]
 
 
@@ -182,7 +182,7 @@ async def test_requests_per_minute(
     assert response.status_code == 429
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert (error["code"], error["type"]) == ("REQUEST_RATE_EXCEEDED", "rate_limit_error")
+    assert (error["reason"], error["type"]) == ("REQUEST_RATE_EXCEEDED", "rate_limit_error")
     assert 1 <= int(response.headers["retry-after"]) <= 61
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
@@ -202,7 +202,7 @@ async def test_body_beyond_the_limit_is_refused_by_its_length(client: httpx.Asyn
     assert response.status_code == 413
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert error["code"] == "REQUEST_TOO_LARGE"
+    assert error["reason"] == "REQUEST_TOO_LARGE"
     assert str(MAX_BODY_BYTES) in error["message"]
     response = await client.post("/v1/completions", headers=BEARER, content=b"x" * MAX_BODY_BYTES)
     assert response.json()["num_bytes"] == MAX_BODY_BYTES
@@ -318,7 +318,7 @@ async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
                 assert events.status_code == 200
                 response = await client.get("/v1/models", headers=BEARER)
                 assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-                assert response.json()["error"]["code"] == "QUEUE_LIMIT_EXCEEDED"
+                assert response.json()["error"]["reason"] == "QUEUE_LIMIT_EXCEEDED"
                 edge.faces.items.put_nowait(None)
                 edge.faces.items.put_nowait(None)
     finally:
@@ -339,13 +339,13 @@ async def test_upgrade_to_a_websocket_is_an_openai_error(edge: Edge) -> None:
     writer.close()
     assert head.startswith(b"http/1.1 400 ")
     assert b"content-type: application/json" in head
-    assert (error["code"], error["type"]) == ("MALFORMED_BODY", "invalid_request_error")
+    assert (error["reason"], error["type"]) == ("MALFORMED_BODY", "invalid_request_error")
     assert "WebSocket" in error["message"]
 
 
 async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) -> None:
     response = await client.get("/metrics", headers=BEARER)
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
+    assert (response.status_code, response.json()["error"]["reason"]) == (404, "ROUTE_NOT_FOUND")
 
 
 @pytest.mark.parametrize(
