@@ -59,6 +59,20 @@ async def test_good_key_becomes_a_context(client: httpx.AsyncClient) -> None:
     assert not [name for name in response.headers if name.startswith("x-millrace-")]
 
 
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+async def test_a_key_is_taken_from_the_headers_of_other_apis(
+    edge: Edge, client: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceServiceStub, name: str
+) -> None:
+    key = {name: BEARER["authorization"].removeprefix("Bearer ")}
+    response = await client.get("/v1/models", headers=key)
+    assert verified(response.json()["headers"]["x-millrace-context"])[0].key_id == "good"
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(key.items()))
+    edge.faces.items.put_nowait(None)
+    assert await call.read() is grpc.aio.EOF
+    assert verified(edge.faces.metadata["x-millrace-context"])[0].key_id == "good"
+    assert name not in edge.faces.metadata
+
+
 FORGED = {
     "x-millrace-context": "forged",
     "x-millrace-tenant": "other",
@@ -117,6 +131,8 @@ async def test_client_request_id_is_kept_beside_our_own(client: httpx.AsyncClien
         ({"authorization": "Bearer mr-wrong"}, Reason.INVALID_CREDENTIALS),
         ({"authorization": f"Bearer {REVOKED_KEY}"}, Reason.INVALID_CREDENTIALS),
         ({"authorization": "Basic bXItZ29vZA=="}, Reason.INVALID_CREDENTIALS),
+        ({"x-api-key": "mr-wrong"}, Reason.INVALID_CREDENTIALS),
+        ({"api-key": ""}, Reason.MISSING_CREDENTIALS),
     ],
 )
 async def test_bad_credentials_get_the_openai_body(
@@ -127,6 +143,7 @@ async def test_bad_credentials_get_the_openai_body(
     assert response.headers["content-type"] == "application/json"
     assert response.headers["www-authenticate"] == "Bearer"
     error = response.json()["error"]
+    assert error["code"] == "invalid_api_key"
     assert (error["type"], error["reason"], error["param"]) == ("authentication_error", reason.value, None)
     assert "mr-" not in error["message"] or "begin with 'mr-'" in error["message"]
 

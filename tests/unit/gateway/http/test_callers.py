@@ -41,6 +41,7 @@ async def test_requests_with_a_key_are_counted_and_those_with_a_context_have_bee
         assert int(refused.headers["retry-after"]) >= 1
         # The rig's client sends a signed context.
         assert (await rig.http.get("/v1/models")).status_code == 200
+        assert (await rig.http.get("/v1/models/")).json() == (await rig.http.get("/v1/models")).json()
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/nothing"])
