@@ -315,6 +315,39 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
         await edge.stop()
 
 
+PREFLIGHT = {
+    "origin": "https://chat.example.com",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_pages_of_a_configured_origin_may_call(tmp_path: Path) -> None:
+    edge = Edge(tmp_path, envoy={"cors_origins": [PREFLIGHT["origin"]]})
+    await edge.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
+            path, allowed = "/v1/chat/completions", "access-control-allow-origin"
+            asked = await client.options(path, headers=PREFLIGHT)
+            assert (asked.status_code, asked.headers[allowed]) == (200, PREFLIGHT["origin"])
+            assert "authorization" in asked.headers["access-control-allow-headers"]
+            origin = {"origin": PREFLIGHT["origin"]}
+            answer = await client.post(path, headers={**BEARER, **origin}, content=b"{}")
+            assert (answer.status_code, answer.headers[allowed]) == (200, PREFLIGHT["origin"])
+            # A page can read why it was refused.
+            refused = await client.post(path, headers={"x-api-key": "mr-wrong", **origin}, content=b"{}")
+            assert (refused.status_code, refused.headers[allowed]) == (401, PREFLIGHT["origin"])
+            other = await client.options(path, headers={**PREFLIGHT, "origin": "https://other.example.com"})
+            assert allowed not in other.headers
+    finally:
+        await edge.stop()
+
+
+async def test_pages_may_not_call_unless_configured(client: httpx.AsyncClient) -> None:
+    asked = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (asked.status_code, "access-control-allow-origin" in asked.headers) == (401, False)
+
+
 async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
     edge = Edge(tmp_path, envoy={"max_requests": 1})
     await edge.start()
