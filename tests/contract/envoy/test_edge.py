@@ -412,6 +412,6 @@ async def test_malformed_http_is_an_openai_error(edge: Edge, request_bytes: byte
     writer.write(request_bytes)
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b'"code":"MALFORMED_BODY"' in answer
+    assert b'"reason":"MALFORMED_BODY"' in answer
     writer.close()
     await writer.wait_closed()
