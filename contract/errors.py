@@ -42,38 +42,41 @@ _BROKEN = FaceMapping(grpc.StatusCode.INTERNAL, 500, "server_error")
 
 
 class Reason(StrEnum):
-    """What went wrong, as `google.rpc.ErrorInfo.reason` and as the code in OpenAI's error body."""
+    """What went wrong, as `google.rpc.ErrorInfo.reason` and as `reason` in OpenAI's error body."""
 
     mapping: FaceMapping
+    # `code` of OpenAI's error body: its own word, which clients look for, else ours in lower case.
+    openai_code: str
 
-    def __new__(cls, name: str, mapping: FaceMapping) -> Self:
+    def __new__(cls, name: str, mapping: FaceMapping, openai_code: str = "") -> Self:
         """A member as it is written below."""
         member = str.__new__(cls, name)
         member._value_, member.mapping = name, mapping
+        member.openai_code = openai_code or name.lower()
         return member
 
-    INVALID_ARGUMENT = "INVALID_ARGUMENT", _BAD
+    INVALID_ARGUMENT = "INVALID_ARGUMENT", _BAD, "invalid_value"
     MALFORMED_BODY = "MALFORMED_BODY", _BAD
-    UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD", _BAD
+    UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD", _BAD, "unsupported_parameter"
     REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE", _LARGE
     TEMPLATE_FAILED = "TEMPLATE_FAILED", _BAD
     GRAMMAR_REFUSED = "GRAMMAR_REFUSED", _BAD
     CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED", _BAD
-    NEVER_FITS = "NEVER_FITS", _BAD
-    MISSING_CREDENTIALS = "MISSING_CREDENTIALS", _UNKNOWN
-    INVALID_CREDENTIALS = "INVALID_CREDENTIALS", _UNKNOWN
+    NEVER_FITS = "NEVER_FITS", _BAD, "context_length_exceeded"
+    MISSING_CREDENTIALS = "MISSING_CREDENTIALS", _UNKNOWN, "invalid_api_key"
+    INVALID_CREDENTIALS = "INVALID_CREDENTIALS", _UNKNOWN, "invalid_api_key"
     CONTEXT_SIGNATURE_INVALID = "CONTEXT_SIGNATURE_INVALID", _UNKNOWN
-    MODEL_NOT_ALLOWED = "MODEL_NOT_ALLOWED", _FORBIDDEN
+    MODEL_NOT_ALLOWED = "MODEL_NOT_ALLOWED", _FORBIDDEN, "model_not_found"
     TIER_NOT_ALLOWED = "TIER_NOT_ALLOWED", _FORBIDDEN
     TENANT_NOT_ALLOWED = "TENANT_NOT_ALLOWED", _FORBIDDEN
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND", _MISSING
     ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND", _NO_ROUTE
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED", _NO_METHOD
-    REQUEST_RATE_EXCEEDED = "REQUEST_RATE_EXCEEDED", _LIMIT
-    TOKEN_RATE_EXCEEDED = "TOKEN_RATE_EXCEEDED", _LIMIT
-    CONCURRENCY_EXCEEDED = "CONCURRENCY_EXCEEDED", _LIMIT
-    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED", _QUOTA
-    QUEUE_LIMIT_EXCEEDED = "QUEUE_LIMIT_EXCEEDED", _LIMIT
+    REQUEST_RATE_EXCEEDED = "REQUEST_RATE_EXCEEDED", _LIMIT, "rate_limit_exceeded"
+    TOKEN_RATE_EXCEEDED = "TOKEN_RATE_EXCEEDED", _LIMIT, "rate_limit_exceeded"
+    CONCURRENCY_EXCEEDED = "CONCURRENCY_EXCEEDED", _LIMIT, "rate_limit_exceeded"
+    BUDGET_EXHAUSTED = "BUDGET_EXHAUSTED", _QUOTA, "insufficient_quota"
+    QUEUE_LIMIT_EXCEEDED = "QUEUE_LIMIT_EXCEEDED", _LIMIT, "rate_limit_exceeded"
     LIMITS_UNAVAILABLE = "LIMITS_UNAVAILABLE", _DOWN
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", _LATE
     CANCELLED = "CANCELLED", _LEFT
@@ -84,8 +87,8 @@ class Reason(StrEnum):
     ENGINE_LOST = "ENGINE_LOST", _DOWN
     TOKENIZER_UNAVAILABLE = "TOKENIZER_UNAVAILABLE", _DOWN
     POISONED_REQUEST = "POISONED_REQUEST", _BAD
-    STEP_FAILED = "STEP_FAILED", _BROKEN
-    INTERNAL = "INTERNAL", _BROKEN
+    STEP_FAILED = "STEP_FAILED", _BROKEN, "server_error"
+    INTERNAL = "INTERNAL", _BROKEN, "server_error"
 
 
 # What a client has sent is echoed up to here, in characters of a whole message.
@@ -151,6 +154,13 @@ class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
 def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_ARGUMENT) -> MillraceError:
     """INVALID_ARGUMENT, or another reason, that names the field."""
     return MillraceError(reason, f"{field}: {problem}", field=field)
+
+
+def context_length(limit: int, problem: str) -> str:
+    """The message of CONTEXT_LENGTH_EXCEEDED, for prompt and completion together: it begins as OpenAI's, by
+    which frameworks know it.
+    """
+    return f"This model's maximum context length is {limit} tokens. However, {problem}"
 
 
 def unsupported(field: str, remedy: str, problem: str = "not supported") -> MillraceError:

@@ -272,6 +272,8 @@ class EnvoyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tls_key: str = ""
     # Authority whose client certificates are demanded; "" demands none.
     tls_client_ca: str = ""
+    # Origins of pages that may call from a browser ("https://chat.example.com"; "*" is every one).
+    cors_origins: tuple[str, ...] = ()
     # Path of the JSON access log; "" writes none.
     access_log: str = "/dev/stdout"
     # Gateway processes to balance over; those of [gateway] when empty.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -12,16 +13,24 @@ _encoder = msgspec.json.Encoder()
 
 
 def error_body(error: MillraceError) -> bytes:
-    """JSON of `{"error": {message, type, param, code}}`; numbers for programs are added as `metadata`."""
-    detail: dict[str, object] = {
-        "message": error.message,
-        "type": error.mapping.openai_type,
-        "param": error.field or None,
-        "code": error.reason.value,
-    }
+    """JSON of `{"error": {message, type, param, code, reason}}`; numbers for programs are added as
+    `metadata`.
+    """
+    detail = error_detail(error)
     if error.metadata:
         detail["metadata"] = error.metadata
     return _encoder.encode({"error": detail})
+
+
+def error_detail(error: MillraceError) -> dict[str, Any]:
+    """What OpenAI's error body has, and the table's own name for it as `reason`."""
+    return {
+        "message": error.message,
+        "type": error.mapping.openai_type,
+        "param": error.field or None,
+        "code": error.reason.openai_code,
+        "reason": error.reason.value,
+    }
 
 
 def error_headers(error: MillraceError) -> dict[str, str]:

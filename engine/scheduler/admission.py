@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from contract.errors import context_length
 from engine.config import SchedulerConfig
 from engine.scheduler.forecast import Forecast
 from engine.scheduler.queue import WaitingQueue
@@ -45,12 +46,15 @@ def refuse_impossible(request: Request, memory: MemoryPlan, max_num_seqs: int) -
     tier_limit = request.max_context_tokens
     limit = memory.max_model_len if tier_limit is None else min(memory.max_model_len, tier_limit)
     if num_known + 1 > limit:
-        whose = "the model's" if limit == memory.max_model_len else f"the tier {request.tier!r}'s"
+        whose = "" if limit == memory.max_model_len else f" under the tier {request.tier!r}"
         return RequestFailure(
             reason="CONTEXT_LENGTH_EXCEEDED",
             field="prompt",
-            message=f"the prompt has {num_known} tokens; {whose} limit is {limit} tokens, of which at least "
-            f"1 must be left for the answer; shorten the prompt by {num_known + 1 - limit} tokens",
+            message=context_length(
+                limit,
+                f"the prompt has {num_known} tokens{whose}, and at least 1 must be left for the answer; "
+                f"shorten the prompt by {num_known + 1 - limit} tokens",
+            ),
             metadata={"prompt_tokens": str(num_known), "limit_tokens": str(limit)},
         )
     # The last token is never fed back, so it needs no slot.

@@ -42,13 +42,17 @@ CONTENT_TYPE_HEADER = "x-millrace-content-type"
 # path: what makes a question is a header that clients cannot send.
 AUTHORIZE_PREFIX = "/edge/authorize/"
 QUESTION_HEADER = "x-millrace-question"
+# Headers that other APIs have the key in, as it is; taken where there is no authorization header.
+API_KEY_HEADERS = ("x-api-key", "api-key")
+CREDENTIALS_HEADERS = ("authorization", *API_KEY_HEADERS)
 # Envoy drops the request headers that this header of an answer names.
 _REMOVED = (
     b"x-envoy-auth-headers-to-remove",
-    f"authorization,{CLAIMS_HEADER},{CONTENT_TYPE_HEADER}".encode(),
+    ",".join((*CREDENTIALS_HEADERS, CLAIMS_HEADER, CONTENT_TYPE_HEADER)).encode(),
 )
 _COUNTED = (COUNTED_HEADER.encode(), b"1")
 _SCHEME = b"bearer "
+_API_KEY_NAMES = tuple(name.encode() for name in API_KEY_HEADERS)
 NO_CREDENTIALS = "no API key was sent; send the header `authorization: Bearer <key>`"
 # The ids of tokens are their issuer's words.
 _CONTROL_CHARACTERS = bytes([*range(32), 127])
@@ -140,7 +144,10 @@ class Authorizer:
             return self._directory.principal_of_claims(_claims(claims))
         credentials = headers.get(b"authorization", b"")
         if not credentials:
-            raise MillraceError(Reason.MISSING_CREDENTIALS, NO_CREDENTIALS)
+            key = next(filter(None, map(headers.get, _API_KEY_NAMES)), b"")
+            if not key:
+                raise MillraceError(Reason.MISSING_CREDENTIALS, NO_CREDENTIALS)
+            return self._directory.authenticate(key.strip().decode("latin-1"))
         if credentials[: len(_SCHEME)].lower() != _SCHEME:
             raise MillraceError(
                 Reason.INVALID_CREDENTIALS,

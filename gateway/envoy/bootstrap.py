@@ -128,6 +128,7 @@ _TEMPLATES.globals.update(
     claims_header=authorizer.CLAIMS_HEADER,
     content_type_header=authorizer.CONTENT_TYPE_HEADER,
     question_header=authorizer.QUESTION_HEADER,
+    credentials_headers=authorizer.CREDENTIALS_HEADERS,
     authorize_prefix=authorizer.AUTHORIZE_PREFIX,
     rate_limit_domain=servicer.DOMAIN,
     tenant_entry=servicer.TENANT_ENTRY,

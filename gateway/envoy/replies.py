@@ -9,6 +9,7 @@ from typing import Any
 from contract.errors import MillraceError, Reason
 from contract.proto.status import to_status
 from gateway.auth.authorizer import NO_CREDENTIALS
+from gateway.openai_error import error_detail
 
 # What needs no key: Envoy itself says who asks too often.
 PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
@@ -87,12 +88,6 @@ def _grpc_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
 
 
 def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
-    body = {
-        "message": error.message,
-        "type": error.mapping.openai_type,
-        "param": None,
-        "code": error.reason.value,
-    }
     # What passes by itself is worth another try.
     more = {429: [_header("retry-after", "1")], 503: [_header("retry-after", "1")]}
     more[401] = [_header("www-authenticate", "Bearer")]
@@ -101,7 +96,10 @@ def _http_mapper(when: dict[str, Any], error: MillraceError) -> dict[str, Any]:
         "filter": when,
         "status_code": error.mapping.http_status,
         **({"headers_to_add": more[status]} if status in more else {}),
-        "body_format_override": {"json_format": {"error": body}, "content_type": "application/json"},
+        "body_format_override": {
+            "json_format": {"error": error_detail(error)},
+            "content_type": "application/json",
+        },
     }
 
 

@@ -17,7 +17,6 @@ from contract.proto.grammar import verdict_message
 from contract.proto.sampling import options
 from contract.sampling import OPTIONS
 from gateway.config import DEFAULT_REQUEST_LIMITS, RequestConfig
-from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import ChoiceDelta, Usage
 from gateway.pipeline.validate import (
     SizedConversation,
@@ -47,7 +46,7 @@ def chat_request(
     message: inference_pb2.ChatRequest, limits: RequestConfig = DEFAULT_REQUEST_LIMITS
 ) -> GenerationRequest:
     """The domain request of Chat, within the limits."""
-    _check(message)
+    check_metadata(message.metadata)
     if message.sampling.HasField("prompt_logprobs"):
         field = "sampling.prompt_logprobs"
         raise unsupported(field, "use Generate", "Chat does not report them")
@@ -66,16 +65,11 @@ def _conversation(message: chat_pb2.Conversation, limits: RequestConfig) -> Conv
 
 def generate_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
     """The domain request of Generate."""
-    _check(message)
+    check_metadata(message.metadata)
     prompt: Prompt = TextPrompt(message.text)
     if message.WhichOneof("prompt") == "token_ids":
         prompt = TokenPrompt(tuple(message.token_ids.ids))
     return _request(message, prompt, _FIELD_NAMES, echo=message.echo)
-
-
-def _check(message: _Request) -> None:
-    refuse_unknown(message)
-    check_metadata(message.metadata)
 
 
 def _request(
@@ -101,7 +95,6 @@ def prompt_request(
     message: inference_pb2.CountTokensRequest | inference_pb2.TokenizeRequest, limits: RequestConfig
 ) -> GenerationRequest:
     """A request with the prompt to encode; raises INVALID_ARGUMENT for none, and for no conversation."""
-    refuse_unknown(message)
     match message.WhichOneof("input"):
         case "conversation":
             conversation = _conversation(message.conversation, limits)

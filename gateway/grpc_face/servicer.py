@@ -13,7 +13,6 @@ from contract.grammar import EnforcementReport
 from contract.proto.grammar import report_message
 from gateway.auth.verifier import Arrival
 from gateway.grpc_face import convert
-from gateway.grpc_face.unknown import refuse_unknown
 from gateway.pipeline.delta import AnswerInfo, by_choice
 from gateway.pipeline.intake import Slices
 from gateway.pipeline.pipeline import Pipeline
@@ -107,7 +106,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Decodes token ids."""
         pipeline, caller = self._pipeline(), self.caller(context)
         pipeline.check_model(caller, request.model)
-        refuse_unknown(request)
         text = await pipeline.decode(caller, request.token_ids, "token_ids")
         return inference_pb2.DetokenizeResponse(text=text)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from contract.errors import MillraceError, Reason, invalid, unsupported
+from contract.errors import MillraceError, Reason, invalid
 from gateway.config import RequestConfig
 
 # Fields that are counted between two breaths, in about a millisecond.
@@ -16,7 +16,6 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _CONTINUED = bytes(range(128, 256))
 # Parts of a name that are told: "conversation.messages".
 _MAX_PARTS = 2
-REMEDY = "it would have no effect: leave it out, or generate the client from the proto/ of this version"
 
 
 class _Reader:
@@ -59,8 +58,8 @@ class _Reader:
 
 
 def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[None]:
-    """Yields now and then while it counts. Raises INVALID_ARGUMENT with the field that holds too much,
-    UNSUPPORTED_FIELD for one that is not known, and MALFORMED_BODY.
+    """Yields now and then while it counts. Raises INVALID_ARGUMENT with the field that holds too much, and
+    MALFORMED_BODY.
     """
     reader = _Reader(data)
     # Messages inside each other: what they are, where they end, and the name of the field that holds them.
@@ -77,16 +76,16 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
                 continue
             tag = reader.number()
             field = message.fields_by_number.get(tag >> 3)
-            if field is None:
-                raise unsupported(f"{path}{'.' if path else ''}{tag >> 3}", REMEDY, "unknown field")
-            name = path
-            if len(inside) <= _MAX_PARTS:
-                name = f"{path}.{field.name}" if path else field.name
             ends = reader.skip(tag & 7)
             if ends > end:
                 raise IndexError
-            _count(counts, name, field, data[reader.place : ends] if _is_packed(field, tag) else None, limits)
-            if field.message_type is not None and tag & 7 == _BYTES:
+            name = path
+            # Of fields of another version protobuf keeps the bytes, which nobody reads.
+            if field is not None:
+                name = _named(path, field, len(inside))
+                packed = data[reader.place : ends] if _is_packed(field, tag) else None
+                _count(counts, name, field, packed, limits)
+            if field is not None and field.message_type is not None and tag & 7 == _BYTES:
                 inside.append((field.message_type, ends, name))
                 if len(inside) > limits.max_depth:
                     raise invalid(name, f"nested more than {limits.max_depth} levels deep; nest less")
@@ -100,6 +99,12 @@ def counted(data: bytes, kind: Descriptor, limits: RequestConfig) -> Iterator[No
             Reason.MALFORMED_BODY,
             f"the bytes of the request are no {kind.full_name}; generate the client from proto/",
         ) from error
+
+
+def _named(path: str, field: FieldDescriptor, depth: int) -> str:
+    if depth > _MAX_PARTS:
+        return path
+    return f"{path}.{field.name}" if path else str(field.name)
 
 
 def _is_packed(field: FieldDescriptor, tag: int) -> bool:

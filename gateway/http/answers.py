@@ -65,8 +65,7 @@ class Answer:
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         before, after = self.PLAIN
         self._plain = {
-            index: (self._head + before % (first_index + index), after + self._tail)
-            for index in range(info.num_choices)
+            index: (self._head + before % (first_index + index), after) for index in range(info.num_choices)
         }
         # Choices of which something was told.
         self._begun: set[int] = set()
@@ -86,7 +85,7 @@ class Answer:
             and not (delta.reasoning or delta.tool_calls or delta.logprobs)
         ):
             before, after = self._plain[delta.index]
-            return before + _encode(delta.content) + after
+            return before + _encode(delta.content) + after + self._tail
         choice = self._choice(delta, whole=False)
         self._begun.add(delta.index)
         return self._head + _encode(choice) + self._tail
@@ -94,6 +93,10 @@ class Answer:
     def rest(self) -> bytes:
         """What was held back and comes before the end."""
         return b""
+
+    def count(self, usage: dict[str, Any]) -> None:
+        """Sets the usage that the next events tell."""
+        self._tail = b'],"usage":' + _encode(usage) + b"}\n\n"
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """The chunk with usage and without choices."""

@@ -41,7 +41,7 @@ class FunctionCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToolCallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call in an assistant message."""
 
-    function: FunctionCallBody
+    function: FunctionCallBody | None = None
     id: str = ""
     type: str = "function"
     index: int | None = None
@@ -78,6 +78,8 @@ class ToolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     function: FunctionBody | None = None
+    # What tools of the type "custom" have, which are refused by type.
+    custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,11 +88,27 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
+class AllowedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names a tool."""
+
+    type: str
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some of the tools."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
 class ToolChoiceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool choice that names a function."""
+    """A tool choice that names a function, or some."""
 
     type: str
     function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,10 +163,12 @@ def _sized(messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None) ->
 def conversation(body: ChatBody, *, reasons: bool, limits: RequestConfig) -> Conversation:
     """What the template renders."""
     check_counts(_sized(body.messages, body.tools), limits)
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
+    tools, tool_choice = _chosen(tools, body.tool_choice)
     return Conversation(
         messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
-        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=tools,
+        tool_choice=tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_options=_template_options(body, reasons=reasons),
         documents=tuple(body.documents or ()),
@@ -219,6 +239,8 @@ def _content(content: str | list[ContentPart] | None, field: str) -> str:
 def _tool_call(call: ToolCallBody, field: str) -> ToolCall:
     if call.type != "function":
         raise invalid(f"{field}.type", f"{call.type!r} is not supported; use function")
+    if call.function is None:
+        raise invalid(f"{field}.function", "it is required: an object with name and arguments")
     return ToolCall(call.id, call.function.name, call.function.arguments)
 
 
@@ -237,16 +259,48 @@ def _tool(tool: ToolBody, field: str) -> Tool:
     )
 
 
-def _tool_choice(choice: str | ToolChoiceBody | None) -> ToolChoice:
+def _chosen(
+    tools: tuple[Tool, ...], choice: str | ToolChoiceBody | None
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that may be called, which are those that the model sees, and whether one must be."""
     if choice is None:
-        return ToolChoice()
-    if isinstance(choice, ToolChoiceBody):
-        if choice.type != "function" or choice.function is None:
-            raise invalid("tool_choice.type", f"{choice.type!r} is not supported; name one function")
-        return ToolChoice(ToolChoiceMode.NAMED, choice.function.name)
-    if choice not in ("none", "auto", "required"):
-        raise invalid("tool_choice", f"{choice!r} is not one of none, auto, required")
-    return ToolChoice(ToolChoiceMode(choice))
+        return tools, ToolChoice()
+    if isinstance(choice, str):
+        return tools, ToolChoice(_mode(choice, ("none", "auto", "required"), "tool_choice"))
+    for name in ("function", "allowed_tools"):
+        if name != choice.type and getattr(choice, name) is not None:
+            raise invalid(f"tool_choice.{name}", f"a choice of type {choice.type!r} has none")
+    if choice.allowed_tools is not None:
+        return _allowed(tools, choice.allowed_tools)
+    if choice.type not in ("function", "allowed_tools"):
+        raise unsupported("tool_choice.type", "name a function", f"{choice.type!r} is not supported")
+    if choice.function is None:
+        raise invalid(f"tool_choice.{choice.type}", "it is required with this type")
+    return tools, ToolChoice(ToolChoiceMode.NAMED, choice.function.name)
+
+
+def _allowed(tools: tuple[Tool, ...], allowed: AllowedTools) -> tuple[tuple[Tool, ...], ToolChoice]:
+    field = "tool_choice.allowed_tools"
+    mode = _mode(allowed.mode, ("auto", "required"), f"{field}.mode")
+    known = {tool.name for tool in tools}
+    for index, each in enumerate(allowed.tools):
+        if each.type != "function":
+            raise unsupported(
+                f"{field}.tools[{index}].type", "use function", f"{each.type!r} is not supported"
+            )
+        if each.function.name not in known:
+            problem = f"{each.function.name!r} is none of the tools; declare it there, too"
+            raise invalid(f"{field}.tools[{index}].function.name", problem)
+    if not allowed.tools:
+        raise invalid(f"{field}.tools", "it is empty; send tool_choice none where no tool may be called")
+    names = {each.function.name for each in allowed.tools}
+    return tuple(tool for tool in tools if tool.name in names), ToolChoice(mode)
+
+
+def _mode(mode: str, modes: Sequence[str], field: str) -> ToolChoiceMode:
+    if mode not in modes:
+        raise invalid(field, f"{mode!r} is not one of {', '.join(modes)}")
+    return ToolChoiceMode(mode)
 
 
 def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:

@@ -109,6 +109,8 @@ async def _stream(
     # The status can still say what is wrong until the first delta is there.
     source = _merged(generations)
     index, deltas = await anext(source)
+    if body.counts_continuously:
+        answers[index].count(_usage(generations, body))
     await exchange.begin_events()
     first = b"".join([each.begin() for each in answers])
     try:
@@ -116,6 +118,8 @@ async def _stream(
         generations[index].first_chunk_written()
         async for index, deltas in source:
             generations[index].first_chunk_written()
+            if body.counts_continuously:
+                answers[index].count(_usage(generations, body))
             await _write(exchange, answers[index], deltas)
     except MillraceError as error:
         await exchange.end_events(error_event(error))

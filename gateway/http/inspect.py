@@ -66,6 +66,10 @@ class InspectEndpoints:
     async def model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}."""
         name = exchange.path.removeprefix(MODELS_PREFIX)
+        if not name:
+            # /v1/models/ is what some clients make of a base URL.
+            await self.models(exchange)
+            return
         self._pipeline().check_model(exchange.verified_caller, name)
         await exchange.respond(200, _encode(self._model(name)))
 

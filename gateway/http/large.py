@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.http.body import decode
 from gateway.http.exchange import Exchange
+from gateway.http.ignored import decode_known, ignored
 from gateway.http.shape import SLICE_BYTES, BodyShape
 from gateway.pipeline.intake import LARGE_BYTES, Intake
 
@@ -24,20 +24,23 @@ async def read(
     decoder: msgspec.json.Decoder[Body],
     convert: Callable[[Body], Request],
 ) -> tuple[Body, Request]:
-    """The body, decoded, and what `convert` makes of it; the exchange forgets its bytes.
+    """The body, decoded, and what `convert` makes of it; the exchange forgets its bytes, and its response
+    names what was ignored.
 
     Raises what `body.decode`, `BodyShape.feed` and `convert` raise.
     """
     data = exchange.take_body()
     if len(data) <= LARGE_BYTES:
-        body = decode(decoder, data)
+        body, names = decode_known(decoder, data)
+        exchange.add_headers(ignored(names))
         return body, convert(body)
     async with intake.turn(exchange.verified_caller.identity.tenant) as slices:
         shape = BodyShape(intake.limits)
         for start in range(0, len(data), SLICE_BYTES):
             shape.feed(data[start : start + SLICE_BYTES])
             await slices.breathe()
-        body = decode(decoder, data)
+        body, names = decode_known(decoder, data)
+        exchange.add_headers(ignored(names))
         del data
         await slices.rest()
         request = convert(body)

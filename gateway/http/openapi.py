@@ -10,6 +10,7 @@ import msgspec
 
 from contract.errors import Reason
 from contract.sampling import RANGES
+from gateway.auth.authorizer import API_KEY_HEADERS
 from gateway.http.chat import ChatBody
 from gateway.http.completions import CompletionBody
 from gateway.http.inspect import DetokenizeBody, TokenizeBody
@@ -87,7 +88,7 @@ def _document() -> dict[str, Any]:
             "version": metadata.version("millrace"),
             "description": "OpenAI-compatible. A field that is not listed is refused by name.",
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
         "paths": {
             "/v1/chat/completions": {"post": _generate("createChatCompletion", "ChatBody", "ChatCompletion")},
             "/v1/completions": {"post": _generate("createCompletion", "CompletionBody", "Completion")},
@@ -104,7 +105,10 @@ def _document() -> dict[str, Any]:
         },
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                **{name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS},
+            },
         },
     }
 
@@ -214,7 +218,8 @@ def _completion(**said: Any) -> dict[str, Any]:
 _ERROR = {
     **_strings("message", "type"),
     "param": _NULLABLE_STRING,
-    "code": {"enum": [reason.value for reason in Reason]},
+    "code": {"enum": sorted({reason.openai_code for reason in Reason})},
+    "reason": {"enum": [reason.value for reason in Reason]},
     "metadata": {"type": "object", "additionalProperties": _STRING},
 }
 _USAGE = {

@@ -29,8 +29,9 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    # Usage on every chunk, and padding against traffic analysis: false is what happens anyway.
+    # Usage so far on every chunk, as vLLM has it.
     continuous_usage_stats: bool | None = None
+    # Padding against traffic analysis: false is what happens anyway.
     include_obfuscation: bool | None = None
 
 
@@ -92,15 +93,19 @@ class CommonBody(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def counts_continuously(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
 
 def check_common(body: CommonBody) -> None:
     """Raises for combinations that only this face can see."""
     options = body.stream_options
     if options is not None and not body.stream:
         raise invalid("stream_options", "it is only allowed with stream true")
-    for name in ("include_obfuscation", "continuous_usage_stats"):
-        if options is not None and getattr(options, name):
-            raise unsupported(f"stream_options.{name}", "leave it out or send false")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", "leave it out or send false")
     format_ = body.response_format
     if format_ is not None and format_.json_schema is not None and format_.json_schema.description:
         raise unsupported(
@@ -115,6 +120,7 @@ def check_common(body: CommonBody) -> None:
 def yielding(body: CommonBody) -> list[str]:
     """Warnings for fields that something else in the body overrules."""
     choice = getattr(body, "tool_choice", None)
+    choice = getattr(getattr(choice, "allowed_tools", None), "mode", choice)
     is_forced = choice is not None and choice not in ("none", "auto")
     if body.min_tokens and (is_forced or response_format(body)[0] is not None):
         return ["min_tokens has no effect where the constraint leaves nothing but the answer's end"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import MillraceError, Reason, invalid
+from contract.errors import MillraceError, Reason, context_length, invalid
 from contract.sampling import OPTIONS, SamplingOptions, SamplingParams, check
 from gateway.types.request import GenerationRequest
 
@@ -59,13 +59,15 @@ def completion_limit(request: GenerationRequest, num_prompt_tokens: int, limit: 
     metadata = {"prompt_tokens": str(num_prompt_tokens), "max_context_tokens": str(limit)}
     if room < 1:
         field = request.field("prompt")
-        problem = f"the limit for prompt and completion together is {limit}; shorten the prompt"
+        problem = f"the prompt has {num_prompt_tokens} tokens, and the completion needs at least 1; "
+        problem += "shorten the prompt"
     else:
         field, metadata["max_tokens"] = request.field("max_tokens"), str(asked)
-        problem = f"{asked} more were asked for; the limit for both together is {limit}: "
+        problem = f"the prompt has {num_prompt_tokens} tokens and {asked} more were asked for; "
         problem += f"ask for at most {room}, or shorten the prompt"
-    message = f"the prompt has {num_prompt_tokens} tokens and {problem}"
-    raise MillraceError(Reason.CONTEXT_LENGTH_EXCEEDED, message, field=field, metadata=metadata)
+    raise MillraceError(
+        Reason.CONTEXT_LENGTH_EXCEEDED, context_length(limit, problem), field=field, metadata=metadata
+    )
 
 
 def complete(

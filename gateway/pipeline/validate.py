@@ -145,7 +145,8 @@ def _check_sampling(request: GenerationRequest, refused: Refuse) -> None:
     sampling = request.sampling
     if sampling.max_tokens == 0:
         if not request.echo:
-            raise refused("max_tokens", "0 generates nothing; ask for at least 1, or set echo")
+            remedy = "" if isinstance(request.prompt, Conversation) else ", or set echo"
+            raise refused("max_tokens", f"0 generates nothing; ask for at least 1{remedy}")
         # One is generated with the echo and dropped.
         sampling = msgspec.structs.replace(sampling, max_tokens=1)
     check(sampling, refused)

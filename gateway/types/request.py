@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from contract.chat import Prompt, ResponseFormat
-from contract.errors import MillraceError
+from contract.errors import MillraceError, Reason
 from contract.sampling import SamplingOptions
 
 
@@ -55,7 +55,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         message = error.message
         if message.startswith(error.field):
             message = known + message.removeprefix(error.field)
-        elif known not in message:
+        elif known not in message and error.reason is not Reason.CONTEXT_LENGTH_EXCEEDED:
+            # That one begins as OpenAI's does.
             message = f"{known}: {message}"
         return MillraceError(
             error.reason,

@@ -16,6 +16,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    """OpenAI's choice among some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Deployment]:
     async with deployed() as running:
@@ -53,6 +59,33 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ),
     ({"tool_choice": "required"}, Reason.INVALID_ARGUMENT, "tool_choice"),
     ({"tools": [{"type": "custom"}]}, Reason.UNSUPPORTED_FIELD, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, Reason.UNSUPPORTED_FIELD, "tools[0].type"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        Reason.UNSUPPORTED_FIELD,
+        "tool_choice.type",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("auto", "nobody")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("maybe", "add")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": allowed_tools("auto")},
+        Reason.INVALID_ARGUMENT,
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {}}]}]},
+        Reason.INVALID_ARGUMENT,
+        "messages[0].tool_calls[0].type",
+    ),
+    ({"verbosity": "low"}, Reason.UNSUPPORTED_FIELD, "verbosity"),
     ({"response_format": {"type": "xml"}}, Reason.INVALID_ARGUMENT, "response_format.type"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "impossible"}}}},
@@ -114,7 +147,6 @@ CHAT_CASES: list[tuple[dict[str, Any], Reason, str]] = [
     ({"store": True}, Reason.UNSUPPORTED_FIELD, "store"),
     ({"modalities": ["audio"]}, Reason.UNSUPPORTED_FIELD, "modalities"),
     ({"surprise": 1}, Reason.UNSUPPORTED_FIELD, "surprise"),
-    ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, Reason.UNSUPPORTED_FIELD, "messages[0].odd"),
     ({"reasoning_effort": "vast"}, Reason.INVALID_ARGUMENT, "reasoning_effort"),
     (
         {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
@@ -140,7 +172,8 @@ async def test_chat_names_the_field(
 ) -> None:
     response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, **extra})
     error = response.json()["error"]
-    assert (error["code"], error["param"]) == (reason.value, field), error["message"]
+    assert (error["reason"], error["param"]) == (reason.value, field), error["message"]
+    assert error["code"] == reason.openai_code
     assert response.status_code == reason.mapping.http_status
     assert error["type"] == reason.mapping.openai_type
     assert (
@@ -148,6 +181,27 @@ async def test_chat_names_the_field(
         or reason is Reason.CONTEXT_LENGTH_EXCEEDED
     )
     assert response.headers["x-request-id"] == "request-1"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"max_tokens": 100_000}, {"messages": [{"role": "user", "content": "x" * 5000}]}],
+    ids=["completion", "prompt"],
+)
+async def test_a_context_that_is_too_long_is_told_as_openai_does(
+    stack: Deployment, extra: dict[str, Any]
+) -> None:
+    error = (await stack.chat(**extra)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+
+
+async def test_what_a_chat_cannot_have_is_not_advised(stack: Deployment) -> None:
+    assert "echo" not in (await stack.chat(max_tokens=0)).json()["error"]["message"]
+    response = await stack.http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 0}
+    )
+    assert "or set echo" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +225,7 @@ async def test_chat_names_the_field(
 async def test_what_is_not_a_request_is_refused(stack: Deployment, path: str, body: bytes) -> None:
     response = await stack.http.post(path, content=body)
     assert response.status_code == 400
-    assert response.json()["error"]["code"] in ("MALFORMED_BODY", "INVALID_ARGUMENT", "UNSUPPORTED_FIELD")
+    assert response.json()["error"]["reason"] in ("MALFORMED_BODY", "INVALID_ARGUMENT", "UNSUPPORTED_FIELD")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +250,9 @@ async def test_completions_name_the_field(stack: Deployment, extra: dict[str, An
 
 
 async def test_fields_without_effect_are_named_in_a_header(stack: Deployment) -> None:
-    response = await stack.chat(prompt_cache_retention="24h", prediction=None, store=False, user="u")
+    response = await stack.chat(
+        prompt_cache_retention="24h", prediction=None, store=False, user="u", verbosity="medium"
+    )
     assert response.status_code == 200
     warnings = response.headers.get_list("x-millrace-warning")
     assert len(warnings) == 1
@@ -237,7 +293,7 @@ async def test_large_bodies_are_refused_by_declaration_and_by_content(stack: Dep
 
     response = await stack.http.post(CHAT, content=pieces())
     assert response.status_code == 413
-    assert response.json()["error"]["code"] == "REQUEST_TOO_LARGE"
+    assert response.json()["error"]["reason"] == "REQUEST_TOO_LARGE"
 
 
 async def test_wrong_paths_and_methods(stack: Deployment) -> None:
@@ -247,7 +303,7 @@ async def test_wrong_paths_and_methods(stack: Deployment) -> None:
     response = await stack.http.get(CHAT)
     assert response.status_code == 405
     assert response.headers["allow"]
-    assert response.json()["error"]["code"] == "METHOD_NOT_ALLOWED"
+    assert response.json()["error"]["reason"] == "METHOD_NOT_ALLOWED"
 
 
 async def test_requests_that_did_not_pass_the_edge_are_refused(stack: Deployment) -> None:

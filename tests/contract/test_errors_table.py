@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import grpc
 import pytest
@@ -49,6 +50,25 @@ PROMISED = {
     "INTERNAL": ("INTERNAL", 500, "server_error"),
 }
 
+# `code` over HTTP where OpenAI has a word; elsewhere the reason in lower case.
+OPENAI_CODES = {
+    "INVALID_ARGUMENT": "invalid_value",
+    "UNSUPPORTED_FIELD": "unsupported_parameter",
+    "CONTEXT_LENGTH_EXCEEDED": "context_length_exceeded",
+    "NEVER_FITS": "context_length_exceeded",
+    "MISSING_CREDENTIALS": "invalid_api_key",
+    "INVALID_CREDENTIALS": "invalid_api_key",
+    "MODEL_NOT_FOUND": "model_not_found",
+    "MODEL_NOT_ALLOWED": "model_not_found",
+    "REQUEST_RATE_EXCEEDED": "rate_limit_exceeded",
+    "TOKEN_RATE_EXCEEDED": "rate_limit_exceeded",
+    "CONCURRENCY_EXCEEDED": "rate_limit_exceeded",
+    "QUEUE_LIMIT_EXCEEDED": "rate_limit_exceeded",
+    "BUDGET_EXHAUSTED": "insufficient_quota",
+    "STEP_FAILED": "server_error",
+    "INTERNAL": "server_error",
+}
+
 # Families of gRPC codes and the HTTP classes that go with them.
 HTTP_OF_CODE = {
     grpc.StatusCode.INVALID_ARGUMENT: {400, 413, 422},
@@ -69,6 +89,19 @@ HTTP_OF_CODE = {
 def test_promised_reasons_keep_their_meaning(name: str) -> None:
     mapping = Reason(name).mapping
     assert (mapping.grpc_code.name, mapping.http_status, mapping.openai_type) == PROMISED[name]
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_codes_are_openais_words(reason: Reason) -> None:
+    assert reason.openai_code == OPENAI_CODES.get(reason.value, reason.value.lower())
+
+
+def test_the_reference_says_both_names_of_every_reason() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    for reason in Reason:
+        mapping = reason.mapping
+        names = f"| `{reason.value}` | `{reason.openai_code}` "
+        assert f"{names}| {mapping.http_status} | `{mapping.grpc_code.name}` |" in text, names
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -64,7 +64,9 @@ def test_settings_in_the_guide_exist() -> None:
         _resolve(path)
     for key in re.findall(r"`([a-z]+_[a-z_]+)(?: = [^`]*)?`", OPERATIONS):
         if not key.startswith("millrace_"):
-            assert key in ALL_KEYS | {"pg_dump", "always_on", "always_off", "best_effort"} | set(names.Cause), key
+            assert key in ALL_KEYS | {"pg_dump", "always_on", "always_off", "best_effort"} | set(
+                names.Cause
+            ), key
 
 
 def test_metrics_in_the_guide_exist() -> None:

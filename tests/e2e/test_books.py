@@ -237,7 +237,7 @@ def test_the_only_gateway_killed_keeps_its_books_and_the_limits_of_the_month(tmp
             asking = (ask(client, stack, max_tokens=60) for _ in range(MONTH_TOKENS))
             with pytest.raises(openai.RateLimitError) as refused:
                 [await each for each in asking]
-            assert refused.value.response.json()["error"]["code"] == "BUDGET_EXHAUSTED"
+            assert refused.value.response.json()["error"]["reason"] == "BUDGET_EXHAUSTED"
 
     with running_stack(tmp_path, "--simulated", config=config(), environment=SLOW_STEPS) as stack:
         told = asyncio.run(kill_in_the_middle(stack, "month"))

@@ -82,7 +82,7 @@ async def outcome(client: openai.AsyncOpenAI, stack: Stack, max_tokens: int = 1)
     try:
         await client.chat.completions.create(model=stack.model, messages=HELLO, max_tokens=max_tokens)
     except openai.APIStatusError as error:
-        return str(error.response.json()["error"]["code"])
+        return str(error.response.json()["error"]["reason"])
     return "ok"
 
 
@@ -120,7 +120,7 @@ def test_monthly_tokens_end_an_answer_wherever_it_is_written(pair: Stack) -> Non
                 return_exceptions=True,
             )
         refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
-        assert {error.response.json()["error"]["code"] for error in refused} == {"BUDGET_EXHAUSTED"}
+        assert {error.response.json()["error"]["reason"] for error in refused} == {"BUDGET_EXHAUSTED"}
         return [answer.usage.total_tokens for answer in answers if not isinstance(answer, BaseException)]
 
     used = asyncio.run(ask())

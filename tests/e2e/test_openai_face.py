@@ -118,7 +118,8 @@ def test_bad_key(stack: Stack) -> None:
         client.chat.completions.create(model=stack.model, messages=HELLO)
     body = raised.value.response.json()
     assert body["error"]["type"] == "authentication_error"
-    assert body["error"]["code"] in {"INVALID_CREDENTIALS", "invalid_api_key", "invalid_credentials"}
+    assert body["error"]["reason"] == "INVALID_CREDENTIALS"
+    assert body["error"]["code"] == "invalid_api_key"
     assert "mr-wrong" not in json.dumps(body)
 
 

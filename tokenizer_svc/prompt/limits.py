@@ -14,7 +14,7 @@ from contract.chat import (
     ResponseFormat,
     Role,
 )
-from contract.errors import MillraceError, Reason
+from contract.errors import MillraceError, Reason, context_length
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.refusals import invalid, too_large
 from tokenizer_svc.text.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ class RequestLimits:
             raise too_large(f"{num_tools} tools", limits.max_tools, "tools")
         limit = limits.max_prompt_bytes + limits.max_grammar_bytes
         if size > limit:
-            raise too_large(f"a conversation of {size} bytes, tools and documents included,", limit, field)
+            raise too_large(f"a conversation of {size} bytes with its tools and documents", limit, field)
 
     def batch(self, texts: Sequence[str], field: str) -> int:
         """Bytes of all texts together; raises REQUEST_TOO_LARGE for too many of either."""
@@ -144,7 +144,7 @@ class RequestLimits:
             return
         least = -(-num_bytes // self._max_token_bytes)
         if least > limit:
-            raise _too_long(f"{num_bytes} bytes, which are at least {least} tokens,", least, limit, field)
+            raise _too_long(f"{num_bytes} bytes, which are at least {least} tokens", least, limit, field)
 
     def length(self, num_tokens: int, length: LengthLimit, field: str) -> None:
         """Raises CONTEXT_LENGTH_EXCEEDED."""
@@ -213,7 +213,7 @@ def num_bytes(text: str) -> int:
 def _too_long(what: str, num_tokens: int, limit: int, field: str) -> MillraceError:
     return MillraceError(
         Reason.CONTEXT_LENGTH_EXCEEDED,
-        f"the prompt has {what} and the limit is {limit}; shorten the prompt",
+        context_length(limit, f"the prompt has {what}; shorten the prompt"),
         field=field,
         metadata={"prompt_tokens": str(num_tokens), "max_context_tokens": str(limit)},
     )

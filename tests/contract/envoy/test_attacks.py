@@ -101,7 +101,7 @@ async def test_what_needs_no_key_is_answered_so_often_a_second(edge: Edge) -> No
             if response.status_code != 200:
                 break
         assert response.status_code == 429
-        assert response.json()["error"]["code"] == "QUEUE_LIMIT_EXCEEDED"
+        assert response.json()["error"]["reason"] == "QUEUE_LIMIT_EXCEEDED"
         assert response.headers["retry-after"] == "1"
         # Who has a key is not asked to wait.
         headers = {"authorization": f"Bearer {GOOD_KEY}"}

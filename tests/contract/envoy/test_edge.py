@@ -59,6 +59,20 @@ async def test_good_key_becomes_a_context(client: httpx.AsyncClient) -> None:
     assert not [name for name in response.headers if name.startswith("x-millrace-")]
 
 
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+async def test_a_key_is_taken_from_the_headers_of_other_apis(
+    edge: Edge, client: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceServiceStub, name: str
+) -> None:
+    key = {name: BEARER["authorization"].removeprefix("Bearer ")}
+    response = await client.get("/v1/models", headers=key)
+    assert verified(response.json()["headers"]["x-millrace-context"])[0].key_id == "good"
+    call = stub.Chat(inference_pb2.ChatRequest(), metadata=tuple(key.items()))
+    edge.faces.items.put_nowait(None)
+    assert await call.read() is grpc.aio.EOF
+    assert verified(edge.faces.metadata["x-millrace-context"])[0].key_id == "good"
+    assert name not in edge.faces.metadata
+
+
 FORGED = {
     "x-millrace-context": "forged",
     "x-millrace-tenant": "other",
@@ -117,6 +131,8 @@ async def test_client_request_id_is_kept_beside_our_own(client: httpx.AsyncClien
         ({"authorization": "Bearer mr-wrong"}, Reason.INVALID_CREDENTIALS),
         ({"authorization": f"Bearer {REVOKED_KEY}"}, Reason.INVALID_CREDENTIALS),
         ({"authorization": "Basic bXItZ29vZA=="}, Reason.INVALID_CREDENTIALS),
+        ({"x-api-key": "mr-wrong"}, Reason.INVALID_CREDENTIALS),
+        ({"api-key": ""}, Reason.MISSING_CREDENTIALS),
     ],
 )
 async def test_bad_credentials_get_the_openai_body(
@@ -127,7 +143,8 @@ async def test_bad_credentials_get_the_openai_body(
     assert response.headers["content-type"] == "application/json"
     assert response.headers["www-authenticate"] == "Bearer"
     error = response.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == ("authentication_error", reason.value, None)
+    assert error["code"] == "invalid_api_key"
+    assert (error["type"], error["reason"], error["param"]) == ("authentication_error", reason.value, None)
     assert "mr-" not in error["message"] or "begin with 'mr-'" in error["message"]
 
 
@@ -224,7 +241,7 @@ async def test_requests_per_minute(
     assert response.status_code == 429
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert (error["code"], error["type"]) == ("REQUEST_RATE_EXCEEDED", "rate_limit_error")
+    assert (error["reason"], error["type"]) == ("REQUEST_RATE_EXCEEDED", "rate_limit_error")
     assert 1 <= int(response.headers["retry-after"]) <= 61
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
@@ -244,7 +261,7 @@ async def test_body_beyond_the_limit_is_refused_by_its_length(client: httpx.Asyn
     assert response.status_code == 413
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert error["code"] == "REQUEST_TOO_LARGE"
+    assert error["reason"] == "REQUEST_TOO_LARGE"
     assert str(MAX_BODY_BYTES) in error["message"]
     response = await client.post("/v1/completions", headers=BEARER, content=b"x" * MAX_BODY_BYTES)
     assert response.json()["num_bytes"] == MAX_BODY_BYTES
@@ -340,6 +357,39 @@ async def test_gateway_that_is_gone_is_said_in_both_forms(tmp_path: Path) -> Non
         await edge.stop()
 
 
+PREFLIGHT = {
+    "origin": "https://chat.example.com",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_pages_of_a_configured_origin_may_call(tmp_path: Path) -> None:
+    edge = Edge(tmp_path, envoy={"cors_origins": [PREFLIGHT["origin"]]})
+    await edge.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{edge.address}") as client:
+            path, allowed = "/v1/chat/completions", "access-control-allow-origin"
+            asked = await client.options(path, headers=PREFLIGHT)
+            assert (asked.status_code, asked.headers[allowed]) == (200, PREFLIGHT["origin"])
+            assert "authorization" in asked.headers["access-control-allow-headers"]
+            origin = {"origin": PREFLIGHT["origin"]}
+            answer = await client.post(path, headers={**BEARER, **origin}, content=b"{}")
+            assert (answer.status_code, answer.headers[allowed]) == (200, PREFLIGHT["origin"])
+            # A page can read why it was refused.
+            refused = await client.post(path, headers={"x-api-key": "mr-wrong", **origin}, content=b"{}")
+            assert (refused.status_code, refused.headers[allowed]) == (401, PREFLIGHT["origin"])
+            other = await client.options(path, headers={**PREFLIGHT, "origin": "https://other.example.com"})
+            assert allowed not in other.headers
+    finally:
+        await edge.stop()
+
+
+async def test_pages_may_not_call_unless_configured(client: httpx.AsyncClient) -> None:
+    asked = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (asked.status_code, "access-control-allow-origin" in asked.headers) == (401, False)
+
+
 async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
     edge = Edge(tmp_path, envoy={"max_requests": 1})
     await edge.start()
@@ -360,7 +410,7 @@ async def test_too_many_streams_are_said_in_both_forms(tmp_path: Path) -> None:
                 assert events.status_code == 200
                 response = await client.get("/v1/models", headers=BEARER)
                 assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-                assert response.json()["error"]["code"] == "QUEUE_LIMIT_EXCEEDED"
+                assert response.json()["error"]["reason"] == "QUEUE_LIMIT_EXCEEDED"
                 edge.faces.items.put_nowait(None)
                 edge.faces.items.put_nowait(None)
     finally:
@@ -381,29 +431,40 @@ async def test_upgrade_to_a_websocket_is_an_openai_error(edge: Edge) -> None:
     writer.close()
     assert head.startswith(b"http/1.1 400 ")
     assert b"content-type: application/json" in head
-    assert (error["code"], error["type"]) == ("MALFORMED_BODY", "invalid_request_error")
+    assert (error["reason"], error["type"]) == ("MALFORMED_BODY", "invalid_request_error")
     assert "WebSocket" in error["message"]
+
+
+async def test_proxies_in_front_may_speak_http_1_0(edge: Edge) -> None:
+    reader, writer = await asyncio.open_connection(*edge.address.split(":"))
+    bearer = BEARER["authorization"].encode()
+    writer.write(b"GET /x HTTP/1.0\r\nhost: a\r\nauthorization: " + bearer + b"\r\n\r\n")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.split()[1] == b"200"
+    assert b"chunked" not in head
+    assert json.loads(body)["headers"]["x-millrace-context"]
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_metrics_of_the_gateway_are_not_public(client: httpx.AsyncClient) -> None:
     response = await client.get("/metrics", headers=BEARER)
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
+    assert (response.status_code, response.json()["error"]["reason"]) == (404, "ROUTE_NOT_FOUND")
 
 
 @pytest.mark.parametrize(
     "request_bytes",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.0\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n",
     ],
-    ids=["no host", "HTTP/1.0", "transfer coding"],
+    ids=["no host", "transfer coding"],
 )
 async def test_malformed_http_is_an_openai_error(edge: Edge, request_bytes: bytes) -> None:
     reader, writer = await asyncio.open_connection(*edge.address.split(":"))
     writer.write(request_bytes)
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b'"code":"MALFORMED_BODY"' in answer
+    assert b'"reason":"MALFORMED_BODY"' in answer
     writer.close()
     await writer.wait_closed()

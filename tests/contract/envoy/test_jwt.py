@@ -114,22 +114,22 @@ async def test_api_keys_still_work(client: httpx.AsyncClient) -> None:
 )
 async def test_token_that_is_not_valid_is_refused(client: httpx.AsyncClient, bad: str) -> None:
     response = await get(client, bad)
-    assert (response.status_code, response.json()["error"]["code"]) == (401, "INVALID_CREDENTIALS")
+    assert (response.status_code, response.json()["error"]["reason"]) == (401, "INVALID_CREDENTIALS")
 
 
 async def test_a_token_in_the_path_is_not_read(client: httpx.AsyncClient) -> None:
     # Logs and traces show paths.
     response = await client.get("/v1/models", params={"access_token": token(org="org-7")})
-    assert (response.status_code, response.json()["error"]["code"]) == (401, "MISSING_CREDENTIALS")
+    assert (response.status_code, response.json()["error"]["reason"]) == (401, "MISSING_CREDENTIALS")
 
 
 async def test_claims_cannot_be_brought_along(client: httpx.AsyncClient) -> None:
     forged = {"x-millrace-jwt-claims": _base64url(json.dumps({"org": "acme"}).encode())}
     assert (await get(client, "not.a.token", **forged)).status_code == 401
     response = await get(client, token(org="nobody"), **forged)
-    assert (response.status_code, response.json()["error"]["code"]) == (403, "TENANT_NOT_ALLOWED")
+    assert (response.status_code, response.json()["error"]["reason"]) == (403, "TENANT_NOT_ALLOWED")
 
 
 async def test_tier_beyond_the_agreement_is_forbidden(client: httpx.AsyncClient) -> None:
     response = await get(client, token(org="limited", plan="standard"))
-    assert (response.status_code, response.json()["error"]["code"]) == (403, "TIER_NOT_ALLOWED")
+    assert (response.status_code, response.json()["error"]["reason"]) == (403, "TIER_NOT_ALLOWED")

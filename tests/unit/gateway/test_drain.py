@@ -46,7 +46,7 @@ async def test_http_stream_beyond_the_drain_limit_ends_with_an_error_event() -> 
             rest = [line async for line in lines if line]
             await drained
         error = msgspec.json.decode(rest[-1].removeprefix("data: "))["error"]
-        assert error["code"] == Reason.DRAINING.value
+        assert error["reason"] == Reason.DRAINING.value
         assert "drain limit of 0.1 s" in error["message"]
         assert stack.gateway.num_open == 0
         while engine.num_running:

@@ -97,10 +97,10 @@ async def test_engine_that_stays_away_ends_the_request_clearly() -> None:
         await stack.engine_servers[0].stop(0)
         response = await answer
         assert response.status_code == 503
-        assert response.json()["error"]["code"] == "ENGINE_LOST"
+        assert response.json()["error"]["reason"] == "ENGINE_LOST"
         assert "retry-after" in response.headers
         refused = await stack.chat()
-        assert refused.json()["error"]["code"] == "ENGINE_UNAVAILABLE"
+        assert refused.json()["error"]["reason"] == "ENGINE_UNAVAILABLE"
         assert (await stack.http.get("/health")).status_code == 503
 
 
@@ -112,7 +112,7 @@ async def test_losses_are_bounded() -> None:
     tables = {"gateway": {"routing": {"max_continuations": 2}}}
     async with deployed(*engines, tables=tables) as stack:
         response = await stack.chat()
-        assert response.json()["error"]["code"] == "ENGINE_LOST"
+        assert response.json()["error"]["reason"] == "ENGINE_LOST"
         assert sum(len(engine.submissions) for engine in engines) == 3
 
 
@@ -130,7 +130,7 @@ async def test_refusal_of_the_engine_reaches_the_client() -> None:
     async with deployed(engine) as stack:
         response = await stack.chat()
         assert response.status_code == 400
-        assert response.json()["error"]["code"] == "NEVER_FITS"
+        assert response.json()["error"]["reason"] == "NEVER_FITS"
 
 
 async def test_engine_with_another_vocabulary_is_never_used() -> None:

@@ -130,5 +130,5 @@ async def test_adapter_is_asked_for_as_a_model_and_sent_where_it_is_served() -> 
         # The tokenizer service knows the model that is adapted.
         assert {request.model for request in stack.tokenizer.prepared} == {"tiny"}
         refused = await stack.chat(model="painter")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (404, "MODEL_NOT_FOUND")
         assert "poet" in refused.json()["error"]["message"]

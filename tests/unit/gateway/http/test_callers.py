@@ -35,19 +35,20 @@ async def test_requests_with_a_key_are_counted_and_those_with_a_context_have_bee
             assert answer.status_code == 200
             assert answer.headers["x-ratelimit-remaining-requests"] == left
         refused = await ask(rig, **bearer)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "REQUEST_RATE_EXCEEDED")
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "REQUEST_RATE_EXCEEDED")
         assert refused.headers["x-ratelimit-limit-requests"] == "2"
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         assert int(refused.headers["retry-after"]) >= 1
         # The rig's client sends a signed context.
         assert (await rig.http.get("/v1/models")).status_code == 200
+        assert (await rig.http.get("/v1/models/")).json() == (await rig.http.get("/v1/models")).json()
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/nothing"])
 async def test_without_a_key_nothing_is_told(path: str) -> None:
     async with deployed(tables=TABLES) as rig:
         answer = await ask(rig, path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "MISSING_CREDENTIALS")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (401, "MISSING_CREDENTIALS")
         assert answer.headers["www-authenticate"] == "Bearer"
         assert (await ask(rig, path, **{CONTEXT_HEADER: "forged"})).status_code == 401
 

@@ -118,7 +118,7 @@ async def test_an_unexpected_failure_is_answered_in_openais_form_and_logged_once
         status, headers, body = await answer(reader)
         writer.close()
     assert (status, headers["content-type"], headers["x-request-id"]) == (500, "application/json", "abc")
-    assert msgspec.json.decode(body)["error"]["code"] == "INTERNAL"
+    assert msgspec.json.decode(body)["error"]["reason"] == "INTERNAL"
     (record,) = caplog.records
     assert "/health" in record.getMessage()
     assert "abc" in record.getMessage()

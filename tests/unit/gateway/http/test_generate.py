@@ -260,10 +260,6 @@ async def test_models_and_tokens() -> None:
         ({"safety_identifier": "x" * 513}, "safety_identifier"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
-            "messages[0].content[0].cache_control",
-        ),
-        (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {}}]}]},
             "messages[0].content[0].image_url",
         ),

@@ -96,4 +96,4 @@ async def test_what_a_month_has_left_is_shared_by_all_candidates(
         refused = await rig.http.post(
             "/v1/completions", json={"model": "tiny", "prompt": "x", "best_of": 128, "max_tokens": 1}
         )
-        assert refused.json()["error"]["code"] == "BUDGET_EXHAUSTED"
+        assert refused.json()["error"]["reason"] == "BUDGET_EXHAUSTED"

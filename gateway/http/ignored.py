@@ -1,0 +1,70 @@
+"""Keys of messages, parts and tool calls that this version does not know: ignored, and named in a header.
+
+Clients send back what other servers and SDKs wrote into earlier turns, so there a strange key is no wish that
+would go unheard. A strange option of the request is one, and is refused (`fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from contract.errors import MillraceError, Reason
+from gateway.http.body import decode
+from gateway.http.chat import ContentPart, FunctionCallBody, MessageBody, ToolCallBody
+
+# Response header that names them.
+IGNORED_HEADER = "x-millrace-ignored"
+
+# So many are named, each with so many characters.
+_MAX_NAMES = 8
+_MAX_NAME = 64
+_FIELD = "messages"
+_STRANGE = f"{_FIELD}["
+# What is inside of each, by the key that holds it.
+_INSIDE: Mapping[type[msgspec.Struct], Mapping[str, type[msgspec.Struct]]] = {
+    MessageBody: {"content": ContentPart, "tool_calls": ToolCallBody},
+    ToolCallBody: {"function": FunctionCallBody},
+}
+_by_field = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+Body = TypeVar("Body")
+
+
+def decode_known(decoder: msgspec.json.Decoder[Body], data: bytes) -> tuple[Body, list[str]]:
+    """The body without strange keys in its messages, and their names; raises what `body.decode` raises."""
+    try:
+        return decode(decoder, data), []
+    except MillraceError as error:
+        if error.reason is not Reason.UNSUPPORTED_FIELD or not error.field.startswith(_STRANGE):
+            raise
+    fields = _by_field(data)
+    messages = msgspec.json.decode(fields[_FIELD])
+    names: list[str] = []
+    _drop(messages, MessageBody, _FIELD, names)
+    # Everything else stays as it was written.
+    fields[_FIELD] = msgspec.Raw(msgspec.json.encode(messages))
+    return decode(decoder, msgspec.json.encode(fields)), names
+
+
+def ignored(names: list[str]) -> dict[str, str]:
+    """The header; {} where nothing was ignored."""
+    if not names:
+        return {}
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    # Names are a client's words, and this is a header: `ascii` writes whatever could end it as an escape.
+    return {IGNORED_HEADER: ", ".join(ascii(name)[1:-1][:_MAX_NAME] for name in names[:_MAX_NAMES]) + more}
+
+
+def _drop(value: Any, kind: type[msgspec.Struct], path: str, names: list[str]) -> None:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _drop(item, kind, f"{path}[{index}]", names)
+    elif isinstance(value, dict):
+        for name in [each for each in value if each not in kind.__struct_fields__]:
+            del value[name]
+            names.append(f"{path}.{name}")
+        for name, inside in _INSIDE.get(kind, {}).items():
+            _drop(value.get(name), inside, f"{path}.{name}", names)
