@@ -325,10 +325,9 @@ class Pipeline:
         observe_gap = self._metrics.observer(names.ITL, model=request.model, tier=call.tier.name)
         meter = Meter(caller.received_s, observe_gap)
         meter.submitted_s = submitted_s
-        request_id = caller.identity.request_id
         generation = Generation(
             info=AnswerInfo(
-                request_id=request_id,
+                request_id=caller.identity.request_id,
                 model=request.model,
                 adapter=self._adapter(request.model),
                 created_unix_s=int(time.time()),
@@ -338,7 +337,7 @@ class Pipeline:
                 enforcement=prepared.enforcement,
             ),
             stream=stream,
-            choices=self._reader.choices(request, prepared, request_id, sampling.n),
+            choices=self._reader.choices(request, prepared, caller.identity.request_id, sampling.n),
             reservation=reservation,
             meter=meter,
             entry=self._recorder.begun(call, sampling.n, reservation.holds),

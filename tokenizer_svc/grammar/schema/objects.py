@@ -46,16 +46,17 @@ def count_properties(part: Part) -> None:
     cases: list[Schema] = []
     for size in sizes:
         # Enough of the listed ones alone: the rest may be there or not.
-        enough = most is None and size == least
-        for chosen in combinations(optional, size):
-            case: dict[str, Schema] = {"required": list(chosen)}
-            if not enough:
-                case["properties"] = {name: False for name in optional if name not in chosen}
-                case |= {"minProperties": smallest} if smallest is not None and size < least else {}
-                case |= {"maxProperties": largest} if largest is not None else {}
-            if enough or size >= least or not closed:
-                cases.append(case)
+        if most is None and size == least:
+            cases += ({"required": list(chosen)} for chosen in combinations(optional, size))
+        elif size >= least or not closed:
+            bounds = {"minProperties": smallest} if smallest is not None and size < least else {}
+            bounds |= {"maxProperties": largest} if largest is not None else {}
+            cases += (_exactly(chosen, optional) | bounds for chosen in combinations(optional, size))
     part.extra.append(for_type("object", part.types, any_of(cases)))
+
+
+def _exactly(chosen: tuple[str, ...], optional: list[str]) -> dict[str, Schema]:
+    return {"required": list(chosen), "properties": {name: False for name in optional if name not in chosen}}
 
 
 def property_names(part: Part) -> None:
