@@ -25,8 +25,8 @@ NUM_SPELLINGS = 8_400
 LEDGER_LIMIT_S = 10.0
 # Rates measured on short prompts would refuse the long ones.
 ADMISSION = """
-[gateway.admission]
-max_backlog_s = 100000.0
+[engine.scheduler]
+refuse_early = false
 """
 
 

@@ -56,8 +56,6 @@ refuse_early = false
 kv_dtype = "{kv_dtype}"
 memory_fraction = 0.9
 kv_cache_bytes = {kv_cache_bytes}
-[gateway.admission]
-max_backlog_s = 100000.0
 [gateway.ledger]
 url = ""
 """
