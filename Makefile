@@ -167,7 +167,7 @@ build/triton-%: | $(VENV)/bin/python
 test-gpu-versions: dev $(GPU_TRITON_FOLDERS) ## Compile all kernels for sm_80 and sm_90 and rehearse, with every Triton of GPU_TRITONS
 	$(BIN)/python -m engine.kernels.compile_ahead --triton $(GPU_TRITON_FOLDERS) --write benchmarks/results/kernels_compiled_ahead.json
 	for folder in $(GPU_TRITON_FOLDERS); do \
-		PYTHONPATH=$$folder $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS); done
+		WHOLE_REHEARSAL=1 PYTHONPATH=$$folder $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS); done
 
 .PHONY: redis
 redis:
