@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.channels import connect
 from services.hang import ProcessSilence
 from services.supervisor.edge import local_client
-from services.supervisor.process import ChildProcess, ProcessEnded
+from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec
 
 _PAUSE_S = 0.05
 # Of one question.
@@ -33,7 +33,7 @@ async def wait_healthy(child: ChildProcess, limit_s: float) -> None:
         if child.spec.says_ready:
             await child.wait_ready_line()
         if child.spec.health:
-            await _until(child, lambda: _serving(child.spec.health))
+            await _until(child, lambda: _serving(child.spec))
         if child.spec.health_url:
             await _until(child, lambda: _answers(child.spec.health_url))
 
@@ -60,7 +60,7 @@ async def wait_hung(child: ChildProcess, limit_s: float) -> str:
 async def _keep_asking(child: ChildProcess, silence: ProcessSilence, limit_s: float) -> None:
     while True:
         if child.spec.health:
-            answers = await _ask(child.spec.health, limit_s / 2) is not None
+            answers = await _ask(child.spec, limit_s / 2) is not None
         else:
             answers = not child.spec.health_url or await _status(child.spec.health_url, limit_s / 2) > 0
         if answers:
@@ -68,13 +68,13 @@ async def _keep_asking(child: ChildProcess, silence: ProcessSilence, limit_s: fl
         await asyncio.sleep(limit_s / 4)
 
 
-async def _serving(address: str) -> bool:
-    return bool(await _ask(address, _LIMIT_S) == health_pb2.HealthCheckResponse.SERVING)
+async def _serving(spec: ProcessSpec) -> bool:
+    return bool(await _ask(spec, _LIMIT_S) == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _ask(address: str, limit_s: float) -> int | None:
+async def _ask(spec: ProcessSpec, limit_s: float) -> int | None:
     """What the health service says; None where it does not answer."""
-    async with connect(address) as channel:
+    async with grpc.aio.insecure_channel(spec.health) if spec.is_plain else connect(spec.health) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=limit_s, wait_for_ready=False

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,9 @@ class _Planner:
         # Beside the receiver that OTEL_* variables name, if they do.
         self._set("observability.store_endpoint", listen)
         self.addresses["collector"] = {"otlp": listen}
-        return self._spec("collector", "observability", {}, health=listen, drain_limit_s=5.0)
+        # Exporters of traces bring no certificates.
+        spec = self._spec("collector", "observability", {}, health=listen, drain_limit_s=5.0)
+        return replace(spec, is_plain=True)
 
     def _plan_tokenizer(self, ports: Iterator[int]) -> ProcessSpec:
         listen = f"{_LOOPBACK}:{next(ports)}"

@@ -37,6 +37,8 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     # Address whose grpc.health.v1 must say SERVING; empty for none.
     health: str = ""
+    # Whether that address speaks without TLS even where services use it among themselves.
+    is_plain: bool = False
     # URL that must answer 200; empty for none.
     health_url: str = ""
     # Whether it says `ready <name> key=value ...` on standard output.
