@@ -10,6 +10,7 @@ from millrace.inference.v1 import inference_pb2_grpc
 
 from tests.e2e.stack import Stack, has_bundled_weights, running_stack
 from tests.e2e.streaming import PACE
+from tests.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,15 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack of this file's own, for what is done to its processes and ports."""
     with running_stack(tmp_path_factory.mktemp("stack"), "--simulated", environment=PACE) as stack:
         yield stack
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis of this file's own, for what is done to it."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +207,16 @@ class Stack:
             self.transcript(),
         )
         return found
+
+
+def limited_config(store: str, lease_s: float, tenants: Sequence[str], keys: Mapping[str, str]) -> str:
+    """CONFIG with limits in `store` (empty: in each gateway), tables of tenants, and a key for each name."""
+    limits = f'default_tier = "standard"\n[gateway.limits]\nstore = "{store}"\nlease_ttl_s = {lease_s}'
+    tables = [CONFIG.replace('default_tier = "standard"', limits), *tenants]
+    for name, key in keys.items():
+        hashed = hashlib.sha256(key.encode()).hexdigest()
+        tables.append(f'[[keys.entries]]\nid = "{name}-1"\ntenant = "{name}"\nhash = "sha256:{hashed}"')
+    return "\n".join(tables)
 
 
 def eventually(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:

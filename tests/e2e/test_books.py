@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from sqlalchemy import select
 
 from gateway.ledger.tables import REQUESTS, open_ledger
 from observability.emit.names import GENERATED_TOKENS
-from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
+from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
 from tests.redis_server import RedisServer
 
 KEYS = {name: f"mr-{name}-of-books" for name in ("metered", "month")}
@@ -27,26 +26,8 @@ SLOW_STEPS = {"MILLRACE_ENGINE__SIMULATION__STEP_MS": "20"}
 
 
 def config(store: str = "") -> str:
-    tables = [
-        CONFIG.replace(
-            'default_tier = "standard"',
-            f'default_tier = "standard"\n[gateway.limits]\nstore = "{store}"\nlease_ttl_s = 5',
-        ),
-        "[tenants.metered]\nmonthly_tokens = 1000000\nmax_concurrent_streams = 100",
-        f"[tenants.month]\nmonthly_tokens = {MONTH_TOKENS}",
-    ]
-    for name, key in KEYS.items():
-        hashed = hashlib.sha256(key.encode()).hexdigest()
-        tables.append(f'[[keys.entries]]\nid = "{name}-1"\ntenant = "{name}"\nhash = "sha256:{hashed}"')
-    return "\n".join(tables)
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+    metered = "[tenants.metered]\nmonthly_tokens = 1000000\nmax_concurrent_streams = 100"
+    return limited_config(store, 5, [metered, f"[tenants.month]\nmonthly_tokens = {MONTH_TOKENS}"], KEYS)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 from collections import Counter
@@ -13,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.stack import CONFIG, LIMIT_S, Stack, eventually, running_stack
+from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
 from tests.redis_server import RedisServer
 
 KEYS = {name: f"mr-{name}-of-all" for name in ("minute", "slots", "month")}
@@ -22,27 +21,12 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 
 def config(store: str) -> str:
-    tables = [
-        CONFIG.replace(
-            'default_tier = "standard"',
-            f'default_tier = "standard"\n[gateway.limits]\nstore = "{store}"\nlease_ttl_s = {LEASE_S}',
-        ),
+    tenants = [
         "[tenants.minute]\nrequests_per_minute = 5",
         "[tenants.slots]\nmax_concurrent_streams = 3",
         "[tenants.month]\nmonthly_tokens = 200",
     ]
-    for name, key in KEYS.items():
-        hashed = hashlib.sha256(key.encode()).hexdigest()
-        tables.append(f'[[keys.entries]]\nid = "{name}-1"\ntenant = "{name}"\nhash = "sha256:{hashed}"')
-    return "\n".join(tables)
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+    return limited_config(store, LEASE_S, tenants, KEYS)
 
 
 @pytest.fixture(scope="module")
