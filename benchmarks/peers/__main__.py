@@ -1,13 +1,15 @@
 """Millrace beside other servers: same machine, same checkpoint, same client, runs in turn (A B A B).
 
 `python -m benchmarks.peers [--checkpoint qwen3-0.6b] [--peers vllm llama.cpp-q8_0 …] [--ours bf16 w8a8]
-    [--loads 1 8 32 prefix] [--rounds 2] [--quick] [--environments DIR] [--output FILE]`
+    [--checkouts before=FOLDER …] [--loads 1 8 32 prefix] [--rounds 2] [--quick] [--environments DIR]
+    [--output FILE]`
 
 Peers are installed from PyPI, each into its own environment under DIR (several gigabytes; building llama.cpp
 takes ten minutes on two cores; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares CUDA). Ours is
-the whole stack behind Envoy, theirs the bare server. Prints a table in Markdown: medians over the rounds, the
-best peer of each load, and the machine's roofline. A server that cannot be installed, does not start or ends
-in between is left out, and the table says why.
+the whole stack behind Envoy, theirs the bare server. A checkout is another working tree of Millrace with its
+environment in `.venv`, which counts as a peer: what a change costs. Prints a table in Markdown: medians over
+the rounds, the best peer of each load, and the machine's roofline. A server that cannot be installed, does
+not start or ends in between is left out, and the table says why.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ def measure_in_turn(
                 measured.start_s[name] = running[-1].start_s
         for name, load in loads.items():
             for number in range(rounds):
-                for server in running:
+                # In turn the other way round, so that a machine whose speed drifts treats all alike.
+                for server in running if number % 2 == 0 else running[::-1]:
                     if server.name not in measured.left_out:
                         with _leaving_out(server.name, measured):
                             measured.runs.append(_run_once(server, name, load, number))
@@ -173,6 +176,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=["vllm", "llama.cpp-q8_0"])
     parser.add_argument("--ours", nargs="+", choices=sorted(OURS), default=["bf16", "w8a8"])
+    parser.add_argument("--checkouts", nargs="*", default=[], help="NAME=FOLDER: other trees, in bf16")
     parser.add_argument("--loads", nargs="+", choices=sorted(LOADS))
     parser.add_argument("--rounds", type=_num_rounds, default=2)
     parser.add_argument("--quick", action="store_true", help="one request for each place")
@@ -191,6 +195,10 @@ def main() -> None:
     for precision in arguments.ours:
         name = f"millrace-{precision}"
         servers[name] = partial(millrace, name, checkpoint, folder / f"{name}.log", OURS[precision][0])
+    for name, _, tree in (each.partition("=") for each in arguments.checkouts):
+        servers[name] = partial(
+            millrace, name, checkpoint, folder / f"{name}.log", OURS["bf16"][0], Path(tree).resolve()
+        )
     for peer in arguments.peers:
         servers[peer] = partial(_peer, peer, folder, checkpoint)
     measured = Measured(runs=[], start_s={}, rss_bytes={})

@@ -20,8 +20,12 @@ KV_BYTES = 4 << 30
 
 
 @contextmanager
-def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, object]) -> Iterator[Server]:
-    """The stack with `[engine]` keys `settings` (dotted names), stopped at the end."""
+def millrace(
+    name: str, checkpoint: Path, log: Path, settings: Mapping[str, object], checkout: Path | None = None
+) -> Iterator[Server]:
+    """The stack with `[engine]` keys `settings` (dotted names), stopped at the end; of another checkout with
+    its `.venv`.
+    """
     with tempfile.TemporaryDirectory(prefix="millrace-peers-") as folder:
         config = Path(folder) / "millrace.toml"
         engine = {
@@ -32,13 +36,15 @@ def millrace(name: str, checkpoint: Path, log: Path, settings: Mapping[str, obje
         }
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
         config.write_text(f"[engine]\n{lines}\n")
-        command = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
+        python = sys.executable if checkout is None else str(checkout / ".venv" / "bin" / "python")
+        command = [python, "-m", "services.cli", "up", "--port", "0", "--model", str(checkpoint)]
         began = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, "--config", str(config)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=checkout,
                 env={**os.environ, "MILLRACE_STATE_DIR": folder},
             )
         try:

@@ -80,7 +80,7 @@ def measured(tmp_path: Path) -> Measured:
 
 def test_others_are_measured_to_the_end(measured: Measured) -> None:
     assert [(run.server, run.load) for run in measured.runs] == [
-        *([("steady", "1"), ("mortal", "1")] * 2),
+        *[("steady", "1"), ("mortal", "1"), ("mortal", "1"), ("steady", "1")],
         *([("steady", "8")] * 2),
     ]
     assert list(measured.left_out) == ["absent", "broken", "mortal"]
