@@ -201,12 +201,11 @@ async def _write(
     exchange: Exchange, answer: Answer, deltas: Sequence[ChoiceDelta], first: bytes = b""
 ) -> None:
     """Writes events, not too many together: a client that was slow has many waiting."""
-    for start in range(0, len(deltas), _TOGETHER):
-        if start:
-            await asyncio.sleep(0)
-        some = deltas[start : start + _TOGETHER]
-        await exchange.write(first + b"".join(map(answer.event, some)))
-        first = b""
+    while len(deltas) > _TOGETHER:
+        await exchange.write(first + b"".join(map(answer.event, deltas[:_TOGETHER])))
+        await asyncio.sleep(0)
+        deltas, first = deltas[_TOGETHER:], b""
+    await exchange.write(first + b"".join(map(answer.event, deltas)))
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[ChoiceDelta]]]:

@@ -33,7 +33,7 @@ _HEAD = struct.Struct("<IB")
 # Prompt, cached prompt, completion and candidate tokens, the outcome's place in _OUTCOMES, and whether it is
 # settled with the limits.
 _PROGRESS = struct.Struct("<IIIIBB")
-_OUTCOMES = (INTERRUPTED, "stop", "length", "tool_calls", "budget")
+_OUTCOMES = {INTERRUPTED: 0, "stop": 1, "length": 2, "tool_calls": 3, "budget": 4}
 
 
 class Kept(msgspec.Struct):
@@ -59,19 +59,12 @@ class OpenRequest:
         self.has_ended = self.is_settled = False
         self._journal = journal
         self._kept = kept
-        self._told = (0, 0, 0, 0, 0)
+        self._told = Progress()
 
     def told(self, progress: Progress) -> None:
         """What the next chunk tells, before it leaves."""
-        told = (
-            progress.prompt_tokens,
-            progress.cached_prompt_tokens,
-            progress.completion_tokens,
-            progress.candidate_tokens,
-            _OUTCOMES.index(progress.outcome) if progress.outcome in _OUTCOMES else 0,
-        )
-        if told != self._told:
-            self._told = told
+        if progress != self._told:
+            self._told = progress
             self._journal.overwrite(self)
 
     def extended(self) -> None:
@@ -92,7 +85,8 @@ class OpenRequest:
     @property
     def progress(self) -> bytes:
         """What is told of it, as it stands behind the record's head."""
-        return _PROGRESS.pack(*self._told, self.is_settled)
+        *tokens, outcome = self._told
+        return _PROGRESS.pack(*tokens, _OUTCOMES.get(outcome, 0), self.is_settled)
 
 
 class Journal:
@@ -124,12 +118,14 @@ class Journal:
             entry.offset = self._append(entry.record)
 
     def overwrite(self, entry: OpenRequest) -> None:
-        """Writes what is told of a request over what was."""
-        with self._lock:
-            if entry.offset >= 0:
-                with contextlib.suppress(OSError):
-                    os.pwrite(self._file, entry.progress, entry.offset + _HEAD.size)
-            if entry.has_ended and entry.is_settled:
+        """Writes what is told of a request over what was: once for every chunk, and without the lock, since
+        only the event loop moves records.
+        """
+        if entry.offset >= 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._file, entry.progress, entry.offset + _HEAD.size)
+        if entry.has_ended and entry.is_settled:
+            with self._lock:
                 self._open.pop(entry.entry_id, None)
 
     def end(self, request: FinishedRequest) -> None:
@@ -240,7 +236,7 @@ def _interrupted(kept: Kept, progress: bytes, ended_unix_ms: int) -> Kept:
         ended_unix_ms=ended_unix_ms,
         # It held the moment of its beginning.
         duration_ms=float(max(0, ended_unix_ms - kept.request.ended_unix_ms)),
-        outcome=_OUTCOMES[outcome],
+        outcome=tuple(_OUTCOMES)[outcome],
         prompt_tokens=prompt,
         cached_prompt_tokens=cached,
         completion_tokens=completion,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -46,13 +46,13 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(NamedTuple):
     """What has been used of a request so far, and its outcome if it is known."""
 
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    candidate_tokens: int
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    candidate_tokens: int = 0
     outcome: str = INTERRUPTED
 
 
