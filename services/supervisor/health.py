@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -21,7 +23,9 @@ _LIMIT_S = 5.0
 # A service that computes may be silent for so long. Unlike an engine's core none has work of minutes.
 _BUSY_LIMIT_S = 60.0
 
-_Probe: TypeAlias = Callable[[], Awaitable[bool]]
+# Takes how long the answer may take, in seconds; None where there was none.
+_Ask: TypeAlias = Callable[[float], Awaitable[int | None]]
+_Connected: TypeAlias = Callable[[], AbstractAsyncContextManager[_Ask]]
 
 
 async def wait_healthy(child: ChildProcess, limit_s: float) -> None:
@@ -33,13 +37,16 @@ async def wait_healthy(child: ChildProcess, limit_s: float) -> None:
         if child.spec.says_ready:
             await child.wait_ready_line()
         if child.spec.health:
-            await _until(child, lambda: _serving(child.spec))
+            await _until(child, partial(_questions, child.spec), health_pb2.HealthCheckResponse.SERVING)
         if child.spec.health_url:
-            await _until(child, lambda: _answers(child.spec.health_url))
+            await _until(child, partial(_requests, child.spec.health_url), httpx.codes.OK)
 
 
-async def _until(child: ChildProcess, probe: _Probe) -> None:
-    while not await probe():
+async def _until(child: ChildProcess, connected: _Connected, wanted: int) -> None:
+    while True:
+        async with connected() as ask:
+            if await ask(_LIMIT_S) == wanted:
+                return
         if not child.running:
             raise ProcessEnded(child.spec.name, await child.wait())
         await asyncio.sleep(_PAUSE_S)
@@ -50,48 +57,48 @@ async def wait_hung(child: ChildProcess, limit_s: float) -> str:
     was not busy. That it is not ready for work is an answer.
     """
     silence = ProcessSilence(limit_s, child.pid, _BUSY_LIMIT_S)
-    asking = asyncio.create_task(_keep_asking(child, silence, limit_s))
+    asking = asyncio.create_task(_keep_asking(child.spec, silence, limit_s))
     try:
         return await silence.lasts()
     finally:
         asking.cancel()
 
 
-async def _keep_asking(child: ChildProcess, silence: ProcessSilence, limit_s: float) -> None:
+async def _keep_asking(spec: ProcessSpec, silence: ProcessSilence, limit_s: float) -> None:
     while True:
-        if child.spec.health:
-            answers = await _ask(child.spec, limit_s / 2) is not None
-        else:
-            answers = not child.spec.health_url or await _status(child.spec.health_url, limit_s / 2) > 0
-        if answers:
-            silence.heard()
-        await asyncio.sleep(limit_s / 4)
+        # A connection for every question costs both sides milliseconds. After one that was not answered it is
+        # a new one all the same: gRPC pauses before it connects a kept channel again.
+        async with _questions(spec) if spec.health else _requests(spec.health_url) as ask:
+            while await ask(limit_s / 2) is not None:
+                silence.heard()
+                await asyncio.sleep(limit_s / 3)
+        await asyncio.sleep(limit_s / 3)
 
 
-async def _serving(spec: ProcessSpec) -> bool:
-    return bool(await _ask(spec, _LIMIT_S) == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _ask(spec: ProcessSpec, limit_s: float) -> int | None:
-    """What the health service says; None where it does not answer."""
+@asynccontextmanager
+async def _questions(spec: ProcessSpec) -> AsyncIterator[_Ask]:
+    """Asks a health service; the answer is its status."""
     async with grpc.aio.insecure_channel(spec.health) if spec.is_plain else connect(spec.health) as channel:
-        try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=limit_s, wait_for_ready=False
-            )
-        except grpc.aio.AioRpcError:
-            return None
-    return int(answer.status)
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def ask(limit_s: float) -> int | None:
+            try:
+                return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=limit_s)).status)
+            except grpc.aio.AioRpcError:
+                return None
+
+        yield ask
 
 
-async def _answers(url: str) -> bool:
-    return await _status(url, _LIMIT_S) == httpx.codes.OK
-
-
-async def _status(url: str, limit_s: float) -> int:
-    """The status of the answer; 0 where there is none."""
+@asynccontextmanager
+async def _requests(url: str) -> AsyncIterator[_Ask]:
+    """Asks for a page; the answer is its status. Without a page nobody is asked, which is an answer."""
     async with local_client() as client:
-        try:
-            return (await client.get(url, timeout=limit_s)).status_code
-        except httpx.HTTPError:
-            return 0
+
+        async def ask(limit_s: float) -> int | None:
+            try:
+                return (await client.get(url, timeout=limit_s)).status_code if url else 0
+            except httpx.HTTPError:
+                return None
+
+        yield ask
