@@ -80,18 +80,21 @@ class ByteLevelDetokenizer:
 
 
 class PieceDetokenizer:
-    """Of SentencePiece-style vocabularies: drops spaces in front of the text; holds back runs of byte tokens
-    until they are complete.
+    """Of SentencePiece-style vocabularies: drops spaces in front of the text; byte tokens are text as soon as
+    they are characters, so that at most three wait for a fourth.
 
-    Hugging Face's ByteFallback decodes such a run as a whole or, when it is not valid UTF-8, shows one U+FFFD
-    per byte. The text of a run is therefore certain only when the run ends.
+    Hugging Face's ByteFallback decodes a run of them as a whole or, when it is not valid UTF-8, shows one
+    U+FFFD per byte. Nobody could be told anything of a run before its end: here, what is valid at its
+    beginning is shown, and each byte from the first invalid one on becomes U+FFFD.
     """
 
-    __slots__ = ("_front", "_run", "_texts")
+    __slots__ = ("_front", "_is_invalid", "_run", "_texts")
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
+        # Bytes of the present run that wait, and whether it had an invalid one.
         self._run = bytearray()
+        self._is_invalid = False
         # Which spaces are dropped of what comes first; None once something has come.
         self._front: DecoderKind | None = texts.vocabulary.decoder
 
@@ -101,7 +104,7 @@ class PieceDetokenizer:
         for token_id in token_ids:
             text = self._texts.alone(token_id)
             if text is None:
-                self._run += self._texts.raw(token_id)
+                pieces.append(self._go_on(self._texts.raw(token_id)))
             elif text:
                 pieces.append(self._end_run())
                 if self._front is DecoderKind.METASPACE:
@@ -113,14 +116,28 @@ class PieceDetokenizer:
         """See ByteLevelDetokenizer."""
         return self._without_leading_space(self._end_run())
 
-    def _end_run(self) -> str:
-        if not self._run:
-            return ""
-        run, self._run = bytes(self._run), bytearray()
+    def _go_on(self, raw: bytes) -> str:
         if self._front is DecoderKind.METASPACE:
             self._front = None
-        text = _whole(run)
-        return _REPLACEMENT * len(run) if text is None else text
+        self._run += raw
+        text = ""
+        if not self._is_invalid:
+            try:
+                text, num_read = codecs.utf_8_decode(self._run, "strict", False)
+            except UnicodeDecodeError as error:
+                num_read, self._is_invalid = error.start, True
+                text = self._run[:num_read].decode()
+            del self._run[:num_read]
+        return text + self._give_up() if self._is_invalid else text
+
+    def _give_up(self) -> str:
+        num_bytes = len(self._run)
+        self._run.clear()
+        return _REPLACEMENT * num_bytes
+
+    def _end_run(self) -> str:
+        self._is_invalid = False
+        return self._give_up()
 
     def _without_leading_space(self, text: str) -> str:
         if self._front is not DecoderKind.SENTENCEPIECE or not text:
