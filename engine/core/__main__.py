@@ -112,15 +112,12 @@ def serve_core(connection: CoreSocket) -> int:
         return _EXIT_CONFIG
     overlap = _overlaps(config, facts)
     report("take the first steps", 0.0)
-    speed = NOT_MEASURED
-    if not config.simulated:
-        warm_up = WarmUp(
-            runner, make_scheduler(config, model, memory, facts), config, memory, facts, overlap=overlap
-        )
-        speed = warm_up.run()
-        if warm_up.broken:
-            return _EXIT_BROKEN
+    scheduler = make_scheduler(config, model, memory, facts)
+    warm_up = WarmUp(runner, scheduler, config, memory, facts, overlap=overlap)
+    speed = NOT_MEASURED if config.simulated else warm_up.run()
     report.count()
+    if warm_up.broken:
+        return _EXIT_BROKEN
     scheduler = make_scheduler(config, model, memory, facts, speed)
     loop = EngineLoop(
         scheduler,
@@ -129,12 +126,7 @@ def serve_core(connection: CoreSocket) -> int:
         overlap=overlap,
         memory_use=lambda touched: watch.use(memory, max(touched, runner.num_prefaulted_blocks())),
     )
-    # What start-up left behind lives as long as the process; collections need not look at it again.
-    gc.collect()
-    gc.freeze()
-    give_back()
-    watch.start()
-    use_huge_pages()
+    _settle(watch)
     # The first load report comes before readiness, so that whoever asks finds one.
     loop.publish()
     connection.send(messages.Ready(memory, facts, report.stages_s, speed))
@@ -143,6 +135,15 @@ def serve_core(connection: CoreSocket) -> int:
     finally:
         runner.close()
     return _EXIT_BROKEN if loop.broken else 0
+
+
+def _settle(watch: MemoryWatch) -> None:
+    # What start-up left behind lives as long as the process; collections need not look at it again.
+    gc.collect()
+    gc.freeze()
+    give_back()
+    watch.start()
+    use_huge_pages()
 
 
 def _first_messages(connection: CoreSocket) -> list[messages.Start]:
