@@ -73,7 +73,7 @@ async def _run(tables: dict[str, Any], telemetry: Telemetry) -> int:
     # What start-up left behind lives as long as the process; collections need not look at it again.
     memory.settle()
     await server.set_serving(True)
-    say_ready("engine", grpc=server.address, metrics=exposed)
+    say_ready("engine", grpc=server.address, metrics=exposed, **engine.expected())
     return await _until_end(engine, server, signalled, config)
 
 

@@ -38,7 +38,7 @@ def run(module: str, service: str, about: str | None, serve: Serve) -> int:
         return EXIT_CONFIG
 
 
-def say_ready(service: str, **addresses: str) -> None:
-    """The line that the supervisor waits for; an empty address is left out."""
-    told = " ".join(f"{name}={address}" for name, address in addresses.items() if address)
+def say_ready(service: str, **facts: str) -> None:
+    """The line that the supervisor waits for: addresses and what else it shows, empty ones left out."""
+    told = " ".join(f"{name}={fact}" for name, fact in facts.items() if fact)
     print(f"ready {service} {told}", flush=True)

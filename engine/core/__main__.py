@@ -20,9 +20,10 @@ from engine.core import messages
 from engine.core.frames import CoreSocket, PeerGone
 from engine.core.loop import EngineLoop
 from engine.core.memory import MemoryWatch
+from engine.core.warm_up import WarmUp
 from engine.runner.base import Builder
 from engine.scheduler import Scheduler
-from engine.types import MemoryPlan, ModelFacts
+from engine.types import NOT_MEASURED, MeasuredSpeed, MemoryPlan, ModelFacts
 from observability.emit import logging as json_logging
 from services.config import ModelConfig
 from services.errors import ConfigError
@@ -49,7 +50,11 @@ def _overlaps(config: EngineConfig, facts: ModelFacts) -> bool:
 
 
 def make_scheduler(
-    config: EngineConfig, model: ModelConfig, memory: MemoryPlan, facts: ModelFacts
+    config: EngineConfig,
+    model: ModelConfig,
+    memory: MemoryPlan,
+    facts: ModelFacts,
+    speed: MeasuredSpeed = NOT_MEASURED,
 ) -> Scheduler:
     """The scheduler over the memory that the runner allocated."""
     bytes_per_block = memory.kv_bytes_per_token * memory.block_size
@@ -60,6 +65,7 @@ def make_scheduler(
         model=model.path,
         num_host_blocks=config.cache.host_bytes // bytes_per_block if bytes_per_block else 0,
         window=facts.window,
+        speed=speed,
     )
 
 
@@ -104,29 +110,40 @@ def serve_core(connection: CoreSocket) -> int:
     except ConfigError as error:
         connection.send(messages.Refused(str(error)))
         return _EXIT_CONFIG
-    report.count()
+    overlap = _overlaps(config, facts)
+    report("take the first steps", 0.0)
     scheduler = make_scheduler(config, model, memory, facts)
+    warm_up = WarmUp(runner, scheduler, config, memory, facts, overlap=overlap)
+    speed = NOT_MEASURED if config.simulated else warm_up.run()
+    report.count()
+    if warm_up.broken:
+        return _EXIT_BROKEN
+    scheduler = make_scheduler(config, model, memory, facts, speed)
     loop = EngineLoop(
         scheduler,
         runner,
         connection,
-        overlap=_overlaps(config, facts),
+        overlap=overlap,
         memory_use=lambda touched: watch.use(memory, max(touched, runner.num_prefaulted_blocks())),
     )
+    _settle(watch)
+    # The first load report comes before readiness, so that whoever asks finds one.
+    loop.publish()
+    connection.send(messages.Ready(memory, facts, report.stages_s, speed))
+    try:
+        loop.run()
+    finally:
+        runner.close()
+    return _EXIT_BROKEN if loop.broken else 0
+
+
+def _settle(watch: MemoryWatch) -> None:
     # What start-up left behind lives as long as the process; collections need not look at it again.
     gc.collect()
     gc.freeze()
     give_back()
     watch.start()
     use_huge_pages()
-    # The first load report comes before readiness, so that whoever asks finds one.
-    loop.publish()
-    connection.send(messages.Ready(memory, facts, report.stages_s))
-    try:
-        loop.run()
-    finally:
-        runner.close()
-    return _EXIT_BROKEN if loop.broken else 0
 
 
 def _first_messages(connection: CoreSocket) -> list[messages.Start]:

@@ -6,8 +6,10 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.types import (
+    NOT_MEASURED,
     FinishReason,
     KvEvent,
+    MeasuredSpeed,
     MemoryPlan,
     MemoryUse,
     ModelFacts,
@@ -77,6 +79,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     facts: ModelFacts
     # What each stage of start-up took, in seconds, by name.
     stages_s: dict[str, float] = {}
+    speed: MeasuredSpeed = NOT_MEASURED
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -14,6 +14,7 @@ import msgspec
 
 from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
+from engine.kernels.native.library import load_native
 from engine.model.back_end import Load, Model, load_model, native_library
 from engine.model.checkpoint import LoadRequest, folder_of, resolve_checkpoint
 from engine.model.device import choose_device
@@ -103,6 +104,7 @@ def build(
         eos_token_ids=spec.eos_token_ids,
         dtype=given.dtype,
         attention_backend="native" if attention is None else attention.name,
+        level=load_native().level if attention is None else "",
         device=str(device),
         num_layers=spec.num_layers,
         # A draft model reads the same tables, as far back as it likes.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from engine.types import MeasuredSpeed
+
 # Weight of the newest step in the averages.
 _ALPHA = 0.1
 # Tokens from which on a chunk is computed about as fast per token as a larger one, on any device that is slow
@@ -30,6 +32,16 @@ class StepPace:
         self.step_s = 0.0
         # Length of answers that ended, in tokens.
         self.answer_tokens = 0.0
+
+    @classmethod
+    def of(cls, speed: MeasuredSpeed) -> StepPace:
+        """As measured before the first request."""
+        pace = cls()
+        pace.prefill_tokens_per_s = pace.full_prefill_tokens_per_s = speed.prompt_tokens_per_s
+        pace.chunk_tokens_per_s = speed.prompt_tokens_per_s
+        pace.decode_tokens_per_s = speed.tokens_per_s_alone
+        pace.step_s = 1 / speed.tokens_per_s_alone if speed.tokens_per_s_alone else 0.0
+        return pace
 
     def stepped(self, seconds: float) -> None:
         """Books the whole duration of a step, planning included."""

@@ -173,24 +173,7 @@ class ResultHandler:
         if candidates:
             self._state.replace_beams(group, candidates, now)
             return
-        answers = search.best()
-        history = sequence.history(now)
-        history.candidate_tokens = max(0, search.num_tokens - sum(len(each.token_ids) for each in answers))
-        events = [
-            TokenEvent(
-                request_id=request.request_id,
-                choice_index=request.choice_index + index,
-                token_ids=answer.token_ids,
-                logprobs=answer.logprobs if request.sampling.logprobs is not None else (),
-                prompt_logprobs=() if index else tuple(search.prompt_logprobs),
-                finish_reason=answer.reason,
-                stop_token_id=answer.stop_token_id,
-                first_token=None if index else search.first_token,
-                statistics=sequence.history(now) if index else history,
-            )
-            for index, answer in enumerate(answers)
-        ]
-        self._state.finish_beams(group, events, now)
+        self._state.finish_beams(group, _answers(search, sequence, now), now)
 
     def _accept(
         self, sequence: Sequence, outcome: SequenceResult
@@ -258,3 +241,24 @@ def poisoned(cause: str) -> RequestFailure:
         "not affected; do not send it again unchanged",
         metadata={"cause": cause},
     )
+
+
+def _answers(search: BeamSearch, sequence: Sequence, now: float) -> list[TokenEvent]:
+    """The best beams; the first one's statistics hold what was computed for others."""
+    request, answers = sequence.group.request, search.best()
+    history = sequence.history(now)
+    history.candidate_tokens = max(0, search.num_tokens - sum(len(each.token_ids) for each in answers))
+    return [
+        TokenEvent(
+            request_id=request.request_id,
+            choice_index=request.choice_index + index,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs if request.sampling.logprobs is not None else (),
+            prompt_logprobs=() if index else tuple(search.prompt_logprobs),
+            finish_reason=answer.reason,
+            stop_token_id=answer.stop_token_id,
+            first_token=None if index else search.first_token,
+            statistics=sequence.history(now) if index else history,
+        )
+        for index, answer in enumerate(answers)
+    ]

@@ -13,15 +13,18 @@ from engine.scheduler import admission
 from engine.scheduler.beams import BeamSearch
 from engine.scheduler.forecast import WaitForecast
 from engine.scheduler.isolation import FailureIsolation
+from engine.scheduler.pace import StepPace
 from engine.scheduler.planner import Planner
 from engine.scheduler.queue import account_of
 from engine.scheduler.results import ResultHandler
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
 from engine.scheduler.state import SchedulerState
 from engine.types import (
+    NOT_MEASURED,
     ChoiceHistory,
     FinishReason,
     KvEvent,
+    MeasuredSpeed,
     MemoryPlan,
     Request,
     RequestFailure,
@@ -49,6 +52,7 @@ class Scheduler:
         model: str,
         num_host_blocks: int = 0,
         window: int | None = None,
+        speed: MeasuredSpeed = NOT_MEASURED,
     ) -> None:
         cache = KvCache(
             num_blocks=memory.num_blocks,
@@ -58,7 +62,12 @@ class Scheduler:
             window=window,
         )
         self._state = SchedulerState(
-            config, memory, cache, model, host_bytes_per_s=cache_config.host_bytes_per_s
+            config,
+            memory,
+            cache,
+            model,
+            speed=StepPace.of(speed),
+            host_bytes_per_s=cache_config.host_bytes_per_s,
         )
         self._planner = Planner(self._state)
         self._results = ResultHandler(self._state)

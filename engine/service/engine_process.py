@@ -113,6 +113,20 @@ class EngineProcess:
             fingerprint=fingerprint,
         )
 
+    def expected(self) -> dict[str, str]:
+        """What the first steps showed, for the line that says that the engine is ready."""
+        ready = self._require_ready()
+        speed = ready.speed
+        if not speed.prompt_tokens_per_s:
+            return {}
+        return {
+            "kernels": ready.facts.level or ready.facts.attention_backend,
+            "alone": f"{speed.tokens_per_s_alone:.0f}",
+            "together": f"{speed.tokens_per_s_together:.0f}",
+            "streams": str(speed.num_together),
+            "prompt": f"{speed.prompt_tokens_per_s:.0f}",
+        }
+
     def limits(self) -> convert.ModelLimits:
         """What submissions are checked against."""
         ready = self._require_ready()

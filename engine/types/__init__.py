@@ -12,11 +12,12 @@ from contract.sampling import SamplingParams
 from engine.types.events import ChoiceHistory, FirstTokenTimings, TokenEvent
 from engine.types.load import SchedulerCounters, SchedulerLoad
 from engine.types.memory import MemoryPlan, MemoryUse
-from engine.types.model_facts import ModelFacts
+from engine.types.model_facts import NOT_MEASURED, MeasuredSpeed, ModelFacts
 from engine.types.request import Request
 from engine.types.step import NewSequence, ScheduledSequence, SchedulerOutput, SequenceResult, StepResult
 
 __all__ = [
+    "NOT_MEASURED",
     "BlocksEvicted",
     "BlocksStored",
     "ChoiceHistory",
@@ -25,6 +26,7 @@ __all__ = [
     "FirstTokenTimings",
     "GrammarSpec",
     "KvEvent",
+    "MeasuredSpeed",
     "MemoryPlan",
     "MemoryUse",
     "ModelFacts",

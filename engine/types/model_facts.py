@@ -1,4 +1,4 @@
-"""What the engine's front must know of the loaded model, found out by the runner at start-up."""
+"""What the engine's front must know of the loaded model, found out at start-up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,25 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # For example "bfloat16".
     dtype: str
     attention_backend: str
+    # Instructions that the native kernels use, for example "avx2"; empty where others serve.
+    level: str = ""
     # For example "cpu" or "cuda:0".
     device: str
     num_layers: int
     # Positions that any layer looks back on, the own included: what lies before is never read again. None
     # where some layer, or a draft model, looks at everything.
     window: int | None = None
+
+
+class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine reached in its first steps, in tokens per second; 0 where nothing was measured."""
+
+    # Of one prompt.
+    prompt_tokens_per_s: float = 0.0
+    # Of one answer, and of several together.
+    tokens_per_s_alone: float = 0.0
+    tokens_per_s_together: float = 0.0
+    num_together: int = 0
+
+
+NOT_MEASURED = MeasuredSpeed()

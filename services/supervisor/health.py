@@ -28,18 +28,20 @@ _Ask: TypeAlias = Callable[[float], Awaitable[int | None]]
 _Connected: TypeAlias = Callable[[], AbstractAsyncContextManager[_Ask]]
 
 
-async def wait_healthy(child: ChildProcess, limit_s: float) -> None:
-    """Returns when `child` said that it is ready and its health endpoint agrees.
+async def wait_healthy(child: ChildProcess, limit_s: float) -> dict[str, str]:
+    """Returns what `child` said when it was ready, as soon as its health endpoint agrees.
 
     Raises ProcessEnded when it ends before that, TimeoutError after `limit_s` seconds.
     """
+    said = {}
     async with asyncio.timeout(limit_s):
         if child.spec.says_ready:
-            await child.wait_ready_line()
+            said = await child.wait_ready_line()
         if child.spec.health:
             await _until(child, partial(_questions, child.spec), health_pb2.HealthCheckResponse.SERVING)
         if child.spec.health_url:
             await _until(child, partial(_requests, child.spec.health_url), httpx.codes.OK)
+    return said
 
 
 async def _until(child: ChildProcess, connected: _Connected, wanted: int) -> None:

@@ -152,7 +152,7 @@ class ChildProcess:
             self._num_dropped_bytes += len(data)
 
     async def wait_ready_line(self) -> dict[str, str]:
-        """The addresses of the `ready` line; raises ProcessEnded when the process ends before it."""
+        """What the `ready` line says, addresses among it; raises ProcessEnded when the process ends first."""
         assert self._ready is not None
         ended = asyncio.create_task(self.wait())
         # A future of the instance is shielded: the caller's time limit must not cancel it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -104,8 +105,20 @@ terminal, in {Path.cwd()}:
   {program} trace last"""
 
 
-def summary(layout: Layout, logs: str) -> str:
-    """Everything that somebody needs who sees a healthy stack for the first time."""
+def _speed(said: Mapping[str, Mapping[str, str]]) -> str:
+    """A line for each engine that has measured how fast it is."""
+    return "".join(
+        f"\n  speed        about {each['alone']} tokens/s alone, {each['together']} for {each['streams']} at "
+        f"once, {each['prompt']} of prompts ({name}'s first steps, kernels {each['kernels']})"
+        for name, each in said.items()
+        if "kernels" in each
+    )
+
+
+def summary(layout: Layout, logs: str, said: Mapping[str, Mapping[str, str]]) -> str:
+    """Everything that somebody needs who sees a healthy stack for the first time; `said` is what each process
+    told of itself when it was ready.
+    """
     key = layout.api_key or "make one with `millrace keys create` (the development key is for loopback only)"
     metrics = ", ".join(
         f"http://{addresses['metrics']}/metrics ({name})"
@@ -117,7 +130,7 @@ Millrace serves {layout.model_name} on http://{layout.edge}
 
   OpenAI API   http://{layout.address}/v1
   gRPC         {layout.address}  (millrace.inference.v1.InferenceService)
-  API key      {key}
+  API key      {key}{_speed(said)}
   metrics      {metrics}
   logs         {logs}
 

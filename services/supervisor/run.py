@@ -65,7 +65,7 @@ async def _run(layout: Layout, console: Console) -> int:
     finally:
         if not stack.healthy:
             stack.kill()
-    announce(summary(layout, stack.log_directory))
+    announce(summary(layout, stack.log_directory, stack.said))
     announce(f"\nHealthy after {elapsed_s:.1f} s.")
     # It waits for days, and what it started with need not wait with it.
     gc.collect()

@@ -65,6 +65,8 @@ class Stack:
             log.write_bytes(b"")
             shared = {**layout.environment, **spec.environment}
             self._children[spec.name] = ChildProcess(spec, log, shared)
+        # What each process told of itself when it was ready.
+        self.said: dict[str, dict[str, str]] = {}
         self._tenders: list[asyncio.Task[None]] = []
         # While the state file could not be written.
         self._state_retry: asyncio.TimerHandle | None = None
@@ -111,7 +113,7 @@ class Stack:
         await child.start()
         limit_s = self.layout.settings.start_limit_s
         try:
-            await wait_healthy(child, limit_s)
+            self.said[child.spec.name] = await wait_healthy(child, limit_s)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{child.spec.name} was not ready after {limit_s:.0f} s (supervisor.start_limit_s)"

@@ -6,6 +6,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs with a scale of t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_int64
 
 import torch
@@ -91,12 +92,7 @@ class NativePacker:
         bias = None if bias is None else bias.float().contiguous()
         if bias is not None:
             struct.bias = take("bias", padded_outputs * 4)
-        for part, dtype in (("smoothing", torch.float32), ("order", torch.int64)):
-            values = getattr(weight, part, None)
-            if values is not None:
-                values = values.to(dtype).contiguous()
-                setattr(struct, part, take(part, values.nbytes))
-                ctypes.memmove(getattr(struct, part), values.data_ptr(), values.nbytes)
+        _take_inputs(weight, struct, take)
         if source.dtype == torch.float16:
             self._pack_float16(source, bias, struct)
         else:
@@ -162,6 +158,16 @@ class NativeProduct:
         )
         library.run(product_ops(library, args), num_threads=self.num_threads)
         return out.to(x.dtype)
+
+
+def _take_inputs(weight: WeightFormat, struct: ctypes.Structure, take: Callable[[str, int], int]) -> None:
+    """Copies what a format does to a product's inputs [K]: factors, and their order."""
+    for part, dtype in (("smoothing", torch.float32), ("order", torch.int64)):
+        values = getattr(weight, part, None)
+        if values is not None:
+            values = values.to(dtype).contiguous()
+            setattr(struct, part, take(part, values.nbytes))
+            ctypes.memmove(getattr(struct, part), values.data_ptr(), values.nbytes)
 
 
 def _plain(weight: WeightFormat) -> tuple[Tensor, Tensor | None, Tensor | None, int]:

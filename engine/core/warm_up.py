@@ -1,0 +1,142 @@
+"""First steps of an engine, before it takes requests.
+
+What is made when it is first needed (programs for the kernels, tables of a draw, memory that is touched) is
+made here and not under somebody's request; and how fast prompts and answers are is known by measurement,
+which the forecasts of waits start from. Nothing of it stays: the requests are this module's own, and so is
+the scheduler that they were in.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core import messages
+from engine.core.loop import EngineLoop
+from engine.runner.base import Runner
+from engine.scheduler import Scheduler
+from engine.types import MeasuredSpeed, MemoryPlan, ModelFacts, Request, RequestFailure, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+# Streams that are measured together, and tokens of each answer.
+TOGETHER = 8
+_ANSWER_TOKENS = 8
+# Prompts: a short one, and one that is long enough to measure if it takes no longer than the limit.
+_FIRST_TOKENS = 32
+_PROMPT_TOKENS = 512
+_PROMPT_LIMIT_S = 1.0
+# As most requests draw, with what else a step may have to tell.
+_DRAWN = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, logprobs=1, ignore_eos=True)
+_SEED = 0
+
+
+class _Requests:
+    """The mailbox of a loop that serves this module alone."""
+
+    def __init__(self) -> None:
+        self.commands: list[messages.Command] = []
+        self.totals: list[messages.StepTotals] = []
+        self.num_open = 0
+        self.failure: RequestFailure | None = None
+
+    def receive(self, timeout_s: float) -> list[messages.Command]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    def send(self, message: messages.Report) -> None:
+        if isinstance(message, messages.StepDone):
+            self.totals += message.totals
+            for event in message.events:
+                self.num_open -= event.finish_reason is not None
+                self.failure = self.failure or event.failure
+
+
+class WarmUp:
+    """Runs requests on `runner` under `scheduler`, which is of no use afterwards."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        facts: ModelFacts,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._vocab_size = facts.vocab_size
+        self._num_tokens = min(facts.max_model_len, memory.capacity_tokens)
+        self._mailbox = _Requests()
+        self._loop = EngineLoop(scheduler, runner, self._mailbox, overlap=overlap)
+        self._random = random.Random(_SEED)
+        self._num_requests = 0
+
+    @property
+    def broken(self) -> bool:
+        """The runner is lost."""
+        return self._loop.broken
+
+    def run(self) -> MeasuredSpeed:
+        """How fast the engine is; 0 for what a small context or batch has no room for."""
+        room = self._num_tokens - _ANSWER_TOKENS
+        if room < 1:
+            return MeasuredSpeed()
+        # The first one waits for whatever is made for it.
+        self._prompt_rate(min(_FIRST_TOKENS, room))
+        rate = self._prompt_rate(min(_FIRST_TOKENS, room))
+        num_tokens = min(_PROMPT_TOKENS, room, int(rate * _PROMPT_LIMIT_S))
+        if num_tokens > _FIRST_TOKENS:
+            rate = self._prompt_rate(num_tokens)
+        together = min(TOGETHER, self._config.scheduler.max_num_seqs)
+        each = min(_FIRST_TOKENS, self._num_tokens // together - _ANSWER_TOKENS)
+        return MeasuredSpeed(
+            prompt_tokens_per_s=rate,
+            tokens_per_s_alone=self._answer_rate(1, min(_FIRST_TOKENS, room)),
+            tokens_per_s_together=self._answer_rate(together, each) if each > 0 else 0.0,
+            num_together=together,
+        )
+
+    def _prompt_rate(self, num_tokens: int) -> float:
+        steps = self._serve(1, num_tokens, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        return sum(step.num_tokens for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
+
+    def _answer_rate(self, num_requests: int, num_tokens: int) -> float:
+        sampling = msgspec.structs.replace(_DRAWN, max_tokens=_ANSWER_TOKENS)
+        steps = self._serve(num_requests, num_tokens, sampling)
+        rates = [
+            step.num_tokens / step.seconds
+            for step in steps
+            if step.kind == "decode" and step.num_sequences == num_requests and step.seconds > 0
+        ]
+        # Other programs may take a processor for a while, when a whole stack starts more than ever.
+        return max(rates, default=0.0)
+
+    def _serve(
+        self, num_requests: int, num_tokens: int, sampling: SamplingParams
+    ) -> list[messages.StepTotals]:
+        """The steps that so many requests with prompts of so many tokens took."""
+        mailbox = self._mailbox
+        mailbox.totals = []
+        for _ in range(num_requests):
+            self._num_requests += 1
+            prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens))
+            request = Request(
+                request_id=self._num_requests,
+                external_id="warm-up",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+            )
+            mailbox.commands.append(messages.Submit(request))
+        mailbox.num_open += num_requests
+        # To the plan after the last, with which the runner forgets them.
+        while (mailbox.num_open or self._scheduler.has_work) and not self._loop.stopped:
+            self._loop.step()
+        if mailbox.failure is not None:
+            _log.error("the engine's first steps failed: %s", mailbox.failure.message)
+        return mailbox.totals
