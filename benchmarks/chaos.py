@@ -1,7 +1,7 @@
 """Engines die by SIGKILL, one after another, under running streams: does a client notice more than a pause?
 
 `python -m benchmarks.chaos [--seconds 120] [--bundled]`
-`python -m benchmarks.chaos --stop [--seconds 30] [--stop-seconds 75] [--victims 1] [--kinds front,core]`
+`python -m benchmarks.chaos --stop [--seconds 30] [--stop-seconds 75] [--victims 1] [--each 2] [--kinds core]`
 
 Starts a whole stack with three engines (simulated, or the bundled model with --bundled). Every client asks
 the same greedy question again and again; what the answer is was found out before, undisturbed, and once more
@@ -9,8 +9,9 @@ as a control. Then one engine is killed every ten seconds, in turn, and the supe
 answer whose stream began must arrive whole and equal, byte for byte. The longest pause is the longest time
 that a client waited for the next chunk of a stream that had begun.
 
-With --stop processes are stopped (SIGSTOP) instead, in a stack with two engines and two gateways: one kind
-after another, each once. The ledger's tokens are compared with those that clients got.
+With --stop processes are stopped (SIGSTOP) instead, in a stack with two engines and two gateways (--each):
+one kind after another, each once. The ledger's tokens, and what engines computed, are compared with what
+clients got.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--bundled", action="store_true", help="the model of this repository, not simulated")
     parser.add_argument("--stop", action="store_true", help="stop processes instead of killing engines")
     parser.add_argument("--stop-seconds", type=float, default=75.0, help="they would go on after so long")
+    parser.add_argument("--each", type=int, default=2, help="engines, and gateways, of a stack for --stop")
     parser.add_argument("--victims", type=int, default=1, help="processes of each kind that are stopped")
     parser.add_argument("--kinds", default=",".join(KINDS), help="what is stopped, in this order")
     parser.add_argument("--json", type=Path, help="write the result here too")

@@ -125,6 +125,9 @@ class Clients:
                         reason = choice["finish_reason"] or reason
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         except httpx.HTTPError as error:
+            if last_s:
+                # It has waited for a chunk, and hears that none comes.
+                gaps_s.append(time.perf_counter() - last_s)
             return Answer(text, reason, tokens, tuple(logprobs), repr(error), first_s)
         return Answer(text, reason, tokens, tuple(logprobs), first_s=first_s)
 

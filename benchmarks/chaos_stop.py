@@ -17,8 +17,6 @@ from benchmarks.chaos_clients import CONFIG, Clients, Observed
 from benchmarks.stack import RunningStack, running_stack, write_result
 from gateway.ledger.tables import REQUESTS
 
-# Engines, and gateways.
-NUM_EACH = 2
 KINDS = ("front", "core", "tokenizer", "worker", "gateway", "envoy")
 # Places where a control token might be spelled: so many of them are a worker's to look at.
 NUM_SPELLINGS = 8_400
@@ -30,16 +28,16 @@ refuse_early = false
 """
 
 
-def victims(stack: RunningStack, kind: str, num: int) -> list[int]:
-    """Process ids of `num` processes of a kind, or of as many as there are."""
+def victims(stack: RunningStack, kind: str, num: int, num_each: int) -> list[int]:
+    """Process ids of `num` of a kind, or of as many as there are: `num_each` engines and gateways."""
     pids = stack.pids()
     match kind:
         case "front" | "core":
-            fronts = [pids[f"engine-{index}"] for index in range(NUM_EACH)]
+            fronts = [pids[f"engine-{index}"] for index in range(num_each)]
             found = [child.pid for pid in fronts for child in psutil.Process(pid).children()[:1]]
             found = fronts if kind == "front" else found
         case "gateway":
-            found = [pids[f"gateway-{index}"] for index in range(NUM_EACH)]
+            found = [pids[f"gateway-{index}"] for index in range(num_each)]
         case "worker":
             (original,) = psutil.Process(pids["tokenizer"]).children()
             # Whoever has worked last works next, which is the newest at first.
@@ -55,11 +53,16 @@ def ledger_tokens(stack: RunningStack) -> int:
         return connection.execute(select(func.sum(REQUESTS.c.completion_tokens))).scalar() or 0
 
 
+def computed_tokens(stack: RunningStack) -> int:
+    """What the engines that run count themselves; one that is started again begins at 0."""
+    return round(stack.counter("engine", "millrace_engine_generated_tokens_total"))
+
+
 async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namespace) -> dict[str, object]:
     """Reference, then one stop under streams; the figures of it."""
     filler = "<" * NUM_SPELLINGS if kind == "worker" else ""
     clients = Clients(stack, options.streams, options.tokens, filler=filler)
-    before = ledger_tokens(stack)
+    before, computed_before = ledger_tokens(stack), computed_tokens(stack)
     expected = await clients.ask_all()
     for each in expected:
         if each.error:
@@ -68,7 +71,7 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
     asking = asyncio.create_task(clients.ask_until(time.monotonic() + options.seconds, expected, observed))
     # All have begun by then, and have not ended.
     await asyncio.sleep(options.seconds / 10)
-    stopped = victims(stack, kind, options.victims)
+    stopped = victims(stack, kind, options.victims, options.each)
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     waking = asyncio.create_task(wake(stopped, options.stop_seconds))
@@ -81,12 +84,17 @@ async def stop_one_kind(stack: RunningStack, kind: str, options: argparse.Namesp
         await asyncio.sleep(0.1)
     return {
         "stopped": f"{len(stopped)} {kind}",
+        "seconds": options.stop_seconds,
         "streams": sum(observed.outcomes.values()),
         **{name: observed.outcomes[name] for name in ("identical", "different", "lost", "refused")},
         "longest_pause_s": round(max(observed.gaps_s), 2),
         "longest_first_chunk_s": round(max(observed.first_s), 2),
         "tokens": got,
         "ledger_minus_tokens": ledger_tokens(stack) - before - got,
+        # Of whole engines: what nobody was there to hear of was computed, too.
+        "computed_minus_tokens": None
+        if kind in {"front", "core"}
+        else computed_tokens(stack) - computed_before - got,
         "errors": dict(observed.errors),
     }
 
@@ -101,7 +109,7 @@ async def wake(pids: Sequence[int], after_s: float) -> None:
 
 def stop_all_kinds(options: argparse.Namespace) -> None:
     """Prints a line for each kind as it is done."""
-    num = str(NUM_EACH)
+    num = str(options.each)
     rows = []
     with running_stack(CONFIG + ADMISSION, "--engines", num, "--gateways", num, "--simulated") as stack:
         for kind in options.kinds.split(","):

@@ -68,10 +68,13 @@ class RunningStack:
 
 @contextmanager
 def running_stack(
-    config: str, *arguments: str, environment: Mapping[str, str] | None = None
+    config: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    parent: Path | None = None,
 ) -> Iterator[RunningStack]:
-    """A healthy stack with this configuration, on free ports."""
-    with tempfile.TemporaryDirectory() as name:
+    """A healthy stack with this configuration, on free ports; its state is below `parent`."""
+    with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         (folder / "millrace.toml").write_text(config)
         command = [sys.executable, "-m", "services.cli", "up", "--port", "0"]

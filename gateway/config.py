@@ -41,8 +41,8 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # SQLAlchemy URL (sqlite:///path, postgresql+psycopg://...); "" keeps no ledger.
     url: str = "sqlite:///.millrace/ledger.sqlite"
-    # Folder for what is open, from which the next gateway to start writes what a killed one could not; all
-    # that share it share the ledger. "" is beside an SQLite file, and keeps nothing for other databases.
+    # Folder for what is open, from which another gateway writes what a killed one could not; all that share
+    # it share the ledger. "" is beside an SQLite file, and keeps nothing for other databases.
     journal: str = ""
     # Entries are written at least this often, in seconds ...
     flush_interval_s: PositiveFloat = 0.2

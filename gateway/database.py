@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, MetaData, create_engine, event
+from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -42,8 +43,10 @@ def database_url(text: str) -> URL:
     return make_url(text if "://" in text else f"sqlite:///{text}")
 
 
-def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
-    """Connects and creates what is missing of `tables`; raises ConfigError naming the configuration key."""
+def open_database(url: str, prepare: Callable[[Engine], None], *, key: str) -> Engine:
+    """Connects and has `prepare` make the tables, again where another process is in its way; raises
+    ConfigError naming the configuration key.
+    """
     try:
         parsed = database_url(url)
         is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -59,7 +62,7 @@ def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
         )
         if is_sqlite:
             event.listen(engine, "connect", _prepare_sqlite)
-        _create_tables(engine, tables)
+        _prepare(engine, prepare)
     except (ArgumentError, NoSuchModuleError, OSError, DBAPIError) as error:
         raise ConfigError(f"{key}: {_redacted(url)}: {str(error).splitlines()[0]}") from error
     except ModuleNotFoundError as error:
@@ -70,11 +73,11 @@ def open_database(url: str, tables: MetaData, *, key: str) -> Engine:
     return engine
 
 
-def _create_tables(engine: Engine, tables: MetaData) -> None:
+def _prepare(engine: Engine, prepare: Callable[[Engine], None]) -> None:
     ends_s = time.monotonic() + _START_LIMIT_S
     while True:
         try:
-            tables.create_all(engine)
+            prepare(engine)
         except (OperationalError, ProgrammingError, IntegrityError) as error:
             # Several gateways start at once and another one was first with some of the tables.
             if not _is_race(error) or time.monotonic() >= ends_s:

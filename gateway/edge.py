@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from envoy_api.service.ratelimit.v3 import rls_pb2_grpc
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.auth.authorizer import Authorizer
 from gateway.auth.directory import KeyDirectory
@@ -34,6 +36,10 @@ from observability.emit.tracing import Telemetry
 from services.deferred import Deferred
 from services.server import GrpcServer
 
+_log = logging.getLogger(__name__)
+# How often this gateway looks for journals of others that are gone: the next one to start may be far away.
+_RECOVERY_INTERVAL_S = 2.0
+
 
 class Edge:
     """Everything about who may ask for how much. Started before the faces, closed after them."""
@@ -54,6 +60,7 @@ class Edge:
         )
         self.counter = RequestCounter(RequestLimiter(self._store, self.directory), telemetry, metrics)
         self._ratelimit = RateLimitServicer(self.counter)
+        self._recovery: asyncio.Task[None] | None = None
 
     def register(self, server: GrpcServer) -> None:
         """Adds the service that Envoy asks over gRPC."""
@@ -67,8 +74,9 @@ class Edge:
         """Begins background work; needs the running loop that the servers use."""
         if isinstance(self._store, ResilientLimitStore):
             self._store.start()
-            if isinstance(self.ledger, LedgerWriter):
-                await self._settle_for_killed(self.ledger)
+        if isinstance(self.ledger, LedgerWriter):
+            await self._recover(self.ledger)
+            self._recovery = asyncio.create_task(self._keep_recovering(self.ledger), name="recover ledger")
         # A meter that lives in this process, or in a Redis that was lost, is not forgotten.
         await self._store.raise_meters(await self._month_sums())
         if self._key_watch is not None:
@@ -86,18 +94,36 @@ class Edge:
             ends.callback(self.deferred.flush)
             ends.push_async_callback(self._store.close)
             ends.push_async_callback(self.limiter.close)
+            if self._recovery is not None:
+                self._recovery.cancel()
+                ends.push_async_callback(asyncio.wait, {self._recovery})
             if self._key_watch is not None:
                 ends.push_async_callback(self._key_watch.close)
 
-    async def _settle_for_killed(self, ledger: LedgerWriter) -> None:
-        """What a killed gateway held of the shared limits is given back, but for what it used."""
-        for each in ledger.left:
-            if each.holds is not None:
-                await Reservation(self.limiter, each.holds, 0).settle(
-                    each.request.prompt_tokens,
-                    each.request.completion_tokens + each.request.candidate_tokens,
-                    cached_prompt_tokens=each.request.cached_prompt_tokens,
-                )
+    async def _keep_recovering(self, ledger: LedgerWriter) -> None:
+        while True:
+            await asyncio.sleep(_RECOVERY_INTERVAL_S)
+            try:
+                if await self._recover(ledger):
+                    await self._store.raise_meters(await self._month_sums())
+            except (OSError, SQLAlchemyError) as error:
+                _log.error("ledger: what others have left cannot be taken in, will retry: %s", error)
+
+    async def _recover(self, ledger: LedgerWriter) -> bool:
+        """Takes in what gateways that are gone have left, if there is something. What they held of the shared
+        limits is given back, but for what was used.
+        """
+        found = await asyncio.to_thread(ledger.recover)
+        for left in found:
+            for each in left.kept:
+                if each.holds is not None and isinstance(self._store, ResilientLimitStore):
+                    await Reservation(self.limiter, each.holds, 0).settle(
+                        each.request.prompt_tokens,
+                        each.request.completion_tokens + each.request.candidate_tokens,
+                        cached_prompt_tokens=each.request.cached_prompt_tokens,
+                    )
+            left.remove()
+        return bool(found)
 
     async def _month_sums(self) -> dict[str, int]:
         return (

@@ -10,9 +10,10 @@ from services import tls
 # Vocabularies and long prompts travel in one message: some ten megabytes at most. Each may be kept whole.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-# What a peer that says nothing is asked, and how long it may take to answer.
-KEEPALIVE_S = 30.0
-KEEPALIVE_LIMIT_S = 10.0
+# How soon a peer that says nothing is asked, and how long it may take to answer. gRPC's core answers beside
+# the process's own work: only one that stands still does not, and its calls end within ten seconds.
+KEEPALIVE_S = 5.0
+KEEPALIVE_LIMIT_S = 4.0
 # Headers of one call. Signed contexts and traces are the largest of ours; more than this is refused.
 MAX_METADATA_BYTES = 32 * 1024
 # Calls at a time on one connection; clients wait with more, or open another. Each may have its largest
@@ -49,7 +50,7 @@ SERVER_OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # Ports ask nobody who they are. gRPC's core itself stops reading from whoever makes it queue answers to
     # SETTINGS, PING and resets, and refuses streams that are opened and reset beyond the number of calls.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_ping_strikes", 2),
     ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),

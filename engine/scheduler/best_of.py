@@ -5,8 +5,6 @@ Nothing can be streamed before the last choice has ended, so events are kept her
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from engine.types import FinishReason, TokenEvent
@@ -22,9 +20,11 @@ class BestOf:
         self._num_returned = num_returned
         self._first_index = first_index
         self._events: dict[int, list[TokenEvent]] = {}
+        self.num_tokens = 0
 
     def take(self, event: TokenEvent) -> None:
         """Keeps an event of one choice."""
+        self.num_tokens += len(event.token_ids)
         self._events.setdefault(event.choice_index, []).append(event)
 
     def results(self, mean_logprobs: dict[int, float], reason: FinishReason) -> list[TokenEvent]:
@@ -47,7 +47,9 @@ class BestOf:
         # What concerns the whole request rides on its first answer.
         results[0] = msgspec.structs.replace(results[0], first_token=first, prompt_logprobs=prompt)
         if results[0].statistics is not None:
-            results[0].statistics.candidate_tokens = _num_tokens(everything) - _num_tokens(results)
+            results[0].statistics.candidate_tokens = self.num_tokens - sum(
+                len(each.token_ids) for each in results
+            )
         return results
 
     @staticmethod
@@ -58,7 +60,3 @@ class BestOf:
             token_ids=tuple(token for event in events for token in event.token_ids),
             logprobs=tuple(each for event in events for each in event.logprobs),
         )
-
-
-def _num_tokens(events: Iterable[TokenEvent]) -> int:
-    return sum(len(event.token_ids) for event in events)

@@ -169,6 +169,7 @@ class ResultHandler:
             sequence.first_token_s = now
         request = group.request
         candidates = search.advance(group.sequences)
+        self._state.withheld[request.request_id] = search.num_tokens
         self._state.counters.charge(account_of(sequence), request.weight, 0, len(group.sequences))
         if candidates:
             self._state.replace_beams(group, candidates, now)

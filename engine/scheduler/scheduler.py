@@ -204,6 +204,12 @@ class Scheduler:
     def take_events(self) -> list[TokenEvent]:
         """What happened since the last call, in order."""
         events, self._state.events = self._state.events, []
+        withheld, self._state.withheld = self._state.withheld, {}
+        events += (
+            TokenEvent(request_id=request_id, withheld_tokens=num_tokens)
+            for request_id, num_tokens in withheld.items()
+            if num_tokens
+        )
         return events
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:

@@ -72,6 +72,8 @@ class SchedulerState:
     # Sequences whose state the runner must drop with the next plan.
     released: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
+    # How much more is computed of answers that are told at the end: their gateway may not live to hear it.
+    withheld: dict[int, int] = field(default_factory=dict)
     # Running sequences, and beam searches, whose blocks are promised to them.
     _promised: dict[int, Sequence] = field(default_factory=dict)
     _promised_beams: dict[int, RequestGroup] = field(default_factory=dict)
@@ -257,6 +259,7 @@ class SchedulerState:
             self.events.append(event)
         else:
             group.best_of.take(event)
+            self.withheld[group.request.request_id] = group.best_of.num_tokens
 
     def fail_group(self, group: RequestGroup, failure: RequestFailure) -> None:
         """Ends the whole request with an error."""
@@ -335,6 +338,7 @@ class SchedulerState:
         del self.groups[group.request.request_id]
         self._promised_beams.pop(group.request.request_id, None)
         self.searches.pop(group.request.request_id, None)
+        self.withheld.pop(group.request.request_id, None)
         self.counters.leave(account_of(group.sequences[0]))
         # They know their group as well: what is left of a request would wait for the garbage collector, which
         # holds up a step for as long as it looks.

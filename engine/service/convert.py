@@ -141,6 +141,8 @@ def to_info(
 
 def to_output(event: TokenEvent, handle: int) -> Fields:
     """The RequestOutput with one choice's news of one step."""
+    if event.withheld_tokens:
+        return {"handle": handle, "withheld_tokens": event.withheld_tokens}
     output: Fields = {"handle": handle, "choice_index": event.choice_index, "token_ids": event.token_ids}
     if event.logprobs:
         output["logprobs"] = logprobs_fields(event.logprobs)

@@ -58,6 +58,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     failure: RequestFailure | None = None
     first_token: FirstTokenTimings | None = None
     statistics: ChoiceHistory | None = None
+    # Computed so far of answers that are told at the end; in an event of its own.
+    withheld_tokens: int = 0
 
     @classmethod
     def of_failure(cls, request: Request, failure: RequestFailure) -> TokenEvent:

@@ -80,7 +80,7 @@ class KeyStore:
     """One database of keys. Not for the event loop: every method waits for the database."""
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._engine = open_database(url, _METADATA, key="keys.store")
+        self._engine = open_database(url, _METADATA.create_all, key="keys.store")
         self._clock = clock
 
     def close(self) -> None:

@@ -294,7 +294,7 @@ class Attachment:
                 self._close(leg)
                 leg.inbox.put_last(Lost(leg, output.error))
                 continue
-            if not leg.started:
+            if not leg.started and not output.withheld_tokens:
                 leg.started = True
                 self.unstarted_tokens -= leg.prompt_tokens
             if leg.choice_index is not None:

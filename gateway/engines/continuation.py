@@ -100,7 +100,9 @@ class ContinuousStream:
             outputs = []
             for item in await self._inbox.take():
                 if isinstance(item, EngineOutput):
-                    if item.choice_index in self._tokens:
+                    if item.withheld_tokens:
+                        outputs.append(item)
+                    elif item.choice_index in self._tokens:
                         self._note(item)
                         outputs.append(item)
                 elif isinstance(item, Lost):

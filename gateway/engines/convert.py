@@ -57,6 +57,9 @@ def several(messages: Iterable[engine_pb2.AttachRequest]) -> engine_pb2.AttachRe
 def output(message: engine_pb2.RequestOutput) -> EngineOutput:
     """One request's part of a step."""
     result = EngineOutput(message.choice_index, list(message.token_ids))
+    if message.withheld_tokens:
+        result.withheld_tokens = message.withheld_tokens
+        return result
     if message.logprobs:
         result.logprobs = logprobs(message.logprobs)
     if message.HasField("first_token"):

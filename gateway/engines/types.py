@@ -26,6 +26,8 @@ class EngineOutput(msgspec.Struct):
     first_token: FirstToken | None = None
     statistics: ChoiceStatistics | None = None
     stop_token_id: int | None = None
+    # Computed so far of answers that are told at the end; no news of any choice.
+    withheld_tokens: int = 0
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,13 @@
-"""The ledger's one table."""
+"""The ledger's one table. What changes in it is a step in `migrations`, too."""
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text, inspect
+from functools import partial
+
+from sqlalchemy import BigInteger, Column, Engine, Float, Integer, MetaData, String, Table, Text
 
 from gateway.database import open_database
-from services.errors import ConfigError
+from gateway.ledger.migrations import migrate
 
 _METADATA = MetaData()
 
@@ -50,13 +52,5 @@ REQUESTS = Table(
 
 
 def open_ledger(url: str) -> Engine:
-    """The ledger's database; raises ConfigError naming gateway.ledger.url, also for one that is too old."""
-    database = open_database(url, _METADATA, key="gateway.ledger.url")
-    there = {column["name"] for column in inspect(database).get_columns(REQUESTS.name)}
-    missing = [column.name for column in REQUESTS.c if column.name not in there]
-    if missing:
-        raise ConfigError(
-            f"gateway.ledger.url: the table {REQUESTS.name} of an older version has no column {missing[0]}; "
-            "CHANGELOG.md says how it is added"
-        )
-    return database
+    """The ledger's database, of the present version; raises ConfigError naming gateway.ledger.url."""
+    return open_database(url, partial(migrate, tables=_METADATA), key="gateway.ledger.url")

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from gateway.config import LedgerConfig
 from gateway.database import database_url
-from gateway.ledger.journal import Journal, Kept, left_behind, remove
+from gateway.ledger.journal import Journal, Left, left_behind
 from gateway.ledger.tables import REQUESTS
 from gateway.ledger.usage import month_sums
 from gateway.limits.prices import NANOS_PER_UNIT, Prices
@@ -71,10 +71,9 @@ class LedgerWriter:
     """Takes entries without waiting; a thread writes them.
 
     An entry is in the database at most `flush_interval_s` plus the time of one write after `record`. Until
-    then it is in a journal, as are requests that have not ended: what a killed process has left there is
-    written by the next one that starts. A database that is away is tried again every second; beyond
-    `max_waiting_entries` the oldest entries are dropped, which is logged; so is an entry that the database
-    does not take.
+    then it is in a journal, as are requests that have not ended: `recover` writes what a killed process has
+    left there. A database that is away is tried again every second; beyond `max_waiting_entries` the oldest
+    entries are dropped, which is logged and counted; so is an entry that the database does not take.
     """
 
     def __init__(self, engine: Engine, prices: Prices, config: LedgerConfig, metrics: Metrics) -> None:
@@ -85,14 +84,10 @@ class LedgerWriter:
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._num_dropped = 0
+        self._is_failing = False
         metrics.set_function(names.LEDGER_PENDING, lambda: float(len(self._waiting)))
-        folder = journal_folder(config)
-        # Requests that killed processes have left, with what they still hold of the limits.
-        self.left: list[Kept] = []
-        self._journal = None if folder is None else open_journal(folder)
-        if folder is not None:
-            self._take_in(folder)
+        self._folder = journal_folder(config)
+        self._journal = None if self._folder is None else open_journal(self._folder)
         self._thread = threading.Thread(target=self._write_forever, name="ledger", daemon=True)
         self._thread.start()
 
@@ -117,6 +112,35 @@ class LedgerWriter:
         """What the meters of this month ought to hold at least; asks the database."""
         return month_sums(self._engine, month_of(time.time()))
 
+    def recover(self) -> list[Left]:
+        """Writes what processes that are gone have left, and returns it with what they still hold of the
+        limits; whoever has settled that removes it. What the database does not take now stays for the next
+        time.
+        """
+        found: list[Left] = []
+        if self._folder is None or self._journal is None:
+            return found
+        self._journal.make_room()
+        for left in left_behind(self._folder):
+            requests = [each.request for each in left.kept]
+            if not self._write([self._row(request) for request in requests]):
+                left.release()
+                break
+            found.append(left)
+            num_interrupted = sum(request.outcome == INTERRUPTED for request in requests)
+            self._metrics.add(names.LEDGER_JOURNALS)
+            self._metrics.add(names.LEDGER_RECOVERED, num_interrupted, interrupted="true")
+            self._metrics.add(names.LEDGER_RECOVERED, len(requests) - num_interrupted, interrupted="false")
+            self._metrics.add(names.LEDGER_MISSING, left.num_missing, reason="killed")
+            _log.warning(
+                "ledger: a gateway was killed; %d requests are in its journal, %d of them interrupted; %d "
+                "are missing",
+                len(requests),
+                num_interrupted,
+                left.num_missing,
+            )
+        return found
+
     def close(self) -> None:
         """Writes what is waiting, if the database lets it, and ends the thread."""
         with self._changed:
@@ -139,7 +163,11 @@ class LedgerWriter:
                 closing = self._closing
             if self._write(batch):
                 self._forget(batch)
+                if self._is_failing:
+                    self._is_failing = False
+                    _log.warning("ledger: the database takes entries again, %d had waited", len(batch))
             else:
+                self._is_failing = True
                 self._put_back(batch)
                 if closing:
                     _log.error("ledger: %d entries are lost, the database cannot be written", len(batch))
@@ -172,7 +200,7 @@ class LedgerWriter:
 
     def _write_halves(self, batch: list[dict[str, Any]], error: Exception) -> bool:
         if len(batch) == 1:
-            self._num_dropped += 1
+            self._metrics.add(names.LEDGER_MISSING, reason="refused")
             _log.error("ledger: an entry is dropped, the database refuses it: %s", error)
             return True
         middle = len(batch) // 2
@@ -199,36 +227,17 @@ class LedgerWriter:
         with self._changed:
             self._waiting.extendleft(reversed(batch))
             self._drop_oldest()
-            if self._num_dropped:
-                _log.error("ledger: %d entries were dropped so far", self._num_dropped)
 
     def _drop_oldest(self) -> None:
-        while len(self._waiting) > self._config.max_waiting_entries:
-            self._forget([self._waiting.popleft()])
-            self._num_dropped += 1
+        num_dropped = len(self._waiting) - self._config.max_waiting_entries
+        if num_dropped > 0:
+            self._forget([self._waiting.popleft() for _ in range(num_dropped)])
+            self._metrics.add(names.LEDGER_MISSING, num_dropped, reason="waiting")
+            _log.error("ledger: %d entries are dropped, more wait than may", num_dropped)
 
     def _forget(self, rows: list[dict[str, Any]]) -> None:
         if self._journal is not None:
             self._journal.forget([row["entry_id"] for row in rows])
-
-    def _take_in(self, folder: Path) -> None:
-        """Writes what killed processes have left."""
-        for path, left in left_behind(folder):
-            self.left += left
-            requests = [each.request for each in left]
-            rows = [self._row(request) for request in requests]
-            if rows and not self._write(rows):
-                for request, row in zip(requests, rows, strict=True):
-                    self._waiting.append(row)
-                    if self._journal is not None:
-                        self._journal.end(request)
-            remove(path)
-            interrupted = sum(request.outcome == INTERRUPTED for request in requests)
-            _log.warning(
-                "ledger: a gateway was killed; %d requests are in its journal, %d of them interrupted",
-                len(rows),
-                interrupted,
-            )
 
     def _row(self, request: FinishedRequest) -> dict[str, Any]:
         cost_nanos = self._prices.cost_nanos(

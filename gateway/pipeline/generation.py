@@ -191,7 +191,8 @@ class Generation:
 
     def _note_progress(self, outcome: str = "") -> None:
         """Before the next chunk leaves: a killed gateway's ledger has what it told."""
-        meter, candidate_tokens = self.meter, self.meter.statistics.candidate_tokens
+        meter = self.meter
+        candidate_tokens = meter.statistics.candidate_tokens + meter.withheld_tokens
         reason = self._finish_reason
         if not outcome and reason is not None and not self._open:
             outcome = reason.name.lower()
@@ -206,6 +207,9 @@ class Generation:
         )
 
     def _delta(self, output: EngineOutput) -> ChoiceDelta | None:
+        if output.withheld_tokens:
+            self._note_progress()
+            return None
         choice = self._open.get(output.choice_index)
         if choice is None:
             return None
@@ -275,6 +279,7 @@ class Generation:
         if self._settled:
             return
         self._settled = True
+        self.meter.withheld_tokens = 0
         if self._deadline is not None:
             self._deadline.cancel()
         self.stream.cancel(CancelReason.CLIENT)

@@ -31,9 +31,14 @@ class Meter:
         self.completion_tokens = 0
         self.longest_gap_s = 0.0
         self.statistics = ChoiceStatistics()
+        # Computed so far of answers that are told at the end, until they are.
+        self.withheld_tokens = 0
 
     def count(self, output: EngineOutput, now_s: float) -> None:
         """Takes the numbers of one output."""
+        self.withheld_tokens = output.withheld_tokens
+        if output.withheld_tokens:
+            return
         if self.first_output_s is None:
             self.first_output_s = now_s
             if output.first_token is not None:

@@ -336,6 +336,19 @@ LIMIT_STORE_UP = gauge(
     "millrace_limit_store_up", "1", "1 while the shared limit store answers; 0 while the policy applies."
 )
 LEDGER_PENDING = gauge("millrace_ledger_pending_entries", "{entry}", "Ledger entries not yet written.")
+LEDGER_JOURNALS = counter(
+    "millrace_ledger_journals_total", "{journal}", "Journals of killed gateways that were taken in."
+)
+LEDGER_RECOVERED = counter(
+    "millrace_ledger_recovered_entries_total{interrupted}",
+    "{entry}",
+    "Ledger entries of killed gateways, from their journals; interrupted (true or false) were cut off.",
+)
+LEDGER_MISSING = counter(
+    "millrace_ledger_missing_entries_total{reason}",
+    "{entry}",
+    "Requests without a ledger entry: killed (its gateway, of a full disk), waiting (too many) or refused.",
+)
 GUIDED_OUTPUTS = counter(
     "millrace_guided_outputs_total{kind,valid}",
     "{output}",

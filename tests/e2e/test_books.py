@@ -15,6 +15,7 @@ import pytest
 import redis as sync_redis
 from sqlalchemy import select
 
+from gateway.ledger.journal import _read
 from gateway.ledger.tables import REQUESTS, open_ledger
 from observability.emit.names import GENERATED_TOKENS
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
@@ -209,6 +210,39 @@ def test_a_killed_gateways_holds_are_settled_by_the_next(metered: Stack, redis: 
     assert_interrupted(
         [row for row in rows(metered.directory, "metered") if row["entry_id"] not in known], told
     )
+    assert meter(redis) == (sum(in_ledger(metered.directory, "metered")), 0)
+
+
+def test_candidates_and_beams_of_a_killed_gateway_are_in_the_ledger(
+    metered: Stack, redis: RedisServer
+) -> None:
+    before = generated(metered)
+    known = {row["entry_id"] for row in rows(metered.directory, "metered")}
+    times = metered.output.read_text().count("gateway-0 is ready again") + 1
+
+    def candidates_told() -> list[int]:
+        (path,) = (metered.directory / "ledger.sqlite-open").glob("*.open")
+        return [each.request.candidate_tokens for each in _read(path.read_bytes(), 0)[0]]
+
+    async def kill() -> None:
+        async with client_of(metered, "metered") as client:
+            asking = [
+                asyncio.create_task(ask(client, metered, max_tokens=800, **how))
+                for how in ({"best_of": 6}, {"beam_width": 4})
+            ]
+            begun = lambda: sum(each >= 60 for each in candidates_told()) == len(asking)  # noqa: E731
+            assert await asyncio.to_thread(eventually, begun)
+            os.kill(metered.pid("gateway-0"), signal.SIGKILL)
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(kill())
+    assert eventually(lambda: ready_again(metered, times)), metered.transcript()
+    left = [row for row in rows(metered.directory, "metered") if row["entry_id"] not in known]
+    assert [(row["outcome"], row["completion_tokens"]) for row in left] == [("interrupted", 0)] * 2
+    kept = sum(row["candidate_tokens"] for row in left)
+    assert kept >= 120
+    # What the engine had computed; some steps were on their way.
+    assert eventually(lambda: kept <= generated(metered) - before <= kept + 15 * (6 + 4))
     assert meter(redis) == (sum(in_ledger(metered.directory, "metered")), 0)
 
 

@@ -71,6 +71,8 @@ class Driver:
         self.broken = False
         self.requests: dict[int, Request] = {}
         self.events: dict[int, list[TokenEvent]] = {}
+        # Tokens computed so far of answers that are told at the end.
+        self.withheld: dict[int, int] = {}
         self.plans: list = []
         self._pending: deque = deque()
         self._next_id = 1
@@ -133,7 +135,10 @@ class Driver:
 
     def _after(self) -> None:
         for event in self.scheduler.take_events():
-            self.events[event.request_id].append(event)
+            if event.withheld_tokens:
+                self.withheld[event.request_id] = event.withheld_tokens
+            else:
+                self.events[event.request_id].append(event)
         if self.check:
             self.scheduler.check_invariants()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -357,13 +360,71 @@ def with_options(options: tuple[tuple[str, Any], ...], **changed: int) -> tuple[
     return tuple({**dict(options), **{f"grpc.{name}": value for name, value in changed.items()}}.items())
 
 
-async def test_a_peer_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As the real ones are, but for the numbers.
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the real ones are, but for the numbers."""
     quick = {
         name: {channels.KEEPALIVE_S * 1000: 50, channels.KEEPALIVE_LIMIT_S * 1000: 200}.get(value, value)
         for name, value in channels.CLIENT_OPTIONS
     }
     monkeypatch.setattr(channels, "CLIENT_OPTIONS", tuple(quick.items()))
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_one_call_to_a_peer_that_falls_silent_is_given_up() -> None:
+    async with serving() as (_, _, address), silenced(address) as (way, _, silent), connect(way) as channel:
+        await channel.channel_ready()
+        silent.set()
+        make: Any = channel.unary_unary
+        with pytest.raises(grpc.aio.AioRpcError) as given_up:
+            await make(f"/{SERVICE}/Once")(b"", timeout=120)
+    assert given_up.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "ping timeout" in (given_up.value.details() or "").lower()
+
+
+async def _compute(request: bytes, context: Any) -> bytes:
+    """Holds event loop and interpreter, for many times as long as pings may stay without an answer."""
+    ends_s = time.monotonic() + 2.0
+    while time.monotonic() < ends_s:
+        pass
+    return b"done"
+
+
+async def _serve_busy(told: Queue[str]) -> None:
+    served = grpc.aio.server(options=channels.SERVER_OPTIONS)
+    handlers = {"Once": grpc.unary_unary_rpc_method_handler(_compute)}
+    served.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    told.put(f"127.0.0.1:{served.add_insecure_port('127.0.0.1:0')}")
+    await served.start()
+    await served.wait_for_termination()
+
+
+def _run_busy(told: Queue[str]) -> None:
+    asyncio.run(_serve_busy(told))
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_a_peer_that_computes_is_not_given_up() -> None:
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=_run_busy, args=(told,), daemon=True)
+    process.start()
+    try:
+        async with connect(await asyncio.to_thread(told.get)) as channel:
+            make: Any = channel.unary_unary
+            assert await make(f"/{SERVICE}/Once")(b"", timeout=120, wait_for_ready=True) == b"done"
+    finally:
+        process.kill()
+
+
+def test_who_stands_still_is_found_out_within_ten_seconds_and_may_be_asked_so_often() -> None:
+    assert channels.KEEPALIVE_S + channels.KEEPALIVE_LIMIT_S < 10
+    shortest_ms = dict(channels.SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
+    assert shortest_ms < channels.KEEPALIVE_S * 1000
+
+
+@pytest.mark.usefixtures("quick_pings")
+async def test_a_peer_that_falls_silent_is_given_up() -> None:
     async with (
         serving() as (_, _, address),
         silenced(address) as (way, _, silent),

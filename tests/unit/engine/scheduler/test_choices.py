@@ -91,6 +91,7 @@ def test_what_was_sampled_for_whoever_leaves_is_told(fields: dict[str, Any]) -> 
     request = driver.submit(PROMPT, max_tokens=50, **fields)
     for _ in range(7):
         driver.step()
+    assert driver.withheld[request] == driver.num_sampled, "told as it goes on, too"
     driver.cancel(request)
     assert driver.num_sampled > 7
     assert driver.told(request) == (0, driver.num_sampled)

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from sqlalchemy import text
 
 from gateway.auth.key_store import KeyStore
@@ -20,43 +13,16 @@ from gateway.ledger.usage import DIMENSIONS, usage
 
 from .test_writer import finished, rows, writer
 
-_BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    folder = _BINARIES[-1] if _BINARIES else Path(shutil.which("postgres") or "/nowhere").parent
-    if not (folder / "initdb").exists():
-        pytest.skip("PostgreSQL is not installed")
-    pytest.importorskip("psycopg")
-    # It refuses to run as root, and needs a directory of its own.
-    account: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
-    with tempfile.TemporaryDirectory(prefix="millrace-pg-") as home:
-        if account:
-            shutil.chown(home, **account)
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": home}
-        subprocess.run(
-            [folder / "initdb", "-D", f"{home}/data", "-A", "trust", "-U", "millrace", "--no-sync"],
-            check=True,
-            **quiet,
-            **account,
-        )
-        options = f"-c listen_addresses='' -c unix_socket_directories='{home}' -c fsync=off"
-        control = [folder / "pg_ctl", "-D", f"{home}/data", "-w", "-o", options]
-        subprocess.run([*control, "start"], check=True, **quiet, **account)
-        yield f"postgresql+psycopg://millrace@/postgres?host={home}"
-        subprocess.run([*control, "-m", "immediate", "stop"], check=True, **quiet, **account)
-
-
-def test_ledger(url: str) -> None:
-    ledger = writer(url)
+def test_ledger(postgres_url: str) -> None:
+    ledger = writer(postgres_url)
     for name in ("r1", "r2"):
         ledger.record(finished(name))
     batch = [ledger._row(finished("r3"))]
     assert ledger._write(batch)
     assert ledger._write([*batch, ledger._row(finished("r4"))])
     ledger.close()
-    engine = open_ledger(url)
+    engine = open_ledger(postgres_url)
     assert [row["request_id"] for row in rows(engine)] == ["r1", "r2", "r3", "r4"]
     for name in DIMENSIONS:
         (row,) = usage(engine, [name], tenant="acme")
@@ -64,22 +30,22 @@ def test_ledger(url: str) -> None:
     engine.dispose()
 
 
-def test_entry_that_the_database_never_takes_keeps_no_other_from_it(url: str) -> None:
-    ledger = writer(url)
+def test_entry_that_the_database_never_takes_keeps_no_other_from_it(postgres_url: str) -> None:
+    ledger = writer(postgres_url)
     good, bad, last = (ledger._row(finished(name)) for name in ("good", "bad", "last"))
     wrong: list[dict[str, Any]] = [{"key_id": "k" * 129}, {"key_id": "k\0"}, {"prompt_tokens": 2**40}]
     never = [{**bad, **field, "entry_id": str(index)} for index, field in enumerate(wrong)]
     assert ledger._write([good, *never, last])
     ledger.close()
-    engine = open_ledger(url)
+    engine = open_ledger(postgres_url)
     written = {row["request_id"] for row in rows(engine)}
     engine.dispose()
     assert {"good", "last"} <= written
     assert "bad" not in written
 
 
-def test_keys(url: str) -> None:
-    store = KeyStore(url)
+def test_keys(postgres_url: str) -> None:
+    store = KeyStore(postgres_url)
     assert store.revision() == 0
     store.create(KeyEntry(id="one", tenant="acme", hash="", monthly_tokens=5))
     store.rotate("one", 3600)
@@ -91,8 +57,8 @@ def test_keys(url: str) -> None:
     store.close()
 
 
-def test_change_that_is_committed_after_a_later_one_is_seen(url: str) -> None:
-    store, database = KeyStore(url), open_ledger(url)
+def test_change_that_is_committed_after_a_later_one_is_seen(postgres_url: str) -> None:
+    store, database = KeyStore(postgres_url), open_ledger(postgres_url)
     change = text("INSERT INTO key_changes (changed_unix_s) VALUES (1)")
     before = store.revision()
     with database.begin() as slow:

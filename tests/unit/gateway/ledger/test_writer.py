@@ -152,13 +152,6 @@ def test_sigkill_loses_nothing_beyond_the_window(url: str) -> None:
     assert len(rows(open_ledger(url))) == 100
 
 
-def test_ledger_of_an_older_version_is_refused_until_it_has_the_column(url: str) -> None:
-    with open_ledger(url).begin() as connection:
-        connection.execute(text("ALTER TABLE requests DROP COLUMN candidate_tokens"))
-    with pytest.raises(ConfigError, match=r"gateway\.ledger\.url: .* no column candidate_tokens"):
-        open_ledger(url)
-
-
 @pytest.mark.parametrize(
     ("bad", "named"),
     [

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from gateway.ledger.journal import _read
 from gateway.ledger.tables import REQUESTS, open_ledger
 from tests.unit.gateway.rig.deployment import Deployment, deployed
 from tests.unit.gateway.rig.engine import ScriptedEngine, hello
@@ -60,6 +61,27 @@ async def test_limits_usage_and_ledger_have_all_that_was_computed(
         assert answer.json()["usage"]["total_tokens"] == used
         engine.candidate_tokens = 0
         assert await remaining_tokens(rig) == 10_000 - used - 2
+    assert in_ledger(tmp_path) == (num_prompt, num_answer, NUM_CANDIDATE_TOKENS)
+
+
+async def test_what_is_computed_so_far_is_in_the_journal_and_counts_no_more_at_the_end(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    def in_journal() -> list[tuple[int, int, int]]:
+        (path,) = (tmp_path / "ledger.sqlite-open").glob("*.open")
+        found = [each.request for each in _read(path.read_bytes(), 0)[0]]
+        return [(each.prompt_tokens, each.completion_tokens, each.candidate_tokens) for each in found]
+
+    num_prompt, num_answer = len(encode(PROMPT)), len(hello(None, 0))  # type: ignore[arg-type]
+    async with deployed(engine, tables=tables(tmp_path)) as rig:
+        engine.gate.clear()
+        asking = asyncio.create_task(ask(rig, max_tokens=10, best_of=4))
+        async with asyncio.timeout(10):
+            while in_journal() != [(num_prompt, 0, NUM_CANDIDATE_TOKENS - 1)]:
+                await asyncio.sleep(0.005)
+        engine.gate.set()
+        answer = (await asking).json()
+        assert answer["usage"]["completion_tokens"] == num_answer + NUM_CANDIDATE_TOKENS
     assert in_ledger(tmp_path) == (num_prompt, num_answer, NUM_CANDIDATE_TOKENS)
 
 

@@ -46,6 +46,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     # Steps that a submission has had when it is cancelled.
     steps_when_cancelled: int = 0
     # Of candidates that are not returned, told with the first choice's end or the answer to a cancellation.
+    # All but one are told before the first token, too.
     candidate_tokens: int = 0
     # Ends the stream of every gateway after this many tokens in all; -1 never does.
     dies_after_tokens: int = -1
@@ -115,6 +116,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 )
             )
             return
+        if self.candidate_tokens:
+            so_far = self.candidate_tokens - 1
+            outputs.put_nowait(engine_pb2.RequestOutput(handle=submit.handle, withheld_tokens=so_far))
         self.num_running += 1
         try:
             for offset in range(submit.sampling.n):

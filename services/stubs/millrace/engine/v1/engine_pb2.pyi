@@ -405,6 +405,7 @@ class RequestOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    WITHHELD_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     choice_index: _builtins.int
     """Which of the request's choices."""
@@ -412,6 +413,10 @@ class RequestOutput(_message.Message):
     """Set on the last output of a choice."""
     stop_token_id: _builtins.int
     """Token that ended the choice, with FINISH_REASON_STOP, when it was a stop token."""
+    withheld_tokens: _builtins.int
+    """Tokens computed so far for answers that are told at the end, as those of best_of and beams are. Alone in its
+    output, which is no answer yet.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens of this choice; several with speculative decoding or jump-forward."""
@@ -449,10 +454,11 @@ class RequestOutput(_message.Message):
         prompt_logprobs: _abc.Iterable[_output_pb2.TokenLogprob] | None = ...,
         statistics: Global___ChoiceStatistics | None = ...,
         stop_token_id: _builtins.int | None = ...,
+        withheld_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "error", b"error", "first_token", b"first_token", "statistics", b"statistics", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_first_token", b"_first_token", "_statistics", b"_statistics", "_stop_token_id", b"_stop_token_id", "choice_index", b"choice_index", "error", b"error", "finish_reason", b"finish_reason", "first_token", b"first_token", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "statistics", b"statistics", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "withheld_tokens", b"withheld_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
