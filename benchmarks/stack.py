@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,16 @@ class RunningStack:
 
 @contextmanager
 def running_stack(
-    config: str, *arguments: str, environment: Mapping[str, str] | None = None
+    config: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[RunningStack]:
-    """A healthy stack with this configuration, on free ports."""
+    """A healthy stack with this configuration, on free ports; `prefix` stands before its command."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "millrace.toml").write_text(config)
-        command = [sys.executable, "-m", "services.cli", "up", "--port", "0"]
+        command = [*prefix, sys.executable, "-m", "services.cli", "up", "--port", "0"]
         command += ["--config", str(folder / "millrace.toml"), *arguments]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
