@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,15 @@ def running_stack(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     parent: Path | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[RunningStack]:
-    """A healthy stack with this configuration, on free ports; its state is below `parent`."""
+    """A healthy stack with this configuration, on free ports; its state is below `parent`, and `prefix` stands
+    before its command.
+    """
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         (folder / "millrace.toml").write_text(config)
-        command = [sys.executable, "-m", "services.cli", "up", "--port", "0"]
+        command = [*prefix, sys.executable, "-m", "services.cli", "up", "--port", "0"]
         command += ["--config", str(folder / "millrace.toml"), *arguments]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(

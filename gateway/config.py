@@ -101,7 +101,8 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # what is on the way to it; and all answers of a tenant together. Then the answer is ended.
     max_unread: PositiveInt = 32 * 1024
     max_unread_of_tenant: PositiveInt = 256 * 1024
-    # Log-probabilities, alternatives included, of answers that are chosen among more at their end.
+    # Log-probabilities, alternatives included, of answers that are chosen among more at their end; those
+    # whose length was not asked for end there.
     max_ranked_logprobs: PositiveInt = 128 * 1024
 
 

@@ -7,7 +7,10 @@ gaps between its tokens, how many requests it lost, what became of the attacker'
 process before, under and after. The aims are 250 ms to the first token and 100 ms between two, both at the
 99th percentile.
 
-    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--json OUT] [--markdown OUT]
+    python -m benchmarks.neighbour [--attack NAME ...] [--quick] [--memory-mb N] [--json OUT] [--markdown OUT]
+
+With `--memory-mb` the stack has so many megabytes more than it needs before the first attack. What would
+take more is killed: nothing, is the aim. It needs control groups (Linux, as root).
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import asyncio
 import json
 import multiprocessing
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.neighbour.attacks import ATTACKS, Target, drive, request_head
+from benchmarks.neighbour.memory import MemoryGroup, memory_group
 from benchmarks.neighbour.tenants import CONFIG, KEYS
 from benchmarks.stack import RunningStack, running_stack, write_result
 from benchmarks.tokenizer_isolation import quantile, steal_ms
@@ -119,14 +125,21 @@ async def _window(target: Target, seconds: float) -> Window:
     return window
 
 
-def _memory(stack: RunningStack) -> dict[str, float]:
-    """Megabytes of each process and its children, shared pages by share."""
-    found = {}
+def _families(stack: RunningStack) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """Each process with its children."""
     for name, pid in stack.pids().items():
         process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        found[name] = round(sum(_pss(each) for each in family) / 1e6, 1)
-    return found
+        yield name, [process, *process.children(recursive=True)]
+
+
+def _memory(stack: RunningStack) -> dict[str, float]:
+    """Megabytes of each process and its children, shared pages by share."""
+    return {name: round(sum(map(_pss, family)) / 1e6, 1) for name, family in _families(stack)}
+
+
+def _processor_s(stack: RunningStack) -> dict[str, float]:
+    """Processor time of each process and its children so far."""
+    return {name: sum(map(_worked_s, family)) for name, family in _families(stack)}
 
 
 def _pss(process: psutil.Process) -> int:
@@ -136,9 +149,25 @@ def _pss(process: psutil.Process) -> int:
         return 0
 
 
-async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, Any]:
+def _worked_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _targets(stack: RunningStack) -> tuple[Target, Target]:
     host, _, port = stack.state.address.rpartition(":")
     neighbour, attacker = (Target(host, int(port), key, stack.state.model) for key in KEYS.values())
+    return neighbour, attacker
+
+
+async def _measure(
+    stack: RunningStack, name: str, seconds: float, group: MemoryGroup | None
+) -> dict[str, Any]:
+    neighbour, attacker = _targets(stack)
+    num_killed = group.num_killed() if group else 0
     pids, memory = stack.pids(), _memory(stack)
     before = await _window(neighbour, seconds / 2)
     processes = multiprocessing.get_context("spawn")
@@ -149,9 +178,10 @@ async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, 
     try:
         await asyncio.to_thread(ours.recv)
         ours.send("go")
-        stolen_ms = -steal_ms()
+        stolen_ms, worked_s = -steal_ms(), _processor_s(stack)
         under = await _window(neighbour, seconds)
         stolen_ms += steal_ms()
+        processor_s = {name: at_s - worked_s.get(name, 0.0) for name, at_s in _processor_s(stack).items()}
         peak = _memory(stack)
         outcomes = await asyncio.to_thread(ours.recv)
     finally:
@@ -167,10 +197,20 @@ async def _measure(stack: RunningStack, name: str, seconds: float) -> dict[str, 
         "under": under.summary(),
         "after": after.summary(),
         "memory_mb": {"before": memory, "under": peak, "after": _memory(stack)},
+        "processor_s": {name: round(spent_s, 2) for name, spent_s in processor_s.items()},
         "outcomes": outcomes,
         "steal_ms": round(stolen_ms, 1),
         "restarted": restarted,
+        **({"killed": group.num_killed() - num_killed} if group else {}),
     }
+
+
+def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, float]:
+    """Gives the stack so much more than it needs to serve the neighbour; both in megabytes."""
+    asyncio.run(_window(_targets(stack)[0], 2 * _PAUSE_S))
+    used_bytes = group.used_bytes()
+    group.limit(used_bytes + spare_mb * 1_000_000)
+    return {"stack": round(used_bytes / 1e6, 1), "above": spare_mb}
 
 
 def _row(found: dict[str, Any]) -> str:
@@ -201,22 +241,29 @@ def main() -> None:
     parser.add_argument("--attack", nargs="*", choices=list(ATTACKS), metavar="NAME", help="one or several")
     parser.add_argument("--seconds", type=float, default=12.0, help="length of an attack")
     parser.add_argument("--quick", action="store_true", help="4 seconds each")
+    parser.add_argument("--memory-mb", type=int, help="limit of memory above what the stack needs")
     parser.add_argument("--json", type=Path, help="write the figures there, beside those of other attacks")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
     seconds = 4.0 if options.quick else options.seconds
     found: list[dict[str, Any]] = []
-    print(_TABLE, flush=True)
-    with running_stack(CONFIG) as stack:
+    limit: dict[str, Any] = {}
+    with ExitStack() as exits:
+        group = exits.enter_context(memory_group()) if options.memory_mb else None
+        stack = exits.enter_context(running_stack(CONFIG, prefix=group.prefix if group else ()))
+        if group:
+            limit = {"memory_limit_mb": _limit(stack, group, options.memory_mb)}
+            print(limit)
+        print(_TABLE, flush=True)
         for name in options.attack or ATTACKS:
-            found.append(asyncio.run(_measure(stack, name, seconds)))
+            found.append(asyncio.run(_measure(stack, name, seconds, group)))
             print(_row(found[-1]), flush=True)
             if found[-1]["restarted"]:
                 print(f"started again: {found[-1]['restarted']}", flush=True)
     if options.json is not None and options.json.exists():
         found = _beside(json.loads(options.json.read_text())["attacks"], found)
     aims = {"ttft_p99_ms": TTFT_AIM_MS, "gap_p99_ms": GAP_AIM_MS}
-    write_result(options.json, {"aims": aims, "attacks": found})
+    write_result(options.json, {"aims": aims, **limit, "attacks": found})
     if options.markdown is not None:
         options.markdown.write_text("\n".join([_TABLE, *map(_row, found)]) + "\n", encoding="utf-8")
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, WINDOW_UPDATE = 0, 1, 3, 4, 8
 END_STREAM, END_HEADERS = 1, 4
+# Of a SETTINGS frame: what a stream may send before more is asked for.
+INITIAL_WINDOW_SIZE = 4
 # Largest frame that a peer takes which has not said otherwise, and the window that it gives to begin with.
 MAX_FRAME_BYTES = 16 * 1024
 _CANCEL = struct.pack(">I", 8)

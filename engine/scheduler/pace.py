@@ -14,6 +14,8 @@ LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
+# Less than this part of an event is nothing.
+_FADED = 0.01
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
 
@@ -106,6 +108,11 @@ class EventRate:
     def is_fresh(self) -> bool:
         """Whether at least one event has not faded yet."""
         return self._count >= 1.0
+
+    def has_faded(self, now: float) -> bool:
+        """Whether what was counted makes no difference any more."""
+        self._advance(now)
+        return self._count < _FADED
 
     def per_s(self, now: float, *, deviations: float = 0.0) -> float:
         """The rate, so many standard deviations of its (Poisson) estimate above it."""

@@ -83,7 +83,7 @@ class SchedulerState:
     turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
-    # Requests with a limit that were accepted per second, by account.
+    # Requests with a limit that were accepted per second, by account, the last one last.
     accepted: dict[Account, EventRate] = field(default_factory=dict)
     # Sequences ever made.
     num_sequences: int = 0
@@ -129,9 +129,17 @@ class SchedulerState:
         rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
         rate.count(now, sequence.num_places)
         if sequence.group.request.queue_deadline_s is not None:
-            self.accepted.setdefault(account_of(sequence), EventRate(_RATE_MEMORY_S)).count(now)
+            self._count_accepted(account_of(sequence), now)
         self.waiting.join(sequence)
         self._wait(sequence)
+
+    def _count_accepted(self, account: Account, now: float) -> None:
+        rate = self.accepted.pop(account, None) or EventRate(_RATE_MEMORY_S)
+        rate.count(now)
+        self.accepted[account] = rate
+        # Tenants come and go for as long as an engine runs.
+        while (oldest := next(iter(self.accepted))) != account and self.accepted[oldest].has_faded(now):
+            del self.accepted[oldest]
 
     def _wait(self, sequence: Sequence) -> None:
         num_tokens = self.tokens_to_compute(sequence)

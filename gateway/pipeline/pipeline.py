@@ -33,7 +33,7 @@ from gateway.pipeline.metering import Meter
 from gateway.pipeline.outcome import Ended, OutcomeRecorder
 from gateway.pipeline.reading import AnswerReader
 from gateway.pipeline.transcript import Transcript
-from gateway.pipeline.validate import check_model_name, check_ranked, check_vocabulary, validate
+from gateway.pipeline.validate import check_model_name, check_vocabulary, ranked_tokens, validate
 from gateway.text.detokenizer import detokenizer
 from gateway.text.vocabulary import Vocabulary
 from gateway.tiers import Tier, Tiers
@@ -213,7 +213,7 @@ class Pipeline:
         num_prompt_tokens = len(prepared.token_ids)
         limit = token_limit(self._model_limit(), call.tier.config.max_context_tokens)
         max_tokens = completion_limit(request, num_prompt_tokens, limit)
-        check_ranked(request, max_tokens, self.intake.limits)
+        max_tokens = ranked_tokens(request, max_tokens, self.intake.limits)
         sampling = complete(
             request.sampling,
             checkpoint=self._checkpoint,

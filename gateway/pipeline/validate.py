@@ -86,21 +86,29 @@ def check_answers(request: GenerationRequest, num_prompts: int, limits: RequestC
         )
 
 
-def check_ranked(request: GenerationRequest, max_tokens: int, limits: RequestConfig) -> None:
-    """Raises INVALID_ARGUMENT for more log-probabilities than may come at once: of ranked answers all do."""
+def ranked_tokens(request: GenerationRequest, max_tokens: int, limits: RequestConfig) -> int:
+    """Tokens that each answer may have, where so many are possible: of ranked answers all log-probabilities
+    come at once. Fewer where the client has set no length; raises INVALID_ARGUMENT where it has.
+    """
     sampling = request.sampling
     n = sampling.n or 1
     if sampling.logprobs is None or not (sampling.beam_width or (sampling.best_of or n) > n):
-        return
-    count = n * max_tokens * (1 + sampling.logprobs)
-    if count > limits.max_ranked_logprobs:
-        raise refuse(
-            request,
-            "logprobs",
-            f"{n} answers of {max_tokens} tokens would have {count} log-probabilities, which come all at "
-            f"once where answers are ranked; the limit is {limits.max_ranked_logprobs}: ask for fewer "
-            "tokens, answers or alternatives",
-        )
+        return max_tokens
+    each = n * (1 + sampling.logprobs)
+    most = limits.max_ranked_logprobs // each
+    if max_tokens <= most:
+        return max_tokens
+    least = max(1, sampling.min_tokens or 0)
+    if sampling.max_tokens is None and least <= most:
+        return most
+    num_tokens = sampling.max_tokens or least
+    raise refuse(
+        request,
+        "logprobs",
+        f"{n} answers of {num_tokens} tokens would have {num_tokens * each} log-probabilities, which come "
+        f"all at once where answers are ranked; the limit is {limits.max_ranked_logprobs}: ask for fewer "
+        "tokens, answers or alternatives",
+    )
 
 
 def check_counts(

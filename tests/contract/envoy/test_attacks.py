@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -121,3 +122,20 @@ async def test_streams_that_are_reset_at_once_mostly_reach_nobody(edge: Edge) ->
         pass
     writer.close()
     assert await begun(edge) - before < len(numbers) / 4
+
+
+async def test_a_connection_may_send_little_before_somebody_takes_it(edge: Edge) -> None:
+    host, port = edge.address.split(":")
+    reader, writer = await http2.connected(host, int(port))
+    stream_bytes = connection_bytes = 65_535
+    while connection_bytes == 65_535:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3]))
+        if head[3] == http2.SETTINGS:
+            values = dict(struct.iter_unpack(">HI", payload))
+            stream_bytes = values.get(http2.INITIAL_WINDOW_SIZE, stream_bytes)
+        elif head[3] == http2.WINDOW_UPDATE:
+            connection_bytes += int.from_bytes(payload)
+    writer.close()
+    assert stream_bytes <= 256 * 1024
+    assert connection_bytes <= 1024 * 1024

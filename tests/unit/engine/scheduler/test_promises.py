@@ -192,6 +192,18 @@ def test_a_rate_fades_stands_still_and_knows_its_error() -> None:
     assert rate.per_s(300.0) == pytest.approx(10.0 * 0.37, rel=0.05)
 
 
+def test_tenants_that_have_gone_are_forgotten() -> None:
+    driver = Driver()
+    for number in range(200):
+        driver.submit([1, 2, 3], max_tokens=1, tenant=f"t{number}", queue_deadline_s=driver.now + 9.0)
+        driver.run()
+        driver.wait(5.0)
+    accepted = driver.scheduler._state.accepted
+    assert (0, "t199") in accepted
+    # One request is nothing after 46 seconds.
+    assert len(accepted) == 10
+
+
 def test_what_can_no_longer_be_kept_yields_to_what_can_and_is_served_all_the_same() -> None:
     driver = Driver(max_num_seqs=1, aging_s=1e9)
     driver.submit(PROMPT, max_tokens=30)

@@ -119,3 +119,20 @@ async def test_what_a_month_has_left_is_shared_by_all_candidates(
             "/v1/completions", json={"model": "tiny", "prompt": "x", "best_of": 128, "max_tokens": 1}
         )
         assert refused.json()["error"]["reason"] == "BUDGET_EXHAUSTED"
+
+
+@pytest.mark.parametrize("more", [{"best_of": 4}, {"beam_width": 4}])
+async def test_ranked_answers_of_any_length_end_where_their_log_probabilities_must(
+    engine: ScriptedEngine, more: dict[str, int]
+) -> None:
+    limits = {"gateway": {"request": {"max_ranked_logprobs": 60}}}
+    async with deployed(engine, tables=limits) as rig:
+        # Five alternatives and the token itself, of two answers.
+        asked = {"model": "tiny", "prompt": PROMPT, "n": 2, "logprobs": 5, **more}
+        for max_tokens, expected in ((None, 5), (5, 5), (4, 4)):
+            await ask(rig, **{**asked, "max_tokens": max_tokens})
+            assert engine.submissions[-1].sampling.max_tokens == expected
+        for refused in ({"max_tokens": 6}, {"max_tokens": None, "min_tokens": 6}):
+            answer = await rig.http.post("/v1/completions", json={**asked, **refused})
+            assert answer.json()["error"]["param"] == "logprobs"
+            assert "72 log-probabilities" in answer.json()["error"]["message"]
