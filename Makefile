@@ -87,6 +87,10 @@ test-fast: dev redis ## Unit tests, contracts and import rules, without what too
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --fast --durations=5 \
 		tests/unit tests/contract tests/architecture $(PYTEST_ARGS)
 
+.PHONY: test-clients
+test-clients: dev ## Drive one stack by clients that nobody here wrote, and write docs/clients.md; ARGS=litellm runs one
+	$(BIN)/python -m tests.clients --write docs/clients.md --torch '$(PIP_ARGS) "$(TORCH)"' $(ARGS)
+
 .PHONY: lint
 lint: dev ## Style, types and import rules
 	$(BIN)/ruff check

@@ -158,9 +158,11 @@ def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_ARGUMENT) 
 
 def context_length(limit: int, problem: str) -> str:
     """The message of CONTEXT_LENGTH_EXCEEDED, for prompt and completion together: it begins as OpenAI's, by
-    which frameworks know it.
+    which frameworks know it, and ends with OpenAI's code, which others look for in the text.
     """
-    return f"This model's maximum context length is {limit} tokens. However, {problem}"
+    return (
+        f"This model's maximum context length is {limit} tokens. However, {problem} (context_length_exceeded)"
+    )
 
 
 def unsupported(field: str, remedy: str, problem: str = "not supported") -> MillraceError:

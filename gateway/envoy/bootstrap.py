@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -65,6 +66,9 @@ def build(settings: Settings, observability: ObservabilityConfig) -> dict[str, A
         jwt=settings.keys.jwt,
         clusters=list(clusters(settings, export)),
         max_body_bytes=gateway.max_body_bytes,
+        allowed_origin=_one_of(config.cors_origins),
+        # Whether an answer of Envoy's own is for a page that may read it.
+        from_pages=[True, False] if config.cors_origins else [False],
         edge_timeout=f"{config.authorization_timeout_ms / 1000:g}s",
         local_reply_config=local_reply_config(gateway.max_body_bytes),
         export=export,
@@ -95,6 +99,12 @@ def _seconds(value: float) -> str:
 
 def _exactly(headers: Iterable[str]) -> list[dict[str, str]]:
     return [{"exact": header} for header in headers]
+
+
+def _one_of(origins: Iterable[str]) -> dict[str, Any]:
+    """What matches any of the origins; "*" is every one."""
+    either = "|".join(".*" if origin == "*" else re.escape(origin) for origin in origins)
+    return {"safe_regex": {"regex": either}}
 
 
 def _json(value: Any) -> str:

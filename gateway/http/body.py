@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -11,9 +11,12 @@ from contract.chat import Role
 from contract.errors import MillraceError, Reason, invalid, unsupported
 
 Body = TypeVar("Body")
+_decode, _encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
 
 # msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`".
 _AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+# A number such as 1.0 is an integer for JSON Schema, and for languages that have one kind of number.
+_IS_FLOAT = re.compile(r"^Expected `int[^`]*`, got `float`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _ROLE = re.compile(r"^Invalid enum value (?P<value>'.*')$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
@@ -22,7 +25,12 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTA
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """The body as the decoder's type; raises MALFORMED_BODY, INVALID_ARGUMENT or UNSUPPORTED_FIELD."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if not _IS_FLOAT.match(str(error)):
+                raise
+            return decoder.decode(_encode(_whole(_decode(body))))
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except msgspec.DecodeError as error:
@@ -37,6 +45,19 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         raise MillraceError(
             Reason.MALFORMED_BODY, "the body is nested too deeply; 500 levels are far more than enough"
         ) from error
+
+
+def _whole(value: Any) -> Any:
+    """The same with integers for floats that are whole."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(each) for each in value]
+        case dict():
+            return {name: _whole(each) for name, each in value.items()}
+        case _:
+            return value
 
 
 def _invalid(message: str) -> MillraceError:

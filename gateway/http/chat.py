@@ -16,7 +16,7 @@ from gateway.pipeline.validate import SizedConversation, check_counts
 from gateway.types.request import GenerationRequest
 
 # Values of reasoning_effort, and whether the model thinks under them.
-_EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -308,15 +308,15 @@ def _template_options(body: ChatBody, *, reasons: bool) -> dict[str, Any]:
     effort = body.reasoning_effort
     if effort is None:
         return options
-    if effort not in _EFFORTS:
-        raise invalid("reasoning_effort", f"{effort!r} is not one of {', '.join(_EFFORTS)}")
-    if not reasons and _EFFORTS[effort]:
+    if effort not in EFFORTS:
+        raise invalid("reasoning_effort", f"{effort!r} is not one of {', '.join(EFFORTS)}")
+    if not reasons and EFFORTS[effort]:
         problem = f"model {body.model!r} does not reason"
         raise unsupported("reasoning_effort", "leave it out or send none", problem)
     # Templates know the switch under one of these names. A switch that says the opposite is no accident.
     for name, value in (
-        ("enable_thinking", _EFFORTS[effort]),
-        ("thinking", _EFFORTS[effort]),
+        ("enable_thinking", EFFORTS[effort]),
+        ("thinking", EFFORTS[effort]),
         ("reasoning_effort", effort),
     ):
         if options.setdefault(name, value) != value:

@@ -23,7 +23,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     """The body of a completion request."""
 
     # A text, token ids, or a list of either.
-    prompt: str | list[Any]
+    prompt: str | list[str | int | list[int]]
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     # Number of alternatives.
     logprobs: int | None = None
@@ -50,7 +50,7 @@ def completion_requests(
     return requests
 
 
-def _prompts(prompt: str | list[Any]) -> list[Prompt]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
     if not prompt:
@@ -62,10 +62,10 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
     return [_one_prompt(each, f"prompt[{index}]") for index, each in enumerate(prompt)]
 
 
-def _one_prompt(prompt: Any, field: str) -> Prompt:
+def _one_prompt(prompt: str | int | list[int], field: str) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
-    if isinstance(prompt, list) and _are_ids(prompt):
+    if isinstance(prompt, list):
         return TokenPrompt(tuple(prompt))
     raise invalid(field, "a prompt is a text or a list of token ids")
 

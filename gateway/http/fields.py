@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from contract.errors import unsupported
+from gateway.http.body import decode
 
 # Response header that lists fields without effect.
 WARNING_HEADER = "x-millrace-warning"
 
 _NULL = (b"", b"null")
+_anything = msgspec.json.Decoder()
 
 REFUSED: Mapping[str, str] = {
     "audio": "audio output is not served",
@@ -46,22 +48,22 @@ REFUSED: Mapping[str, str] = {
     "kv_transfer_params": "engines decide where keys and values live",
 }
 
-# Value that is accepted because it asks for what happens anyway.
-HARMLESS: Mapping[str, tuple[bytes, ...]] = {
-    "store": (b"false",),
-    "modalities": (b'["text"]',),
-    "include_stop_str_in_output": (b"false",),
-    "use_beam_search": (b"false",),
-    "verbosity": (b'"medium"',),
-    "include_reasoning": (b"true",),
-    "return_token_ids": (b"false",),
-    "skip_special_tokens": (b"true",),
-    "spaces_between_special_tokens": (b"true", b"false"),
-    "add_generation_prompt": (b"true",),
-    "add_special_tokens": (b"true", b"false"),
-    "length_penalty": (b"1", b"1.0"),
-    "return_tokens_as_token_ids": (b"false",),
-    "priority": (b"0",),
+# Values that are accepted because they ask for what happens anyway.
+HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "modalities": (["text"],),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True, False),
+    "length_penalty": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
 }
 
 _REMEDIES: Mapping[str, str] = {
@@ -81,7 +83,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 # They are declared, so that null, and values that change nothing, are accepted.
-UNSERVED = tuple({**REFUSED, **HARMLESS, **WITHOUT_EFFECT})
+UNSERVED = tuple({**REFUSED, **HARMLESS_VALUES, **WITHOUT_EFFECT})
 _values = operator.attrgetter(*UNSERVED)
 _UNSET = (msgspec.Raw(),) * len(UNSERVED)
 
@@ -106,10 +108,24 @@ def check_unserved(body: msgspec.Struct) -> list[str]:
     warnings = []
     for name, value in zip(UNSERVED, _values(body), strict=True):
         raw = bytes(value)
-        if raw in _NULL or raw in HARMLESS.get(name, ()):
+        if raw in _NULL or _changes_nothing(name, raw):
             continue
         if name in WITHOUT_EFFECT:
             warnings.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
             continue
-        raise unsupported(name, _REMEDIES.get(name, "leave it out"))
+        raise unsupported(name, remedy(name))
     return warnings
+
+
+def remedy(name: str) -> str:
+    """What to do instead of asking for a field that is not served."""
+    return _REMEDIES.get(name, "leave it out")
+
+
+def _changes_nothing(name: str, raw: bytes) -> bool:
+    harmless = HARMLESS_VALUES.get(name)
+    if not harmless:
+        return False
+    value = decode(_anything, raw)
+    # For Python 0 is False.
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -1,7 +1,8 @@
-"""Keys of messages, parts and tool calls that this version does not know: ignored, and named in a header.
+"""Keys of messages, parts, tool calls and tools that this version does not know: ignored, named in a header.
 
-Clients send back what other servers and SDKs wrote into earlier turns, so there a strange key is no wish that
-would go unheard. A strange option of the request is one, and is refused (`fields`).
+Clients send back what other servers and SDKs wrote into earlier turns, and mark what another server may
+cache: there a strange key is no wish that would go unheard. A strange option of the request is one, and is
+refused (`fields`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import msgspec
 
 from contract.errors import MillraceError, Reason
 from gateway.http.body import decode
-from gateway.http.chat import ContentPart, FunctionCallBody, MessageBody, ToolCallBody
+from gateway.http.chat import (
+    ContentPart,
+    FunctionBody,
+    FunctionCallBody,
+    MessageBody,
+    ToolBody,
+    ToolCallBody,
+)
 
 # Response header that names them.
 IGNORED_HEADER = "x-millrace-ignored"
@@ -21,31 +29,38 @@ IGNORED_HEADER = "x-millrace-ignored"
 # So many are named, each with so many characters.
 _MAX_NAMES = 8
 _MAX_NAME = 64
-_FIELD = "messages"
-_STRANGE = f"{_FIELD}["
+# Fields of a body whose items may have strange keys.
+FIELDS: Mapping[str, type[msgspec.Struct]] = {"messages": MessageBody, "tools": ToolBody}
+_STRANGE = tuple(f"{field}[" for field in FIELDS)
 # What is inside of each, by the key that holds it.
-_INSIDE: Mapping[type[msgspec.Struct], Mapping[str, type[msgspec.Struct]]] = {
+INSIDE: Mapping[type[msgspec.Struct], Mapping[str, type[msgspec.Struct]]] = {
     MessageBody: {"content": ContentPart, "tool_calls": ToolCallBody},
     ToolCallBody: {"function": FunctionCallBody},
+    ToolBody: {"function": FunctionBody},
 }
 _by_field = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_anything = msgspec.json.Decoder()
 
 Body = TypeVar("Body")
 
 
 def decode_known(decoder: msgspec.json.Decoder[Body], data: bytes) -> tuple[Body, list[str]]:
-    """The body without strange keys in its messages, and their names; raises what `body.decode` raises."""
+    """The body without strange keys in its messages and tools, and their names; raises what `body.decode`
+    raises.
+    """
     try:
         return decode(decoder, data), []
     except MillraceError as error:
         if error.reason is not Reason.UNSUPPORTED_FIELD or not error.field.startswith(_STRANGE):
             raise
     fields = _by_field(data)
-    messages = msgspec.json.decode(fields[_FIELD])
     names: list[str] = []
-    _drop(messages, MessageBody, _FIELD, names)
+    for field, kind in FIELDS.items():
+        if field in fields:
+            items = decode(_anything, fields[field])
+            _drop(items, kind, field, names)
+            fields[field] = msgspec.Raw(msgspec.json.encode(items))
     # Everything else stays as it was written.
-    fields[_FIELD] = msgspec.Raw(msgspec.json.encode(messages))
     return decode(decoder, msgspec.json.encode(fields)), names
 
 
@@ -66,5 +81,5 @@ def _drop(value: Any, kind: type[msgspec.Struct], path: str, names: list[str]) -
         for name in [each for each in value if each not in kind.__struct_fields__]:
             del value[name]
             names.append(f"{path}.{name}")
-        for name, inside in _INSIDE.get(kind, {}).items():
+        for name, inside in INSIDE.get(kind, {}).items():
             _drop(value.get(name), inside, f"{path}.{name}", names)

@@ -8,18 +8,13 @@ from typing import Any
 
 import msgspec
 
-from contract.errors import Reason
-from contract.sampling import RANGES
+from contract.errors import MillraceError, Reason
 from gateway.auth.authorizer import API_KEY_HEADERS
-from gateway.http.chat import ChatBody
-from gateway.http.completions import CompletionBody
-from gateway.http.inspect import DetokenizeBody, TokenizeBody
-
-_REF = "#/components/schemas/{name}"
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-_INTEGER = {"type": "integer", "minimum": 0}
-_STRING = {"type": "string"}
-_NULLABLE_STRING = {"type": ["string", "null"]}
+from gateway.http.fields import WARNING_HEADER
+from gateway.http.ignored import IGNORED_HEADER
+from gateway.http.openapi_answers import ANSWERS, INTEGER, STRING, events
+from gateway.http.openapi_bodies import BEYOND, BEYOND_REASONS, REF, body_schemas
+from gateway.openai_error import error_detail
 
 # Reasons by which a request may be refused, per endpoint. The edge has its own for every path: what is no
 # valid HTTP, headers beyond its limit, too many connections, too slow a client, no gateway.
@@ -50,11 +45,13 @@ _GENERATES = (*_WITH_BODY, Reason.ENGINE_LOST, Reason.CANCELLED)
 # Headers of responses: statuses that may have them (none means all), what they say, and how.
 _COUNTED = ("200", "400", "403", "404", "413", "429", "499", "500", "503", "504")
 _HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
-    "x-request-id": ((), "Id of the request in logs, traces and the ledger.", _STRING),
-    "openai-processing-ms": ((), "Milliseconds from the request's head to the response's.", _INTEGER),
-    "retry-after": (("429", "503"), "Seconds after which another try may help.", _INTEGER),
-    "www-authenticate": (("401",), "The scheme that is asked for.", _STRING),
-    "x-millrace-warning": (("200",), "A field that has no effect, or less than it says.", _STRING),
+    "x-request-id": ((), "Id of the request in logs, traces and the ledger.", STRING),
+    "openai-processing-ms": ((), "Milliseconds from the request's head to the response's.", INTEGER),
+    "retry-after": (("429", "503"), "Seconds after which another try may help.", INTEGER),
+    "retry-after-ms": (("429", "503"), "The same in milliseconds.", INTEGER),
+    "www-authenticate": (("401",), "The scheme that is asked for.", STRING),
+    WARNING_HEADER: (("200",), "A field that has no effect, or less than it says.", STRING),
+    IGNORED_HEADER: ((), "Unknown keys of messages and tools, which were ignored.", STRING),
     **{
         f"x-ratelimit-{part}-{unit}": (
             _COUNTED,
@@ -63,11 +60,78 @@ _HEADERS: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, Any]]] = {
         )
         for unit in ("requests", "tokens")
         for part, meaning, schema in (
-            ("limit", "Most", _INTEGER),
-            ("remaining", "What is left of", _INTEGER),
-            ("reset", "Time, as 1m0s, until all are there again of", _STRING),
+            ("limit", "Most", INTEGER),
+            ("remaining", "What is left of", INTEGER),
+            ("reset", "Time, as 1m0s, until all are there again of", STRING),
         )
     },
+}
+
+_ABOUT = """OpenAI-compatible. Unknown keys inside of messages and tools are ignored, and named in
+`x-millrace-ignored`; any other field that is not listed is refused by name.
+
+A body that its schema allows is served, or refused for what no schema can say: limits, names that are not
+there, and
+
+""" + "\n".join(f"- `{name}`: {rule}" for name, rule in (*BEYOND_REASONS.items(), *BEYOND.items()))
+_TAGS = {
+    "generation": "Text and tool calls, whole or as server-sent events.",
+    "models": "What the key may use.",
+    "tokens": "Texts to token ids and back.",
+    "operation": "Whether requests are served.",
+}
+_SUMMARIES: Mapping[str, tuple[str, str]] = {
+    "createChatCompletion": ("generation", "Answer a conversation"),
+    "createCompletion": ("generation", "Continue texts or token ids"),
+    "listModels": ("models", "List the models that the key may use"),
+    "retrieveModel": ("models", "Describe one model"),
+    "tokenize": ("tokens", "Show the tokens of a text or a conversation"),
+    "detokenize": ("tokens", "Show the text of token ids"),
+    "health": ("operation", "Tell whether requests are served"),
+}
+_MODEL, _HELLO = {"model": "millrace-nano"}, [{"role": "user", "content": "Hello!"}]
+_PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_WEATHER = {
+    "name": "get_weather",
+    "description": "Get the current weather in a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+# Bodies that the bundled model's stack answers, by operation and what they show.
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "createChatCompletion": {
+        "whole": {**_MODEL, "messages": _HELLO},
+        "stream": {
+            **_MODEL,
+            "messages": _HELLO,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        "tools": {
+            **_MODEL,
+            "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+            "tools": [{"type": "function", "function": _WEATHER}],
+            "tool_choice": "required",
+        },
+        "schema": {
+            **_MODEL,
+            "messages": [{"role": "user", "content": "Extract: Anna, 34, lives in Oslo."}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "person", "strict": True, "schema": _PERSON},
+            },
+        },
+    },
+    "createCompletion": {
+        "text": {**_MODEL, "prompt": "Once upon a time"},
+        "stream": {**_MODEL, "prompt": "Once upon a time", "stream": True, "logprobs": 2},
+    },
+    "tokenize": {"text": {"prompt": "Hello!"}, "conversation": {"messages": _HELLO}},
+    "detokenize": {"ids": {"tokens": [300, 301]}},
 }
 
 
@@ -77,53 +141,50 @@ def document() -> bytes:
 
 
 def _document() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_REF)
-    for name in ("ChatBody", "CompletionBody"):
-        _describe_options(schemas[name])
-    schemas.update(_ANSWERS)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Millrace",
             "version": metadata.version("millrace"),
-            "description": "OpenAI-compatible. A field that is not listed is refused by name.",
+            "description": _ABOUT,
         },
         "security": [{"key": []}, *({name: []} for name in API_KEY_HEADERS)],
-        "paths": {
-            "/v1/chat/completions": {"post": _generate("createChatCompletion", "ChatBody", "ChatCompletion")},
-            "/v1/completions": {"post": _generate("createCompletion", "CompletionBody", "Completion")},
-            "/v1/models": {"get": _operation("listModels", _json("ModelList"), _ALWAYS)},
-            "/v1/models/{model}": {
-                "get": {
-                    **_operation("retrieveModel", _json("Model"), _WITH_MODEL),
-                    "parameters": [{"name": "model", "in": "path", "required": True, "schema": _STRING}],
-                }
-            },
-            "/tokenize": {"post": _operation("tokenize", _json("Tokens"), _WITH_BODY, "TokenizeBody")},
-            "/detokenize": {"post": _operation("detokenize", _json("Text"), _WITH_BODY, "DetokenizeBody")},
-            "/health": {"get": _health()},
-        },
+        "tags": [{"name": name, "description": about} for name, about in _TAGS.items()],
+        "paths": _paths(),
         "components": {
-            "schemas": schemas,
+            "schemas": {**body_schemas(), **ANSWERS},
+            "examples": {reason.value: {"value": _example(reason)} for reason in _GENERATES},
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
                 **{name: {"type": "apiKey", "in": "header", "name": name} for name in API_KEY_HEADERS},
             },
         },
+        # For programs: refusals that a schema cannot foresee, by reason, or by param as a regular expression.
+        "x-beyond-schema": [
+            *({"reason": reason.value, "rule": rule} for reason, rule in BEYOND_REASONS.items()),
+            *({"param": f"^{param}$", "rule": rule} for param, rule in BEYOND.items()),
+        ],
     }
 
 
-def _describe_options(schema: dict[str, Any]) -> None:
-    """Writes the limits of numbers in."""
-    for name, limits in RANGES.items():
-        for branch in schema["properties"].get(name, {}).get("anyOf", ()):
-            if branch.get("type") in ("integer", "number"):
-                branch["minimum"], branch["maximum"] = limits.minimum, limits.maximum
+def _paths() -> dict[str, Any]:
+    model = {"name": "model", "in": "path", "required": True, "schema": STRING, "example": "millrace-nano"}
+    tokenize = _operation("tokenize", _json("Tokens"), _WITH_BODY, "TokenizeBody")
+    detokenize = _operation("detokenize", _json("Text"), _WITH_BODY, "DetokenizeBody")
+    retrieve = _operation("retrieveModel", _json("Model"), _WITH_MODEL)
+    return {
+        "/v1/chat/completions": {"post": _generate("createChatCompletion", "ChatBody", "ChatCompletion")},
+        "/v1/completions": {"post": _generate("createCompletion", "CompletionBody", "Completion")},
+        "/v1/models": {"get": _operation("listModels", _json("ModelList"), _ALWAYS)},
+        "/v1/models/{model}": {"get": {**retrieve, "parameters": [model]}},
+        "/tokenize": {"post": tokenize},
+        "/detokenize": {"post": detokenize},
+        "/health": {"get": _health()},
+    }
 
 
 def _generate(operation: str, body: str, answer: str) -> dict[str, Any]:
-    content = {**_json(answer), "text/event-stream": {"schema": _STRING}}
-    return _operation(operation, content, _GENERATES, body)
+    return _operation(operation, {**_json(answer), **events(f"{answer}Chunk")}, _GENERATES, body)
 
 
 def _health() -> dict[str, Any]:
@@ -137,20 +198,37 @@ def _operation(
     operation: str, content: dict[str, Any], reasons: Iterable[Reason], body: str = ""
 ) -> dict[str, Any]:
     responses = {"200": _response("200", "The answer.", content), **_refusals(reasons)}
-    described: dict[str, Any] = {"operationId": operation, "responses": responses}
+    tag, summary = _SUMMARIES[operation]
+    described: dict[str, Any] = {
+        "operationId": operation,
+        "tags": [tag],
+        "summary": summary,
+        "responses": responses,
+    }
     if body:
-        described["requestBody"] = {"required": True, "content": _json(body)}
+        examples = {name: {"value": value} for name, value in EXAMPLES[operation].items()}
+        content = {"schema": {"$ref": REF.format(name=body)}, "examples": examples}
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
     return described
 
 
 def _refusals(reasons: Iterable[Reason]) -> dict[str, Any]:
-    statuses: dict[str, list[str]] = {}
+    statuses: dict[str, list[Reason]] = {}
     for reason in reasons:
-        statuses.setdefault(str(reason.mapping.http_status), []).append(reason.value)
-    return {
-        status: _response(status, ", ".join(names) + " and others of this status", _json("Error"))
-        for status, names in sorted(statuses.items())
+        statuses.setdefault(str(reason.mapping.http_status), []).append(reason)
+    return {status: _refusal(status, told) for status, told in sorted(statuses.items())}
+
+
+def _refusal(status: str, reasons: Iterable[Reason]) -> dict[str, Any]:
+    content = _json("Error")
+    content["application/json"]["examples"] = {
+        reason.value: {"$ref": f"#/components/examples/{reason.value}"} for reason in reasons
     }
+    return _response(status, ", ".join(reasons) + " and others of this status", content)
+
+
+def _example(reason: Reason) -> dict[str, Any]:
+    return {"error": error_detail(MillraceError(reason, "What happened, the limit, and the remedy."))}
 
 
 def _response(status: str, description: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -163,80 +241,5 @@ def _response(status: str, description: str, content: dict[str, Any]) -> dict[st
 
 
 def _json(*names: str) -> dict[str, Any]:
-    schemas = [{"$ref": _REF.format(name=name)} for name in names]
+    schemas = [{"$ref": REF.format(name=name)} for name in names]
     return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
-
-
-def _object(properties: Mapping[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": dict(properties), "required": required}
-
-
-def _list(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _strings(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, _STRING)
-
-
-def _integers(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, _INTEGER)
-
-
-_LENGTH = {"max_model_len": {"type": ["integer", "null"]}}
-_CHOICE = {
-    "index": _INTEGER,
-    "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
-    "stop_reason": _NULLABLE_STRING,
-    "logprobs": {"type": ["object", "null"]},
-    # Only of complete answers whose schema was not enforced wholly.
-    "verdict": _object(
-        {"valid": {"type": "boolean"}, **_strings("keyword", "schema_path", "instance_path", "message")}
-    ),
-}
-_MESSAGE = _object(
-    {
-        "role": {"const": "assistant"},
-        "content": _NULLABLE_STRING,
-        "refusal": {"type": "null"},
-        "reasoning_content": _STRING,
-        "tool_calls": _list({"type": "object"}),
-    },
-    optional=("reasoning_content", "tool_calls"),
-)
-_MODEL = _object({**_strings("id", "owned_by"), "object": {"const": "model"}, "created": _INTEGER, **_LENGTH})
-
-
-def _completion(**said: Any) -> dict[str, Any]:
-    usage = {"$ref": _REF.format(name="Usage")}
-    choices = _list(_object({**_CHOICE, **said}, optional=("verdict",)))
-    told = _strings("id", "object", "model", "service_tier")
-    return _object({**told, "created": _INTEGER, "usage": usage, "choices": choices})
-
-
-_ERROR = {
-    **_strings("message", "type"),
-    "param": _NULLABLE_STRING,
-    "code": {"enum": sorted({reason.openai_code for reason in Reason})},
-    "reason": {"enum": [reason.value for reason in Reason]},
-    "metadata": {"type": "object", "additionalProperties": _STRING},
-}
-_USAGE = {
-    **_integers("prompt_tokens", "completion_tokens", "total_tokens"),
-    "prompt_tokens_details": _object(_integers("cached_tokens")),
-    "completion_tokens_details": _object(_integers("reasoning_tokens")),
-    "time_to_first_token": {"type": "object", "additionalProperties": {"type": "number"}},
-}
-_TOKENS = {"count": _INTEGER, **_LENGTH, "tokens": _list(_INTEGER), "token_strs": _list(_STRING)}
-_ANSWERS: Mapping[str, Any] = {
-    "Error": _object({"error": _object(_ERROR, optional=("metadata",))}),
-    "Usage": _object(_USAGE, optional=("time_to_first_token",)),
-    "ChatCompletion": _completion(message=_MESSAGE),
-    "Completion": _completion(text=_STRING),
-    "Model": _MODEL,
-    "ModelList": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
-    "Tokens": _object(_TOKENS, optional=("token_strs",)),
-    "Text": _object(_strings("prompt")),
-    "Health": _object({"status": {"enum": ["ok", "unavailable"]}, "missing": _STRING}, optional=("missing",)),
-}

@@ -106,25 +106,23 @@ def check_common(body: CommonBody) -> None:
         raise invalid("stream_options", "it is only allowed with stream true")
     if options is not None and options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation", "leave it out or send false")
-    format_ = body.response_format
-    if format_ is not None and format_.json_schema is not None and format_.json_schema.description:
-        raise unsupported(
-            "response_format.json_schema.description",
-            "the model does not see it; describe the answer in a message",
-        )
     check_metadata(body.metadata or {})
     if body.allowed_token_ids == []:
         raise invalid("allowed_token_ids", "it is empty, so nothing could follow; leave it out")
 
 
 def yielding(body: CommonBody) -> list[str]:
-    """Warnings for fields that something else in the body overrules."""
+    """Warnings for fields that something else in the body overrules, or that nobody reads."""
+    warnings = []
+    if body.response_format is not None and getattr(body.response_format.json_schema, "description", None):
+        name = "response_format.json_schema.description"
+        warnings.append(f"{name} has no effect: the model does not see it; describe the answer in a message")
     choice = getattr(body, "tool_choice", None)
     choice = getattr(getattr(choice, "allowed_tools", None), "mode", choice)
     is_forced = choice is not None and choice not in ("none", "auto")
     if body.min_tokens and (is_forced or response_format(body)[0] is not None):
-        return ["min_tokens has no effect where the constraint leaves nothing but the answer's end"]
-    return []
+        warnings.append("min_tokens has no effect where the constraint leaves nothing but the answer's end")
+    return warnings
 
 
 def _labels(body: CommonBody, safety_identifier: str | None) -> dict[str, str]:
@@ -207,9 +205,9 @@ def response_format(body: CommonBody) -> tuple[ResponseFormat | None, str]:
 def _openai(body: ResponseFormatBody | None) -> tuple[str, ResponseFormat | None]:
     if body is None:
         return "", None
-    if body.type not in _FORMATS:
-        raise invalid("response_format.type", f"{body.type!r} is not one of {', '.join(_FORMATS)}")
-    part, make = _FORMATS[body.type]
+    if body.type not in FORMATS:
+        raise invalid("response_format.type", f"{body.type!r} is not one of {', '.join(FORMATS)}")
+    part, make = FORMATS[body.type]
     for name in ("json_schema", "regex", "choice", "grammar"):
         if name != part and getattr(body, name) is not None:
             raise invalid(f"response_format.{name}", f"type {body.type!r} does not take it; leave it out")
@@ -228,7 +226,7 @@ def _schema(given: JsonSchemaBody) -> JsonSchemaFormat:
 
 
 # Types of response_format, the field that belongs to each, and what makes a constraint of it.
-_FORMATS: Mapping[str, tuple[str, Callable[..., ResponseFormat | None]]] = {
+FORMATS: Mapping[str, tuple[str, Callable[..., ResponseFormat | None]]] = {
     "text": ("", lambda: None),
     "json_object": ("", JsonObjectFormat),
     "json_schema": ("json_schema", _schema),
@@ -253,7 +251,7 @@ def _structured(body: StructuredOutputs | None) -> tuple[str, ResponseFormat | N
 def _by_kind(body: msgspec.Struct, prefix: str, path: str = "") -> list[tuple[str, ResponseFormat]]:
     """vLLM's constraints, of fields that begin with `prefix`, by their names below `path`."""
     found: list[tuple[str, ResponseFormat]] = []
-    for kind, make in _KINDS.items():
+    for kind, make in KINDS.items():
         given, name = getattr(body, f"{prefix}{kind}"), f"{path}{prefix}{kind}"
         # A Raw is empty where nothing was said.
         if given is not None and given not in _NOTHING:
@@ -277,9 +275,11 @@ def _grammar(_: str, text: str) -> ResponseFormat:
 
 
 _NOTHING = (msgspec.Raw(), msgspec.Raw(b"null"))
-_KINDS: Mapping[str, Callable[[str, Any], ResponseFormat]] = {
+KINDS: Mapping[str, Callable[[str, Any], ResponseFormat]] = {
     "json": _json_format,
     "regex": lambda _, pattern: RegexFormat(pattern),
     "choice": lambda _, options: ChoiceFormat(tuple(options)),
     "grammar": _grammar,
 }
+# vLLM's older fields of a body, for the same constraints.
+GUIDED = tuple(f"guided_{kind}" for kind in KINDS)

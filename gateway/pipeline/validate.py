@@ -37,7 +37,7 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_PROMPT_CACHE_KEY = 256
 # Of tools and of schemas, as OpenAI has it.
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class SizedConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +227,7 @@ def _check_tool_choice(request: GenerationRequest, conversation: Conversation, r
     choice = conversation.tool_choice
     names = [tool.name for tool in conversation.tools]
     for index, name in enumerate(names):
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise refused(f"tools[{index}].function.name", _no_name(name))
         if name in names[:index]:
             raise refused(f"tools[{index}].function.name", f"{name!r} is there twice")
@@ -247,7 +247,7 @@ def _check_format(request: GenerationRequest, refused: Refuse) -> None:
     if request.sampling.ignore_eos and _constrained(request):
         problem = "it has no effect beside a constraint, which says where the answer ends"
         raise refused("ignore_eos", f"{problem}; leave one of them out")
-    if isinstance(format_, JsonSchemaFormat) and format_.name and not _NAME.fullmatch(format_.name):
+    if isinstance(format_, JsonSchemaFormat) and format_.name and not NAME.fullmatch(format_.name):
         raise invalid(f"{request.field('response_format')}.name", _no_name(format_.name))
     if isinstance(format_, ChoiceFormat) and not all(format_.options):
         raise refused("response_format", "an option is empty")

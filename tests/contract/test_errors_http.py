@@ -194,6 +194,8 @@ async def test_a_context_that_is_too_long_is_told_as_openai_does(
     error = (await stack.chat(**extra)).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+    # LangChain sees nothing but the message.
+    assert "context_length_exceeded" in error["message"]
 
 
 async def test_what_a_chat_cannot_have_is_not_advised(stack: Deployment) -> None:

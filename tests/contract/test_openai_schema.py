@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import jsonschema_rs
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -15,12 +18,15 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    negative_data_rejection,
     response_headers_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
 
+from gateway.http.openapi import EXAMPLES, document
 from services.context import CONTEXT_HEADER
+from tests.clients.python.beyond_schema import only_beyond_schema
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 
 HEADERS = {CONTEXT_HEADER: signed_context()}
@@ -54,6 +60,9 @@ CHECKS = [
     content_type_conformance,
     response_headers_conformance,
     response_schema_conformance,
+    # What the document allows is served, and nothing else is.
+    only_beyond_schema,
+    negative_data_rejection,
 ]
 OPERATIONS = [
     ("post", "/v1/chat/completions"),
@@ -94,5 +103,114 @@ def test_the_document_lists_what_is_served(address: str) -> None:
     assert document["openapi"].startswith("3.1")
     options = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "tools", "response_format", "service_tier"} <= set(options)
-    assert "functions" not in options
+    assert options["functions"]["enum"] == [None]
     assert options["temperature"]["anyOf"][0]["maximum"] == 2.0
+
+
+# --- the types by themselves ------------------------------------------------------------------------------
+
+SCHEMAS = msgspec.json.decode(document())["components"]["schemas"]
+HELLO = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "m", "messages": HELLO}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without room for what it does not declare."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items()}
+    if "properties" in closed and "additionalProperties" not in closed:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _validator(name: str, *, closed: bool = False) -> jsonschema_rs.Validator:
+    schemas = _closed(SCHEMAS) if closed else SCHEMAS
+    root = {"components": {"schemas": schemas}, "$ref": f"#/components/schemas/{name}"}
+    return jsonschema_rs.validator_for(root)
+
+
+@pytest.mark.parametrize(
+    ("extra", "allowed"),
+    [
+        ({}, True),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "user"}]}, False),
+        ({"messages": [{"role": "user", "content": "x", "odd": 1}]}, True),
+        ({"messages": [{"role": "tool", "content": "x"}]}, False),
+        ({"messages": [{"role": "assistant", "refusal": "no"}]}, True),
+        ({"messages": [{"role": "assistant", "refusal": "no", "content": "x"}]}, False),
+        ({"odd": 1}, False),
+        ({"store": False}, True),
+        ({"store": True}, False),
+        ({"stream_options": {}}, False),
+        ({"stream_options": {}, "stream": True}, True),
+        ({"guided_regex": "a"}, True),
+        ({"guided_regex": "a", "guided_json": {}}, False),
+        ({"guided_regex": "a", "ignore_eos": True}, False),
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "tools": [TOOL]}, True),
+        ({"tool_choice": "required", "tools": [TOOL], "guided_regex": "a"}, False),
+        ({"tools": [{**TOOL, "cache_control": {}}]}, True),
+        ({"response_format": {"type": "json_schema"}}, False),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, True),
+        ({"top_k": -1}, True),
+        ({"top_p": 0}, False),
+    ],
+    ids=str,
+)
+def test_a_body_is_described_as_it_is_judged(address: str, extra: dict[str, Any], allowed: bool) -> None:
+    body = {**CHAT, "model": "tiny", "max_tokens": 2, **extra}
+    assert _validator("ChatBody").is_valid(body) == allowed
+    answer = httpx.post(f"{address}/v1/chat/completions", json=body, headers=HEADERS)
+    # The engine here answers with letters, which no pattern judges.
+    assert (answer.status_code != 400) == allowed, answer.text
+
+
+BODIES = {
+    "createChatCompletion": "ChatBody",
+    "createCompletion": "CompletionBody",
+    "tokenize": "TokenizeBody",
+    "detokenize": "DetokenizeBody",
+}
+
+
+@pytest.mark.parametrize("operation", BODIES)
+def test_examples_are_what_they_show(operation: str) -> None:
+    for example in EXAMPLES[operation].values():
+        _validator(BODIES[operation]).validate(example)
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk", "extra"),
+    [
+        ("/v1/chat/completions", "ChatCompletionChunk", {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", "ChatCompletionChunk", {"n": 2, "temperature": 1, "stop": "b"}),
+        ("/v1/completions", "CompletionChunk", {"prompt": "ab", "logprobs": 2, "echo": True}),
+    ],
+    ids=["chat with log-probabilities", "chat of two answers", "completion"],
+)
+def test_events_are_described_and_have_nothing_else(
+    address: str, path: str, chunk: str, extra: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    asked = {**body, **({} if "prompt" in extra else {"messages": HELLO}), **extra}
+    blocks = httpx.post(f"{address}{path}", json=asked, headers=HEADERS).text.strip().split("\n\n")
+    assert blocks.pop() == "data: [DONE]"
+    assert len(blocks) > 2
+    for block in blocks:
+        _validator(chunk, closed=True).validate(msgspec.json.decode(block.removeprefix("data: ")))
+
+
+def test_every_status_of_an_operation_is_described_with_its_headers() -> None:
+    paths = msgspec.json.decode(document())["paths"]
+    answers = paths["/v1/chat/completions"]["post"]["responses"]
+    assert {"200", "400", "401", "404", "413", "429", "503"} <= answers.keys()
+    assert {"retry-after", "x-ratelimit-remaining-tokens"} <= answers["429"]["headers"].keys()
+    assert "www-authenticate" in answers["401"]["headers"]
+    for operations in paths.values():
+        for operation in operations.values():
+            assert operation["summary"]

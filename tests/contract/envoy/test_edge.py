@@ -379,8 +379,17 @@ async def test_pages_of_a_configured_origin_may_call(tmp_path: Path) -> None:
             # A page can read why it was refused.
             refused = await client.post(path, headers={"x-api-key": "mr-wrong", **origin}, content=b"{}")
             assert (refused.status_code, refused.headers[allowed]) == (401, PREFLIGHT["origin"])
-            other = await client.options(path, headers={**PREFLIGHT, "origin": "https://other.example.com"})
+            # Neither is a refusal of Envoy's own opaque to it.
+            for headers, content, status in (({}, b"{}", 401), (BEARER, bytes(MAX_BODY_BYTES + 1), 413)):
+                refused = await client.post(path, headers={**headers, **origin}, content=content)
+                assert (refused.status_code, refused.headers[allowed]) == (status, PREFLIGHT["origin"])
+                assert refused.headers["access-control-expose-headers"] == "*"
+                assert refused.json()["error"]["message"]
+            elsewhere = {"origin": "https://other.example.com"}
+            other = await client.options(path, headers={**PREFLIGHT, **elsewhere})
             assert allowed not in other.headers
+            other = await client.post(path, headers=elsewhere, content=b"{}")
+            assert (other.status_code, allowed in other.headers) == (401, False)
     finally:
         await edge.stop()
 

@@ -355,3 +355,37 @@ async def test_parts_of_a_message_are_joined() -> None:
         assert answer.status_code == 200, answer.text
         (prepared,) = stack.tokenizer.prepared
         assert prepared.conversation.messages[0].content == "onetwo"
+
+
+async def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    async with deployed() as stack:
+        body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"max_tokens":3.0,"n":%b}'
+        answer = await stack.http.post("/v1/chat/completions", content=body % b"1e0")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        ids = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": [97.0, 98]})
+        assert ids.json()["usage"]["prompt_tokens"] == 2
+        refused = await stack.http.post("/v1/chat/completions", content=body % b"1.5")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+async def test_what_changes_nothing_is_known_by_its_value() -> None:
+    async with deployed() as stack:
+        body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],%b}'
+        for extra, status in (
+            (b'"modalities": [ "text" ], "priority": 0.0, "store": false', 200),
+            (b'"store": 0', 400),
+            (b'"priority": false', 400),
+            (b'"priority": 1e999', 400),
+        ):
+            answer = await stack.http.post("/v1/chat/completions", content=body % extra)
+            assert answer.status_code == status, (extra, answer.text)
+
+
+async def test_a_schema_may_have_a_description_which_is_named_as_unread() -> None:
+    async with deployed() as stack:
+        schema = {"name": "person", "description": "A person.", "schema": {"type": "object"}}
+        format_ = {"type": "json_schema", "json_schema": schema}
+        answer = await stack.chat(response_format=format_, max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        assert "response_format.json_schema.description" in answer.headers["x-millrace-warning"]

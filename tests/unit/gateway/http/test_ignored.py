@@ -57,6 +57,23 @@ async def test_strange_keys_of_messages_are_ignored_and_named(stack: Deployment,
     ]
 
 
+async def test_strange_keys_of_tools_are_ignored_and_named(stack: Deployment) -> None:
+    function = {"name": "add", "parameters": {"type": "object", "title": "kept"}, "examples": [1]}
+    tool = {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}
+    response = await stack.chat(tools=[tool], max_tokens=2)
+    assert response.status_code == 200, response.text
+    (kept,) = stack.tokenizer.prepared[-1].conversation.tools
+    assert (kept.name, "kept" in kept.parameters_json) == ("add", True)
+    assert response.headers[IGNORED] == "tools[0].cache_control, tools[0].function.examples"
+
+
+@pytest.mark.parametrize("field", ["messages", "tools"])
+async def test_what_cannot_be_read_inside_a_strange_key_is_refused(stack: Deployment, field: str) -> None:
+    body = f'{{"model":"tiny","messages":[{{"role":"user","content":"x"}}],"{field}":[{{"odd":1e999}}]}}'
+    response = await stack.http.post("/v1/chat/completions", content=body)
+    assert (response.status_code, "out of range" in response.text) == (400, True)
+
+
 async def test_what_is_known_is_read_as_strictly_beside_strange_keys(stack: Deployment) -> None:
     response = await stack.chat(messages=[{"role": "user", "content": 7, "odd": 1}])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].content")

@@ -1,0 +1,97 @@
+"""OpenAI's agents over chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pydantic
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import set_tracing_disabled as disable_tracing
+from report import (
+    ANSWER,
+    API_KEY,
+    BASE_URL,
+    CITIES,
+    LIMITED_KEY,
+    MODEL,
+    PERSON,
+    QUESTION,
+    RESULT,
+    TOO_LONG,
+    question_of,
+    refused,
+    works,
+)
+
+disable_tracing(True)
+
+
+class Person(pydantic.BaseModel):
+    """What is extracted."""
+
+    name: str
+    age: int
+    city: str
+
+
+called: list[str] = []
+
+
+@function_tool
+def get_weather(city: str) -> str:
+    """Get the current weather in a city"""
+    called.append(city)
+    return json.dumps(RESULT)
+
+
+def agent(key: str = API_KEY, name: str = MODEL, **options: object) -> Agent:
+    """An agent that asks this model."""
+    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=key, max_retries=0)
+    settings = ModelSettings(temperature=0, max_tokens=100, include_usage=True)
+    model = OpenAIChatCompletionsModel(model=name, openai_client=client)
+    return Agent(name="agent", model=model, model_settings=settings, **options)
+
+
+def run(what: Agent, said: object) -> object:
+    """What it says in the end."""
+    return Runner.run_sync(what, said, max_turns=6)
+
+
+def five_turns() -> None:
+    """A conversation in which the model itself decides to call."""
+    weather, said = agent(tools=[get_weather]), []
+    for city in CITIES:
+        result = run(weather, [*said, {"role": "user", "content": question_of(city)}])
+        assert result.final_output
+        said = result.to_input_list()
+    assert called[:1] == [CITIES[0]], called
+
+
+async def streamed() -> tuple[str, int]:
+    """The end of a stream, and how many events came before it."""
+    result = Runner.run_streamed(agent(), QUESTION)
+    events = [each async for each in result.stream_events()]
+    return result.final_output, len(events)
+
+
+with works("answer"):
+    assert ANSWER in run(agent(), QUESTION).final_output
+with works("stream"):
+    text, num_events = asyncio.run(streamed())
+    assert ANSWER in text
+    assert num_events > 3
+with works("five turns with tools"):
+    five_turns()
+with works("structured output"):
+    assert run(agent(output_type=Person), PERSON).final_output.age == 34
+with refused("context too long", openai.BadRequestError, "context_length_exceeded"):
+    run(agent(), TOO_LONG)
+with refused("unknown model", openai.NotFoundError, "model_not_found"):
+    run(agent(name="nobody"), QUESTION)
+with refused("wrong key", openai.AuthenticationError, "invalid_api_key"):
+    run(agent("mr-wrong"), QUESTION)
+with refused("too many requests", openai.RateLimitError, "rate_limit_exceeded"):
+    for _ in range(2):
+        run(agent(LIMITED_KEY), QUESTION)
