@@ -50,6 +50,11 @@ up: ## Start the containers of docker-compose.yml
 	@command -v docker >/dev/null || { echo "make up needs Docker with compose; without Docker use: make serve" >&2; exit 1; }
 	docker compose up --build --detach --wait
 
+.PHONY: roll
+roll: ## Replace gateways and engines by the images that were built since, one container at a time
+	docker compose build
+	for service in engine gateway; do services/roll.sh $$service; done
+
 .PHONY: down
 down: ## Stop the containers
 	@command -v docker >/dev/null || { echo "make down needs Docker with compose" >&2; exit 1; }
@@ -58,6 +63,10 @@ down: ## Stop the containers
 .PHONY: certificates
 certificates: ## Make an authority and a certificate for localhost, for TLS on this machine
 	sh services/envoy/make-certificates.sh certificates
+
+.PHONY: image-ages
+image-ages: $(VENV)/.installed ## Name the images of others that nobody has looked at for too long
+	$(BIN)/python -m services.third_party_images
 
 .PHONY: sbom
 sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker, Debian's packages as well
@@ -81,6 +90,12 @@ sbom: dev ## Write what each image holds to build/sbom (CycloneDX); with Docker,
 test: dev redis lint proto-check ## Install what is missing, then lint, types, architecture and every test that needs no GPU
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not e2e" --durations=10 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PARALLEL) -m "e2e and not gpu" --durations=10 $(PYTEST_ARGS)
+
+.PHONY: test-containers
+test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
+	tests/containers/prepare.sh
+	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config TEST_CONTAINERS=1 \
+		$(BIN)/python -m pytest -n 0 -s tests/containers --durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: dev redis ## Unit tests, contracts and import rules, without what took long when it last ran
@@ -203,12 +218,13 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
 	@echo "[2/3] Installing $(TORCH) (the largest part; once per environment)"
-	@$(PIP) install -c constraints.txt $(PIP_ARGS) "$(TORCH)"
-	@$(BIN)/python -c 'import torch; \
-		print(f"      torch {torch.__version__}:", f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build")'
+	@# Alone: PyTorch's own index holds few versions of what torch needs, which comes with the rest.
+	@$(PIP) install --no-deps $(PIP_ARGS) "$(TORCH)"
 	@echo "[3/3] Installing Millrace and its pinned dependencies"
 	@$(PIP) install -c constraints.txt $(BUILD_TOOLS)
-	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@$(PIP) install -c constraints.txt --no-build-isolation "$(TORCH)" -e .
+	@$(BIN)/python -c 'import torch; \
+		print(f"      torch {torch.__version__}:", f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build")'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -220,9 +236,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 constraints: ## Renew constraints.txt: newest versions that satisfy pyproject.toml
 	@rm -rf .venv-constraints && $(PYTHON) -m venv .venv-constraints
 	.venv-constraints/bin/python -m pip install -q pip==$(PIP_VERSION)
-	.venv-constraints/bin/python -m pip install -q $(PIP_ARGS) "$(TORCH)"
+	.venv-constraints/bin/python -m pip install -q --no-deps $(PIP_ARGS) "$(TORCH)"
 	.venv-constraints/bin/python -m pip install -q $(BUILD_TOOLS)
-	.venv-constraints/bin/python -m pip install -q --no-build-isolation -e . --group dev
+	.venv-constraints/bin/python -m pip install -q --no-build-isolation "$(TORCH)" -e . --group dev
 	.venv-constraints/bin/python -m pip freeze --exclude-editable \
 		| { grep -viE '^(torch|triton|nvidia-[^=]*|cuda-[^=]*|setuptools)(==| @)' || true; } >constraints.txt
 	@rm -rf .venv-constraints

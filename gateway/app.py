@@ -47,6 +47,7 @@ class Gateway:
         self._metrics = metrics
         self._pipeline: Pipeline | None = None
         self._fleet: Fleet | None = None
+        self._leaving = False
         self._lookup = discovery.lookup_of(self._config.discovery, self._config.engines)
         self._tokenizer = TokenizerClient(
             self._config.tokenizer, silence_limit_s=settings.health.silence_limit_s
@@ -106,20 +107,24 @@ class Gateway:
 
     def not_ready(self) -> str:
         """What is missing to serve; "" when nothing is."""
+        if self._leaving:
+            return "nothing: it is shutting down"
         if self._pipeline is None:
             return f"the vocabulary of the tokenizer service at {self._config.tokenizer}"
-        if self._pipeline.draining:
-            return "nothing: it is shutting down"
         if not self._pipeline.fleet.ready:
             return self._pipeline.fleet.unavailable().message
         return ""
 
     async def drain(self) -> None:
-        """Refuses what is new and waits for what runs; tells clients whose time is up that it is."""
+        """Says that it leaves, and takes requests until that is known; then refuses what is new and waits for
+        what runs; tells clients whose time is up that it is.
+        """
+        self._leaving = True
         await self.grpc.set_serving(False)
         pipeline = self._pipeline
         if pipeline is None:
             return
+        await asyncio.sleep(self._config.drain_notice_s)
         pipeline.draining = True
         limit_s = self._config.drain_limit_s
         if await _ended(pipeline, limit_s):

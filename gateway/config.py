@@ -126,7 +126,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # A name without records, or a file without addresses or with something else, changes nothing.
     discovery: str = "static"
     discovery_interval_s: PositiveFloat = 5.0
-    # Streams in flight at SIGTERM may go on for this long.
+    # After SIGTERM health is NOT_SERVING, and requests are still taken for as long as Envoy needs to notice.
+    drain_notice_s: NonNegativeFloat = 0.0
+    # Streams in flight may go on for this long after that.
     drain_limit_s: PositiveFloat = 30.0
     # Largest request body. Envoy refuses larger ones by their declared length, the gateway by what arrives.
     max_body_bytes: PositiveInt = 16 * 1024 * 1024

@@ -19,6 +19,9 @@ from services.interceptors import CallInterceptor, ServerInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# The name under which health says that the process answers, whatever it still waits for: what restarts
+# processes asks for it, and what sends them work asks for the server as a whole.
+LIVE = "live"
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -37,6 +40,7 @@ class GrpcServer:
     """One listening gRPC server with health and reflection.
 
     Health is NOT_SERVING until `set_serving(True)`, so that a service is not sent work before it is ready.
+    Under the name `LIVE` it is SERVING from the start.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class GrpcServer:
         reflection.add_reflection(self._names, self._server)
         self.port = self._listen()
         await self._server.start()
+        await self._health.set(LIVE, _SERVING)
         await self.set_serving(False)
 
     def _listen(self) -> int:

@@ -114,7 +114,7 @@ def refuse_for_now(
     if not is_late:
         expectation = "other tenants were refused and are next"
     elif forecast.wait_s == math.inf:
-        expectation = "higher tiers take every place that comes free"
+        expectation = "requests before it take every place that comes free"
     else:
         waited_s = now - request.arrival_s
         expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"

@@ -27,7 +27,10 @@ _CANCELLED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadl
 
 # Failures of requests that are not the client's doing, by reason.
 _FAILURES = {"STEP_FAILED": names.STEP_FAILURES, "POISONED_REQUEST": names.ISOLATED}
-_FROM_ZERO = (*_FAILURES.values(), names.FAILED_STEPS, names.STEP_HALVINGS, names.RECOMPUTED)
+_FROM_ZERO = (
+    *(*_FAILURES.values(), names.FAILED_STEPS, names.STEP_HALVINGS, names.EVICTIONS),
+    *(names.DRAFTED, names.ACCEPTED, names.GRAMMAR_SECONDS),
+)
 
 # Metric and labels of each number that the scheduler counts.
 _COUNTERS: tuple[tuple[Metric, dict[str, str], str], ...] = (
@@ -56,9 +59,11 @@ class EngineMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self._counted = SchedulerCounters()
-        # Families of what should never happen, or that alerts read, exist from the start, at zero.
+        # Counters exist from the start: Prometheus does not see the first event of one that begins with it.
         for family in _FROM_ZERO:
             metrics.add(family, 0)
+        for family, labels, _ in _COUNTERS:
+            metrics.add(family, 0, **labels)
 
     def ready(self, report: messages.Ready, model: str, core_pid: int) -> None:
         """What does not change while the engine runs, and the core's real memory, read at every scrape."""

@@ -14,7 +14,7 @@ from gateway.openai_error import error_detail
 # What needs no key: Envoy itself says who asks too often.
 PUBLIC_PATHS = ("/health", "/openapi.json", "/grpc.health.v1.Health/Check")
 _TOO_OFTEN = "this is asked for too often, by all clients together; ask less often"
-_NO_GATEWAY = "no gateway process answers; retry shortly"
+_NO_GATEWAY = "no gateway is ready: none answers, or they lack an engine or the tokenizer; retry shortly"
 _NO_AUTHORIZATION = "no gateway process authorized the request in time; retry shortly"
 _IS_GRPC: dict[str, Any] = {
     "header_filter": {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,13 +18,16 @@ from services.channels import CLIENT_OPTIONS
 from services.cli.target import Target
 from services.errors import ConfigError
 
+# Where OpenSSL's programs, and so most clients, find authorities besides the usual ones.
+_AUTHORITIES_VARIABLE = "SSL_CERT_FILE"
+
 
 class InferenceClient:
     """A blocking client of one server; failures are raised as MillraceError."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._channel = grpc.insecure_channel(target.address, options=CLIENT_OPTIONS)
+        self._channel = _channel(target)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:
@@ -62,6 +67,20 @@ class InferenceClient:
                 yield from call
         finally:
             call.cancel()
+
+
+def _channel(target: Target) -> grpc.Channel:
+    """With TLS where the url says https: a key is not sent in clear to a server that was named so."""
+    if not target.url.startswith("https://"):
+        return grpc.insecure_channel(target.address, options=CLIENT_OPTIONS)
+    named = os.environ.get(_AUTHORITIES_VARIABLE, "")
+    try:
+        authorities = Path(named).read_bytes() if named else None
+    except OSError as error:
+        raise ConfigError(f"{_AUTHORITIES_VARIABLE}: {error}") from error
+    return grpc.secure_channel(
+        target.address, grpc.ssl_channel_credentials(authorities), options=CLIENT_OPTIONS
+    )
 
 
 @contextmanager

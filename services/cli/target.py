@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.addresses import is_this_machine, join
+from services.config import read_tables
 from services.errors import ConfigError
 from services.supervisor.config import development_key, state_directory
 from services.supervisor.state import RunState, read_state
@@ -42,7 +44,7 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
     if url:
         try:
             parts = urlsplit(url if "//" in url else f"//{url}")
-            port = parts.port or 8080
+            port = parts.port or (443 if parts.scheme == "https" else 8080)
         except ValueError as error:
             raise ConfigError(
                 f"url {url!r}: {error}; expected http://host:port or https://host:port"
@@ -59,7 +61,13 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
             f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
         )
     key = environ.get(_KEY_VARIABLE) or state.api_key
-    return Target(state.address, key, state.model, f"http://{state.address}")
+    return Target(state.address, key, state.model, f"{_scheme(state)}://{state.address}")
+
+
+def _scheme(state: RunState) -> str:
+    """https where the stack was started with a certificate for its edge."""
+    tables = read_tables(Path(state.config) if state.config else None, state.environment)
+    return "https" if tables.get("envoy", {}).get("tls_certificate") else "http"
 
 
 def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:

@@ -2,10 +2,11 @@
 # Makes what TLS on one machine needs: an authority and a certificate for localhost, which the edge shows to
 # clients (tls.*) and clients may show to it; and a second authority with one certificate for our services
 # among themselves (internal.*), so that a client's certificate does not open the way inside.
+# The owner's group may read, so that the users of containers can where they are given that group; nobody else.
 # usage: make-certificates.sh DIRECTORY
 set -eu
 folder=$1
-umask 077
+umask 027
 mkdir -p "$folder"
 cd "$folder"
 
@@ -29,5 +30,10 @@ authority ca "Millrace local authority"
 certificate tls ca localhost "DNS:localhost,DNS:envoy,IP:127.0.0.1"
 authority internal-ca "Millrace local services"
 certificate internal internal-ca millrace.internal "DNS:millrace.internal"
+# openssl makes keys for their owner alone, and what was there before keeps its mode. The keys of the authorities
+# sign certificates: no container needs them.
+chmod 0750 .
+chmod 0640 tls.key tls.crt ca.crt internal.key internal.crt internal-ca.crt
+chmod 0600 ca.key internal-ca.key
 echo "$folder/tls.crt and tls.key, signed by ca.crt: the edge (compose.tls.yml)"
 echo "$folder/internal.crt and internal.key, signed by internal-ca.crt: services among themselves (compose.mtls.yml)"

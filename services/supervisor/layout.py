@@ -40,6 +40,8 @@ class Layout:
     environment: Mapping[str, str]
     # Where the edge listens.
     edge: str
+    # "https" where the edge has a certificate.
+    scheme: str
     edge_admin: str
     api_key: str
     model_name: str
@@ -117,6 +119,7 @@ class _Planner:
             settings=self._settings,
             environment=self.overrides,
             edge=edge,
+            scheme="https" if self.tables.get("envoy", {}).get("tls_certificate") else "http",
             edge_admin=admin,
             api_key=api_key,
             model_name=model_name,

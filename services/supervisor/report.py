@@ -81,7 +81,7 @@ def _program() -> str:
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
-def usage_examples(address: str, api_key: str, model: str) -> str:
+def usage_examples(address: str, api_key: str, model: str, scheme: str = "http") -> str:
     """Commands to copy and paste; each works as it stands against a stack on `address`."""
     key = api_key or "$MILLRACE_API_KEY"
     in_python = f'"{api_key}"' if api_key else 'os.environ["MILLRACE_API_KEY"]'
@@ -89,13 +89,13 @@ def usage_examples(address: str, api_key: str, model: str) -> str:
     program = _program()
     return f"""\
 curl:
-  curl -N http://{address}/v1/chat/completions -H "authorization: Bearer {key}" \\
+  curl -N {scheme}://{address}/v1/chat/completions -H "authorization: Bearer {key}" \\
     -H "content-type: application/json" \\
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
 openai SDK:
   {imports}from openai import OpenAI
-  client = OpenAI(base_url="http://{address}/v1", api_key={in_python})
+  client = OpenAI(base_url="{scheme}://{address}/v1", api_key={in_python})
   messages = [{{"role": "user", "content": "Hello!"}}]
   for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
       print(chunk.choices[0].delta.content or "", end="", flush=True)
@@ -126,14 +126,14 @@ def summary(layout: Layout, logs: str, said: Mapping[str, Mapping[str, str]]) ->
         if "metrics" in addresses
     )
     return f"""
-Millrace serves {layout.model_name} on http://{layout.edge}
+Millrace serves {layout.model_name} on {layout.scheme}://{layout.edge}
 
-  OpenAI API   http://{layout.address}/v1
+  OpenAI API   {layout.scheme}://{layout.address}/v1
   gRPC         {layout.address}  (millrace.inference.v1.InferenceService)
   API key      {key}{_speed(said)}
   metrics      {metrics}
   logs         {logs}
 
-{usage_examples(layout.address, layout.api_key, layout.model_name)}
+{usage_examples(layout.address, layout.api_key, layout.model_name, layout.scheme)}
 
 Ctrl-C stops everything; streams in flight may finish."""

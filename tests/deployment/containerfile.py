@@ -47,6 +47,11 @@ class Dockerfile:
         """The stage that becomes the image."""
         return self.stages[-1]
 
+    @property
+    def build(self) -> Stage:
+        """The stage that installs and lays out what the image holds."""
+        return next(stage for stage in self.stages if stage.name == "build")
+
     def environment(self) -> dict[str, str]:
         """ENV of the image; a reference to PATH is kept as it is."""
         found: dict[str, str] = {}

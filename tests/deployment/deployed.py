@@ -134,9 +134,11 @@ class Deployment:
         moved.write_text(yaml.safe_dump(document))
         index = argv.index("--config-path") + 1
         assert argv[index] == "/etc/envoy/edge/envoy.yaml"
-        binary = _envoy_binary()
-        words = [binary, *argv[1:index], str(moved), *argv[index + 1 :], "--concurrency", "1"]
-        self.launch("envoy", words, {}, self.root)
+        places = {"/opt/scripts/envoy.sh": str(REPOSITORY / "k8s/base/envoy.sh"), "envoy": _envoy_binary()}
+        words = [*(places.get(word, word) for word in argv[:index]), str(moved), *argv[index + 1 :]]
+        variables = {"PATH": "/usr/bin:/bin", "SETTLE_S": "0", "DRAIN_LIMIT_S": "30"}
+        variables["ADMIN_PORT"] = str(self.network.port("envoy", 9901))
+        self.launch("envoy", [*words, "--concurrency", "1"], variables, self.root)
         return self.network.port("envoy", 8080)
 
     def _move_addresses(self, value: Any) -> None:

@@ -176,15 +176,15 @@ class Image:
         build = self.root / "build"
         build.mkdir()
         (build / "pyproject.toml").write_bytes((REPOSITORY / "pyproject.toml").read_bytes())
-        (command,) = [run for run in self.dockerfile.stages[0].every("RUN") if "dist-info" in run]
+        (command,) = [run for run in self.dockerfile.build.every("RUN") if "dist-info" in run]
         steps = [step for step in re.split(r" && ", command) if not step.startswith("python -m compileall")]
         script = " && ".join(re.sub(r"metadata=.*", f"metadata={packages}", step) for step in steps)
         subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
 
     def _lay_out_kernels(self) -> None:
         """Native kernels where the Dockerfile builds them: those that this machine has built already."""
-        command = "NATIVE_KERNELS_CACHE=/app/native /opt/venv/bin/python -m engine.kernels.native.build"
-        if not any(command in run for run in self.dockerfile.stages[0].every("RUN")):
+        command = "NATIVE_KERNELS_CACHE=/app/native python -m engine.kernels.native.build"
+        if not any(command in run for stage in self.dockerfile.stages for run in stage.every("RUN")):
             return
         folder = self.root / "app/native"
         folder.mkdir()

@@ -64,10 +64,10 @@ def test_the_compose_file_runs(composed: tuple[Deployment, dict[str, Any]]) -> N
         deployment.mount(f"/var/lib/millrace/{name}", name)
     port = deployment.network.port("redis", 6379)
     data = deployment.mount("/data", "redis")
-    words = [*services["redis"]["command"], "--port", str(port), "--bind", "127.0.0.1"]
-    deployment.launch(
-        "redis", [str(shutil.which(words[0])), *words[1:]], {}, data, as_user=deployment.as_user
-    )
+    program, *words = services["redis"]["command"]
+    assert program == "valkey-server", "Redis stands in for it here"
+    words = [str(shutil.which("redis-server")), *words, "--port", str(port), "--bind", "127.0.0.1"]
+    deployment.launch("redis", words, {}, data, as_user=deployment.as_user)
 
     configure = _start_composed(deployment, services, "configure")
     assert configure.wait() == 0, configure.log.read_text()
@@ -86,9 +86,8 @@ def test_the_compose_file_runs(composed: tuple[Deployment, dict[str, Any]]) -> N
     _start_composed(deployment, services, "gateway").wait_for_line("ready gateway")
     deployment.check_health("gateway", _dockerfile(services, "gateway"))
 
-    edge = deployment.start_envoy(
-        services["envoy"]["command"], deployment.mounts["/var/lib/millrace/edge"] / "envoy.yaml"
-    )
+    command = [*services["envoy"]["entrypoint"], *services["envoy"]["command"]]
+    edge = deployment.start_envoy(command, deployment.mounts["/var/lib/millrace/edge"] / "envoy.yaml")
     wait_http(f"http://127.0.0.1:{deployment.network.port('envoy', 9902)}/ready")
     health = services["envoy"]["healthcheck"]["test"]
     words = [deployment.network.translate(_slash_to_colon(word), "envoy") for word in health[1:]]

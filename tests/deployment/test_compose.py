@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,12 +15,15 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from observability.emit import names
 from tests.deployment import settings
 from tests.deployment.composition import MissingVariable, environment, load
 from tests.deployment.containerfile import REPOSITORY, parse
 
 OURS = ("configure", "gateway", "tokenizer", "engine")
 _HASH = "0" * 64
+# What the overlays demand.
+VARIABLES = {"API_KEY_SHA256": _HASH, "CERTIFICATES_GID": "1000"}
 FILES = {
     "plain": ("docker-compose.yml",),
     "gpu": ("docker-compose.yml", "compose.gpu.yml"),
@@ -31,7 +35,7 @@ FILES = {
 
 @pytest.fixture(params=FILES.values(), ids=FILES)
 def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return load(*request.param, variables={"API_KEY_SHA256": _HASH})
+    return load(*request.param, variables=VARIABLES)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def _problems(specification: jsonschema_rs.Validator, document: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", sorted({name for files in FILES.values() for name in files}))
 def test_every_file_fits_the_specification(specification: jsonschema_rs.Validator, name: str) -> None:
-    assert _problems(specification, load(name, variables={"API_KEY_SHA256": _HASH})) == []
+    assert _problems(specification, load(name, variables=VARIABLES)) == []
 
 
 def test_what_files_make_together_fits_the_specification(
@@ -73,7 +77,8 @@ def test_every_service_is_hardened_and_limited(compose: dict[str, Any]) -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["user"].partition(":")[0] not in {"0", "root"}, name
         limits = service["deploy"]["resources"]["limits"]
-        assert float(limits["cpus"]) > 0, name
+        # Docker refuses to start what may use more processors than there are; 0 is no limit.
+        assert float(limits["cpus"]) <= 1, name
         assert re.fullmatch(r"\d+[mg]", limits["memory"]), name
         assert service["restart"] == ("no" if name == "configure" else "unless-stopped"), name
         assert not service.get("privileged"), name
@@ -99,16 +104,42 @@ def test_references_lead_somewhere(compose: dict[str, Any]) -> None:
             assert entry["source"] in compose["configs"], name
         assert set(service["networks"]) <= set(compose["networks"]), name
         for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            if source == "./certificates":
-                # Made by its owner; not part of the repository.
+            if isinstance(volume, dict):
+                # Certificates are made by their owner, and are not part of the repository.
+                assert volume["source"].startswith("./certificates/"), volume
                 continue
+            source = volume.split(":")[0]
             if source.startswith("."):
                 assert (REPOSITORY / source).is_dir(), volume
             else:
                 assert source in compose["volumes"], volume
     for entry in compose["configs"].values():
         assert (REPOSITORY / entry["file"]).is_file(), entry
+
+
+def test_no_registry_is_asked_for_what_is_built_here(compose: dict[str, Any]) -> None:
+    for name in OURS:
+        assert compose["services"][name]["pull_policy"] == "never", name
+
+
+def _all_dependencies(services: dict[str, Any], name: str) -> set[str]:
+    direct = set(services[name].get("depends_on", ()))
+    return direct.union(*(_all_dependencies(services, other) for other in direct))
+
+
+def test_what_takes_spans_and_metrics_is_stopped_last(compose: dict[str, Any]) -> None:
+    """Compose stops what depends on others before those."""
+    services = compose["services"]
+    for name in ("envoy", "gateway", "tokenizer", "engine"):
+        assert {"collector", "jaeger", "prometheus"} <= _all_dependencies(services, name), name
+
+
+def test_waiting_for_health_takes_seconds(compose: dict[str, Any]) -> None:
+    """The first question comes after one interval; the images of ours have their own, of a second."""
+    for name, service in compose["services"].items():
+        check = service.get("healthcheck", {})
+        if "test" in check:
+            assert int(check["interval"].removesuffix("s")) <= 5, name
 
 
 def test_waiting_for_health_is_possible(compose: dict[str, Any]) -> None:
@@ -134,7 +165,7 @@ def test_published_ports_stay_on_this_machine_unless_asked(compose: dict[str, An
 def test_publishing_needs_a_key_of_ones_own() -> None:
     with pytest.raises(MissingVariable, match="API_KEY_SHA256"):
         load("docker-compose.yml", "compose.public.yml")
-    compose = load("docker-compose.yml", "compose.public.yml", variables={"API_KEY_SHA256": _HASH})
+    compose = load("docker-compose.yml", "compose.public.yml", variables=VARIABLES)
     for name in ("gateway", "configure"):
         assert f"sha256:{_HASH}" in environment(compose["services"][name])["MILLRACE_KEYS__ENTRIES"]
 
@@ -182,11 +213,43 @@ def test_the_shared_folders_are_made_by_the_images_for_their_user() -> None:
             assert volume.split(":")[1] in folders, f"{name}: {volume}"
 
 
+def test_a_container_gets_no_key_of_an_authority_and_a_group_that_reads_its_own(
+    compose: dict[str, Any],
+) -> None:
+    for name, service in compose["services"].items():
+        certificates = [volume for volume in service.get("volumes", ()) if isinstance(volume, dict)]
+        for volume in certificates:
+            file = volume["source"].rpartition("/")[2]
+            assert file in {"tls.crt", "tls.key", "internal.crt", "internal.key", "internal-ca.crt"}, name
+            # Docker would make a folder of that name.
+            assert volume["bind"] == {"create_host_path": False}
+        assert bool(certificates) == ("group_add" in service), name
+
+
 def test_stopping_takes_longer_than_draining() -> None:
     compose = load()
     seconds = int(compose["services"]["engine"]["environment"]["MILLRACE_ENGINE__DRAIN_LIMIT_S"])
     for name in ("gateway", "engine", "envoy"):
         assert int(compose["services"][name]["stop_grace_period"].removesuffix("s")) > seconds, name
+    envoy = compose["services"]["envoy"]
+    # Stopping by itself, Envoy cuts its streams, and hooks run only when compose stops a container for good.
+    assert envoy["entrypoint"] == ["/bin/bash", "/opt/scripts/envoy.sh"]
+    assert "pre_stop" not in envoy
+    assert int(environment(envoy)["DRAIN_LIMIT_S"]) == seconds
+
+
+def test_a_gateway_that_leaves_takes_requests_until_envoy_has_noticed() -> None:
+    """Envoy asks every second, and twice within a quarter of one when the answer is bad."""
+    assert float(environment(load()["services"]["gateway"])["MILLRACE_GATEWAY__DRAIN_NOTICE_S"]) >= 2
+
+
+def test_the_limits_are_protected_by_a_password_of_the_deployment() -> None:
+    services = load(variables={"LIMITS_PASSWORD": "of-its-own"})["services"]
+    command = services["redis"]["command"]
+    assert command[command.index("--requirepass") + 1] == "of-its-own"
+    store = environment(services["gateway"])["MILLRACE_GATEWAY__LIMITS__STORE"]
+    assert store == "redis://:of-its-own@redis:6379/0"
+    assert environment(services["redis"])["REDISCLI_AUTH"] == "of-its-own"
 
 
 def test_the_limits_know_how_many_gateways_there_are() -> None:
@@ -215,6 +278,14 @@ def test_collector_and_jaeger_are_wired_together() -> None:
     assert collector["exporters"]["otlp/jaeger"]["endpoint"] == "jaeger:4317"
     assert jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].endswith(":4317")
     assert jaeger["extensions"]["jaeger_query"]["http"]["endpoint"].endswith(":16686")
+    sampling = collector["processors"]["tail_sampling"]
+    # Until the root has come, and otherwise as long as the longest request (the drain limits of pods).
+    assert sampling["decision_wait"] == "900s"
+    assert sampling["decision_wait_after_root_received"] == "5s"
+    whole = {
+        policy["numeric_attribute"]["key"] for policy in sampling["policies"] if "numeric_attribute" in policy
+    }
+    assert whole == {names.NUM_PREEMPTIONS}, "the processor reads them as whole numbers"
     # Sampling waits for the whole trace, and batches come last.
     order = collector["service"]["pipelines"]["traces"]["processors"]
     assert order[0] == "memory_limiter"
@@ -235,7 +306,7 @@ def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
     checked = subprocess.run(
         ["docker", "compose", *arguments, "config", "--quiet"],
         cwd=REPOSITORY,
-        env={"PATH": "/usr/bin:/bin:/usr/local/bin", "API_KEY_SHA256": _HASH, "HOME": "/tmp"},
+        env={**os.environ, **VARIABLES},
         capture_output=True,
         text=True,
         check=False,
@@ -245,7 +316,7 @@ def test_docker_compose_accepts_the_files(files: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_certificates_of_services_are_where_the_settings_say(tmp_path: Path) -> None:
-    services = load("docker-compose.yml", "compose.mtls.yml")["services"]
+    services = load("docker-compose.yml", "compose.mtls.yml", variables=VARIABLES)["services"]
     script = REPOSITORY / "services/envoy/make-certificates.sh"
     subprocess.run(["/bin/sh", str(script), str(tmp_path)], check=True, capture_output=True)
     for name in OURS:
@@ -257,5 +328,15 @@ def test_certificates_of_services_are_where_the_settings_say(tmp_path: Path) -> 
             assert (tmp_path / file).is_file()
     # `configure` only writes the paths into Envoy's configuration.
     for name in ("envoy", "gateway", "tokenizer", "engine"):
-        mounts = [volume for volume in services[name]["volumes"] if volume.endswith(":/etc/millrace/tls:ro")]
-        assert len(mounts) == 1, name
+        mounted = {each["target"] for each in services[name]["volumes"] if isinstance(each, dict)}
+        assert mounted == {f"/etc/millrace/tls/internal{end}" for end in (".crt", ".key", "-ca.crt")}, name
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_owner_s_group_reads_certificates_and_nobody_reads_authorities_keys(tmp_path: Path) -> None:
+    script = REPOSITORY / "services/envoy/make-certificates.sh"
+    subprocess.run(["/bin/sh", str(script), str(tmp_path / "made")], check=True, capture_output=True)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o750
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "made").iterdir()}
+    assert modes.pop("ca.key") == modes.pop("internal-ca.key") == 0o600
+    assert set(modes.values()) == {0o640}, modes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from services.server import LIVE
 from tests.deployment import settings
 from tests.deployment.composition import load
 from tests.deployment.containerfile import REPOSITORY, parse
@@ -17,7 +18,7 @@ from tests.deployment.manifests import (
 )
 
 # Secret keys that the documentation tells people to make.
-SECRET_KEYS = {"context_secret", "keys_entries", "ledger_url", "postgres_password"}
+SECRET_KEYS = {"context_secret", "keys_entries", "ledger_url", "limits_password", "postgres_password"}
 
 
 def test_pods_are_hardened(manifests: list[Manifest]) -> None:
@@ -61,6 +62,13 @@ def test_containers_have_all_three_probes(manifests: list[Manifest]) -> None:
             assert all(
                 "grpc" in container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")
             ), name
+
+
+def test_a_gateway_that_waits_for_its_engines_is_not_restarted(manifests: list[Manifest]) -> None:
+    (container,) = dict(workloads(manifests))["gateway"]["containers"]
+    for kind in ("startup", "liveness"):
+        assert container[f"{kind}Probe"]["grpc"] == {"port": 50051, "service": LIVE}, kind
+    assert container["readinessProbe"]["grpc"] == {"port": 50051}
 
 
 def test_images_are_those_of_compose(manifests: list[Manifest]) -> None:
@@ -171,8 +179,10 @@ def test_a_pod_outlives_its_streams(manifests: list[Manifest]) -> None:
         settle = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] > drain + settle, name
     envoy = dict(workloads(manifests))["envoy"]
-    script = (K8S / "base/drain.sh").read_text()
-    (limit,) = re.findall(r"limit_s=\$\{2:-(\d+)\}", script)
+    (container,) = envoy["containers"]
+    assert container["command"][:2] == ["/bin/bash", "/opt/scripts/envoy.sh"], "Envoy alone would not drain"
+    script = (K8S / "base/envoy.sh").read_text()
+    (limit,) = re.findall(r"limit_s=\$\{DRAIN_LIMIT_S:-(\d+)\}", script)
     assert envoy["terminationGracePeriodSeconds"] > int(limit)
 
 

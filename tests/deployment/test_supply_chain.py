@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from importlib import metadata
@@ -12,8 +13,10 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packaging.utils import canonicalize_name
 
-from services import bill_of_materials
-from tests.deployment.containerfile import REPOSITORY
+from services import bill_of_materials, third_party_images
+from tests.deployment.composition import load
+from tests.deployment.containerfile import REPOSITORY, parse
+from tests.deployment.manifests import K8S
 
 # The build of torch decides by the machine what else comes with it.
 _UNPINNED = {"torch", "triton", "setuptools"}
@@ -109,3 +112,25 @@ def test_an_unknown_deployable_is_named(capsys: pytest.CaptureFixture[str]) -> N
         bill_of_materials.main(["nothing"])
     assert ended.value.code == 2
     assert "gateway" in capsys.readouterr().err
+
+
+def test_images_of_others_are_those_on_the_list() -> None:
+    named = {service["image"] for service in load()["services"].values()}
+    for path in K8S.rglob("*.yaml"):
+        named |= set(re.findall(r"^\s*image: (\S+)$", path.read_text(), re.MULTILINE))
+    for path in (REPOSITORY / "services").glob("*/Dockerfile*"):
+        dockerfile = parse(path)
+        own = {stage.name for stage in dockerfile.stages}
+        named |= {stage.base for stage in dockerfile.stages} - own
+    named = {image for image in named if not image.startswith("millrace/")}
+    assert named == {each.reference for each in third_party_images.read_list().images}
+
+
+def test_an_image_that_nobody_has_looked_at_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = third_party_images.read_list()
+    oldest = min(each.seen for each in listed.images)
+    limit = datetime.timedelta(days=listed.max_age_days)
+    assert third_party_images.main(oldest + limit) == 0
+    assert "TOO OLD" not in capsys.readouterr().out
+    assert third_party_images.main(oldest + limit + datetime.timedelta(days=1)) == 1
+    assert "TOO OLD" in capsys.readouterr().out

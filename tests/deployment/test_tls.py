@@ -28,7 +28,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     script = REPOSITORY / "services/envoy/make-certificates.sh"
     subprocess.run(["/bin/sh", str(script), str(folder)], check=True, capture_output=True)
-    assert (folder / "tls.key").stat().st_mode & 0o077 == 0
+    assert (folder / "tls.key").stat().st_mode & 0o007 == 0
     return folder
 
 

@@ -86,6 +86,16 @@ async def test_stream_within_the_drain_limit_finishes() -> None:
         assert (await stack.chat()).status_code == 503
 
 
+async def test_requests_are_taken_until_whoever_balances_has_noticed() -> None:
+    """Envoy learns of a gateway that leaves by its health checks, and sends requests until then."""
+    async with deployed(tables={"gateway": {"drain_notice_s": 600.0}}) as stack:
+        drained = asyncio.create_task(stack.gateway.drain())
+        while (await stack.http.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert (await stack.chat()).status_code == 200
+        drained.cancel()
+
+
 async def test_requests_that_ended_just_before_the_gateway_stopped_are_in_the_ledger(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/ledger.sqlite"
     async with deployed(tables={"gateway": {"ledger": {"url": url}}}) as stack:

@@ -176,6 +176,18 @@ def test_two_options_of_up_must_be_in_range() -> None:
     assert "--engines" in result.stderr
 
 
+def test_a_key_does_not_go_in_clear_to_a_server_that_was_named_by_https(
+    server: tuple[str, Inference], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It speaks no TLS, so nothing arrives there."""
+    target = Target(server[0], "good", "tiny", f"https://{server[0]}")
+    with InferenceClient(target) as client, pytest.raises(MillraceError):
+        client.models()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "absent.pem"))
+    with pytest.raises(ConfigError, match="SSL_CERT_FILE"):
+        InferenceClient(target)
+
+
 @pytest.fixture
 def conversation(server: tuple[str, Inference]) -> Iterator[tuple[Conversation, io.StringIO]]:
     out = io.StringIO()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from services.supervisor.checks import check_tables
 from services.supervisor.config import DEFAULT_CONFIG, Options
 from services.supervisor.layout import Layout, plan_layout
 from services.supervisor.ports import can_bind, free_ports
-from services.supervisor.report import usage_examples
+from services.supervisor.report import summary, usage_examples
 
 
 @pytest.fixture
@@ -117,6 +118,15 @@ def test_no_development_key_for_the_world(tmp_path: Path, model: Path) -> None:
     assert layout.address == layout.edge.replace("0.0.0.0", "127.0.0.1")
     assert "MILLRACE_KEYS__DEVELOPMENT_HASH" not in layout.environment
     assert "mr-dev-local" not in usage_examples(layout.edge, layout.api_key, layout.model_name)
+
+
+def test_an_edge_with_a_certificate_is_named_by_https(tmp_path: Path, model: Path) -> None:
+    config = '[envoy]\ntls_certificate = "tls.crt"\ntls_key = "tls.key"\n'
+    shown = summary(plan(tmp_path, model, config), "logs")
+    layout = plan(tmp_path, model)
+    assert "https://" in shown
+    assert not re.findall(r"http://\S+/v1\b", shown)
+    assert "https://" not in summary(layout, "logs")
 
 
 def test_development_key_can_be_chosen(tmp_path: Path, model: Path) -> None:

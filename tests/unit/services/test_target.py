@@ -25,3 +25,9 @@ def test_another_machine_gets_a_key_only_when_one_is_named(url: str, tmp_path: P
     assert target.metadata == ()
     named = find_target(url, {**environ, "MILLRACE_API_KEY": "sk-theirs"})
     assert named.metadata == (("authorization", "Bearer sk-theirs"),)
+
+
+def test_https_has_its_own_port(tmp_path: Path) -> None:
+    environ = {"MILLRACE_STATE_DIR": str(tmp_path)}
+    assert find_target("https://api.example.com", environ).address == "api.example.com:443"
+    assert find_target("http://api.example.com", environ).address == "api.example.com:8080"

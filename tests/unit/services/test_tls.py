@@ -173,9 +173,9 @@ def test_files_that_do_not_fit_are_an_error_before_anything_listens(certificates
         tls.load(security)
 
 
-def test_keys_are_readable_by_their_owner_only(certificates: Path) -> None:
+def test_keys_are_readable_by_their_owner_and_group_only(certificates: Path) -> None:
     for key in certificates.glob("*.key"):
-        assert key.stat().st_mode & 0o077 == 0, key
+        assert key.stat().st_mode & 0o027 == 0, key
 
 
 async def test_the_health_check_of_containers_asks_with_the_certificates(certificates: Path) -> None:

@@ -238,7 +238,7 @@ def test_whoever_cannot_start_behind_higher_tiers_is_told_a_bounded_time() -> No
     request = driver.submit(PROMPT, max_tokens=5, priority=0, queue_deadline_s=driver.now + 1.0)
     (event,) = driver.events[request]
     assert event.failure
-    assert "higher tiers take every place" in event.failure.message
+    assert "requests before it take every place" in event.failure.message
     assert event.failure.retry_after_s == 10.0
 
 

@@ -133,6 +133,14 @@ def test_what_should_not_happen_is_counted_from_zero() -> None:
     assert [_value(metrics, family.name) for family in families] == [2, 3, 1, 2]
 
 
+def test_counters_are_there_before_their_first_event() -> None:
+    metrics = Metrics()
+    EngineMetrics(metrics)
+    assert _value(metrics, names.PREEMPTIONS.name) == 0
+    assert _value(metrics, names.EVICTIONS.name) == 0
+    assert _value(metrics, names.PROMPT_TOKENS_DONE.name, source="computed") == 0
+
+
 def test_what_the_memory_really_takes_is_exposed_beside_the_plan() -> None:
     use = MemoryUse(weights_bytes=90, kv_cache_bytes=40, workspace_bytes=70)
     metrics = _taken(StepDone(1, [], (), LOAD, memory=use))
