@@ -65,10 +65,10 @@ class EngineProcess:
         """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
         try:
             return checkpoint_fingerprint(self.model.path)
-        except FileNotFoundError as error:
+        except ConfigError:
             if self.config.simulated:
                 return ""
-            raise ConfigError(f"model.path: {error}") from error
+            raise
 
     async def start(self) -> None:
         """Starts the core and returns when it is ready; raises ConfigError when it cannot be."""
