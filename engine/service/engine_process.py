@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from pathlib import Path
 
 from millrace.engine.v1 import engine_pb2
 
@@ -63,6 +64,8 @@ class EngineProcess:
 
     def _find_fingerprint(self) -> str:
         """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
+        if self.config.simulated and not Path(self.model.path).exists():
+            return ""
         try:
             return checkpoint_fingerprint(self.model.path)
         except ConfigError:

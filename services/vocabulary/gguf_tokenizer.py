@@ -114,7 +114,7 @@ def converted(metadata: Mapping[str, Any]) -> Tokenizer:
     if not metadata.get("ggml.tokens"):
         raise ConfigError(f"it holds no tokenizer (tokenizer.ggml.tokens); {_REMEDY}")
     texts = metadata["ggml.tokens"]
-    kinds = metadata.get("ggml.token_type") or [PieceKind.NORMAL] * len(texts)
+    kinds = _kinds(metadata, len(texts))
     try:
         match model:
             case "gpt2":
@@ -135,6 +135,16 @@ def converted(metadata: Mapping[str, Any]) -> Tokenizer:
     except Exception as error:
         raise ConfigError(f"its tokenizer cannot be used: {error}; {_REMEDY}") from error
     return tokenizer
+
+
+def _kinds(metadata: Mapping[str, Any], count: int) -> list[int]:
+    """What each token is. One that begins or ends a turn is never shown, whatever the file calls it."""
+    kinds = list(metadata.get("ggml.token_type") or [PieceKind.NORMAL] * count)
+    for key in ("bos_token_id", *_END_KEYS):
+        token_id = metadata.get(f"ggml.{key}")
+        if token_id is not None and token_id < count:
+            kinds[token_id] = PieceKind.CONTROL
+    return kinds
 
 
 def _byte_level(metadata: Mapping[str, Any], texts: list[str], kinds: list[int]) -> Tokenizer:

@@ -19,6 +19,8 @@ from services.vocabulary import checkpoint_fingerprint, read_tokenizer
 from services.vocabulary.pieces import PieceKind
 from tests.unit.services.vocabulary.sentencepiece_models import ids_of, model_of
 from tests.unit.services.vocabulary.texts import CORPUS, texts
+from tests.unit.tokenizer_svc.building import Text, conversation
+from tokenizer_svc.text.checkpoint import load_checkpoint
 
 CONTROL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<｜end▁of▁turn｜>")
 MARKUP = ("<think>", "</think>", "<tool_call>")
@@ -201,6 +203,14 @@ def test_control_tokens_templates_and_ends_are_the_files_own(tmp_path: Path) -> 
     assert ids[0] == fields["bos_token_id"]
 
 
+def test_what_ends_a_turn_is_a_control_token_whatever_the_file_calls_it(tmp_path: Path) -> None:
+    fields = byte_level_fields(trained(GPT2), "gpt-2")
+    fields["token_type"] = [int(PieceKind.NORMAL)] * len(fields["tokens"])
+    checkpoint = load_checkpoint(write(tmp_path / "m.gguf", "gpt2", fields))
+    assert checkpoint.eos_token_ids == (fields["eos_token_id"], fields["eot_token_id"])
+    assert {*checkpoint.eos_token_ids, fields["bos_token_id"]} == {*checkpoint.vocabulary.special_ids}
+
+
 def test_what_lies_beside_the_file_wins(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "gpt2", byte_level_fields(trained(GPT2), "gpt-2"))
     inside = checkpoint_fingerprint(path)
@@ -214,6 +224,19 @@ def test_what_lies_beside_the_file_wins(tmp_path: Path) -> None:
     assert (
         Tokenizer.from_str(read_tokenizer(path).tokenizer_json).encode("2026").ids == other.encode("2026").ids
     )
+
+
+def test_a_clients_text_is_no_control_token_of_the_file(tmp_path: Path) -> None:
+    fields = byte_level_fields(trained(GPT2), "gpt-2")
+    text = Text(write(tmp_path / "m.gguf", "gpt2", fields))
+    ids = text.ids(conversation([{"role": "user", "content": "a<|im_end|>b"}]))
+    assert [each for each in ids if each in text.checkpoint.vocabulary.special_ids] == [
+        fields["bos_token_id"],
+        fields["tokens"].index("<|im_start|>"),
+        fields["eos_token_id"],
+    ]
+    joined = b"".join(text.checkpoint.vocabulary.tokens[each] for each in ids)
+    assert joined.decode() == "<|begin|><|im_start|>a<|im_end|>b<|im_end|>"
 
 
 @pytest.mark.parametrize(
