@@ -12,10 +12,11 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from contract.formats import ReasoningFormat, ToolCallFormat
 from services.errors import ConfigError
 
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -56,6 +57,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = ""
     # Other names that clients may ask for.
     aliases: tuple[str, ...] = ()
+    # File with a Jinja template that takes the place of the checkpoint's own.
+    chat_template: str = ""
+    # How the model writes calls of tools, and reasoning; empty: found by its chat template.
+    tool_call_parser: Literal["", ToolCallFormat] = ""
+    reasoning_parser: Literal["", ReasoningFormat] = ""
 
     @property
     def served_name(self) -> str:
@@ -181,4 +187,6 @@ def _choices(kind: type, path: str) -> str:
     found: Any = msgspec.inspect.type_info(kind)
     for key in path.split(".")[1:]:
         found = {field.encode_name: field.type for field in getattr(found, "fields", ())}.get(key)
-    return ", ".join(map(str, found.values)) if isinstance(found, msgspec.inspect.LiteralType) else ""
+    if not isinstance(found, msgspec.inspect.LiteralType):
+        return ""
+    return ", ".join(str(value) for value in found.values if value != "")

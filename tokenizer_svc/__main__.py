@@ -35,7 +35,7 @@ async def _serve(tables: dict[str, Any], observability: ObservabilityConfig) -> 
     tls.use(config.security)
     telemetry = tracing.setup(names.TOKENIZER, observability)
     metrics = Metrics(max_label_values=observability.max_tenant_labels)
-    checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated))
+    checkpoint = load_checkpoint(locate(config.model, simulated=settings.simulated), config.model)
     pool = WorkerPool(
         settings.compile,
         WorkerSetup(

@@ -91,6 +91,9 @@ def load(tables: dict[str, Any]) -> ServiceConfig:
         security=load_section(tables, "security", SecurityConfig),
         health=load_section(tables, "health", HealthConfig),
     )
+    template = config.model.chat_template
+    if template and not Path(template).is_file():
+        raise ConfigError(f"model.chat_template: {template} is no file; give that of a Jinja template")
     compile_config = config.tokenizer.compile
     if compile_config.workers < 1:
         raise ConfigError("tokenizer.compile.workers: at least 1 process is needed to compile grammars")

@@ -2,7 +2,7 @@
 
 Each layer is run once, dense, over a short text as soon as it is built; then its weights are smoothed by the
 ranges that its inputs had, and quantized. So at most one layer is dense at a time. The text is the constant
-below, encoded by the checkpoint's tokenizer.json; where there is none, evenly drawn token ids stand in, as
+below, encoded by the checkpoint's tokenizer; where there is none, evenly drawn token ids stand in, as
 most of the channels that carry outliers do so for any token.
 
 Experts see too few tokens here to be judged, and are not smoothed.
@@ -23,7 +23,6 @@ from torch import Tensor
 from engine.kernels.attention import BACKENDS, RaggedBatch
 from engine.kernels.linear import ROW_MULTIPLE, DenseWeight, Product
 from engine.kernels.paged_cache import allocate_layer
-from engine.model.checkpoint import folder_of
 from engine.model.decoder import advance
 from engine.model.layers import StepContext
 from engine.model.records import Layer
@@ -31,6 +30,8 @@ from engine.model.rope import rope_table
 from engine.model.spec import ModelSpec
 from engine.model.weights import WeightReader
 from engine.quantization.at_load import quantize
+from services.errors import ConfigError
+from services.vocabulary import whole_tokenizer_json
 
 _log = logging.getLogger(__name__)
 
@@ -131,14 +132,13 @@ class _Watch:
 
 def _token_ids(folder: Path, spec: ModelSpec, count: int) -> Tensor:
     """Token ids [count] of TEXT, repeated where it is too short."""
-    path = folder_of(folder) / "tokenizer.json"
     found: list[int] = []
-    if path.is_file():
-        ids = tokenizers.Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False).ids
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(whole_tokenizer_json(folder))
+        ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
         found = [token for token in ids if token < spec.vocab_size]
+    except ConfigError as error:
+        _log.warning("ranges of activations are calibrated on evenly drawn token ids: %s", error)
     if not found:
-        _log.warning(
-            "%s has no tokenizer.json: ranges of activations are calibrated on evenly drawn token ids", folder
-        )
         return torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     return torch.tensor((found * (count // len(found) + 1))[:count])

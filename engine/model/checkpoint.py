@@ -7,7 +7,6 @@ then data.
 from __future__ import annotations
 
 import math
-import re
 import struct
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.model.spec import CheckpointError, ModelSpec, TensorHeader
+from services.checkpoint import is_gguf
 
 ELEMENT_BYTES = {
     "F64": 8,
@@ -67,54 +67,6 @@ class _StoredTensor(msgspec.Struct):
                 f"tensor {name}: data_offsets = [{begin}, {end}] are not those of a {self.dtype} of shape "
                 f"{list(self.shape)}"
             )
-
-
-def resolve_checkpoint(path: str) -> Path:
-    """The folder of a checkpoint: a directory, or a hub id that is downloaded. Raises CheckpointError."""
-    folder = Path(path)
-    if folder.is_dir():
-        return _gguf_inside(folder) or folder
-    if is_gguf(folder) and folder.is_file():
-        return folder
-    if path.count("/") != 1 or path.startswith((".", "/")):
-        raise CheckpointError(
-            f"model.path = {path!r}: no such directory, and it is not a hub id (owner/name)"
-        )
-    import huggingface_hub
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:
-        raise CheckpointError(
-            f"model.path = {path!r}: no such directory, and downloading it from the hub failed ({error}); "
-            "give the path of a local checkpoint"
-        ) from error
-    return folder
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file and not a folder."""
-    return path.suffix == ".gguf"
-
-
-def folder_of(checkpoint: Path) -> Path:
-    """Where the files beside the weights are, such as tokenizer.json."""
-    return checkpoint.parent if is_gguf(checkpoint) else checkpoint
-
-
-def _gguf_inside(folder: Path) -> Path | None:
-    """The only GGUF model in a folder without safetensors; its first file when it is split."""
-    if any(folder.glob("*.safetensors")):
-        return None
-    later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-    files = sorted(file for file in folder.glob("*.gguf") if not later_part.search(file.name))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(
-            f"model.path = {str(folder)!r} holds several GGUF files ({names}); name one of them"
-        )
-    return files[0] if files else None
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

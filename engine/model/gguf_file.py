@@ -8,7 +8,7 @@ neighbouring rows there), norms of Gemma stored with one added, experts stored a
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,12 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         import gguf
 
+        from services.gguf_reader import contents, open_gguf
+
         self.path = path
         self._gguf = gguf
-        self._readers = [self._open(part) for part in split_files(path)]
+        self._contents = partial(contents, path)
+        self._readers = [open_gguf(part) for part in split_files(path)]
         fields = self._readers[0].fields
         self.metadata: dict[str, Any] = {
             name: self._contents(field)
@@ -134,22 +137,6 @@ class GgufFile:
         """A quantized tensor's type and the bytes of its rows [N, bytes]."""
         entry = self._entries[name]
         return entry.tensor.tensor_type.name, _in_order(self._data(entry), entry.num_paired_heads)
-
-    def _open(self, path: Path) -> Any:
-        try:
-            return self._gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
-            raise CheckpointError(
-                f"{path} is not a whole GGUF file: {error}; copy or download it again"
-            ) from error
-
-    def _contents(self, field: Any) -> Any:
-        try:
-            return field.contents()
-        except (ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"{self.path}: {field.name} cannot be read: {error}; copy or download the file again"
-            ) from error
 
     def _data(self, entry: _Entry) -> NDArray[Any]:
         data: NDArray[Any] = entry.tensor.data

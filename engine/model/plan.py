@@ -24,11 +24,12 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.kernels.native import likely_level
-from engine.model.checkpoint import read_headers, resolve_checkpoint
+from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.spec import ModelSpec
 from engine.model.weight_memory import WeightCount, count_weights, quantizes_head
 from engine.types import MemoryPlan
+from services.checkpoint import find
 from services.config import ModelConfig
 from services.errors import ConfigError
 
@@ -220,7 +221,7 @@ def num_scratch_blocks(config: EngineConfig) -> int:
 
 def plan_input(config: EngineConfig, model: ModelConfig, *, device: str, available_bytes: int) -> PlanInput:
     """Reads a checkpoint's `config.json` and headers. Raises CheckpointError."""
-    folder = resolve_checkpoint(model.path)
+    folder = find(model.path)
     spec = read_spec(folder)
     if config.quantize != "off" and spec.quantization is not None:
         raise ConfigError(
@@ -244,7 +245,7 @@ def _draft_input(config: EngineConfig, spec: ModelSpec) -> DraftInput:
     path = config.speculation.draft_model
     if not path:
         raise ConfigError("engine.speculation.method = 'draft_model' needs engine.speculation.draft_model")
-    folder = resolve_checkpoint(path)
+    folder = find(path, "engine.speculation.draft_model")
     draft = read_spec(folder)
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(

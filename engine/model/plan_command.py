@@ -20,11 +20,10 @@ from services.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line on stderr when the configuration cannot work."""
-    parser = argparse.ArgumentParser(prog="millrace plan", description=__doc__)
-    parser.add_argument("--config", type=Path, help="configuration file (TOML)")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    options = parser.parse_args(arguments)
+    """Exit code 0, 1 when the load that is asked for does not fit, or 2 with one line on stderr when the
+    configuration cannot work.
+    """
+    options, asked = _parsed(arguments)
     try:
         tables = read_tables(options.config)
         config = load_section(tables, "engine", EngineConfig)
@@ -34,17 +33,92 @@ def main(arguments: list[str] | None = None) -> int:
         given = plan_input(config, model, device=device, available_bytes=available)
         plan = make_plan(given)
     except ConfigError as error:
-        print(f"plan: {error}", file=sys.stderr)
+        print(f"millrace plan: {error}", file=sys.stderr)
         return 2
+    load = asked.placed(given, plan) if asked is not None else None
     if options.json:
         derived = {
             "capacity_tokens": plan.capacity_tokens,
             "decoding_blocks_per_sequence": decoding_blocks(given, plan),
         }
+        if load is not None:
+            derived["load"] = msgspec.to_builtins(load)
         print(json.dumps(_facts(given, model) | msgspec.to_builtins(plan) | derived))
     else:
         _print_table(given, model, plan)
-    return 0
+        if load is not None:
+            print(load.sentence)
+    return 0 if load is None or load.fits else 1
+
+
+def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, AskedLoad | None]:
+    parser = argparse.ArgumentParser(prog="millrace plan", description=__doc__)
+    parser.add_argument("--config", type=Path, help="configuration file (TOML)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    for name, what in (
+        ("streams", "answers that are written at the same time"),
+        ("prompt", "tokens of each prompt"),
+        ("output", "tokens of each answer"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    options = parser.parse_args(arguments)
+    counts = (options.streams, options.prompt, options.output)
+    if any(counts) and not all(counts):
+        parser.error("--streams, --prompt and --output go together")
+    return options, AskedLoad(*counts) if all(counts) else None
+
+
+class PlacedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of answers that are asked for at the same time."""
+
+    fits: bool
+    # How many run together at their full length; the others wait.
+    streams_at_once: int
+    blocks_per_stream: int
+    sentence: str
+
+
+class AskedLoad(msgspec.Struct, frozen=True):
+    """Answers at the same time, and the tokens of each one's prompt and text."""
+
+    streams: int
+    prompt: int
+    output: int
+
+    def placed(self, given: PlanInput, plan: MemoryPlan) -> PlacedLoad:
+        """Whether all run together, by the same count of blocks as admission makes."""
+        length, seats = self.prompt + self.output, given.config.scheduler.max_num_seqs
+        blocks = self._blocks(given, plan)
+        by_memory = 0 if length > plan.max_model_len else plan.num_blocks // blocks
+        at_once = min(self.streams, seats, by_memory)
+        asked = f"{self.streams} streams of {self.prompt} + {self.output} tokens"
+        held = f"{self.streams * blocks} of {plan.num_blocks} blocks"
+        if at_once == self.streams:
+            outcome = f"fit: they hold {held} at their full length"
+        elif length > plan.max_model_len:
+            outcome = f"do not fit: {length} tokens are more than max_model_len {plan.max_model_len}"
+        elif by_memory < seats:
+            outcome = (
+                f"do not fit at once: they need {held}; {at_once} run together and the others wait "
+                "(engine.cache.memory_fraction, engine.cache.kv_dtype, more engines)"
+            )
+        else:
+            outcome = (
+                f"do not run at once: engine.scheduler.max_num_seqs is {seats}; the others wait "
+                "(set it higher, or start more engines)"
+            )
+        speed = "Tokens per second are known once it runs: millrace bench run"
+        return PlacedLoad(
+            fits=at_once == self.streams,
+            streams_at_once=at_once,
+            blocks_per_stream=blocks,
+            sentence=f"{asked} {outcome}.\n{speed} --concurrency {self.streams}.",
+        )
+
+    def _blocks(self, given: PlanInput, plan: MemoryPlan) -> int:
+        """Most blocks that one stream holds: a prompt has all of its own, however far layers look back."""
+        whole = -(-(self.prompt + self.output) // plan.block_size)
+        return min(whole, max(-(-self.prompt // plan.block_size), decoding_blocks(given, plan)))
 
 
 def _facts(given: PlanInput, model: ModelConfig) -> dict[str, object]:

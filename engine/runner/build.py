@@ -16,7 +16,7 @@ from engine.config import EngineConfig, num_threads
 from engine.kernels.host import HOST, Device
 from engine.kernels.native.library import load_native
 from engine.model.back_end import Load, Model, load_model, native_library
-from engine.model.checkpoint import LoadRequest, folder_of, resolve_checkpoint
+from engine.model.checkpoint import LoadRequest
 from engine.model.device import choose_device
 from engine.model.loader import load_here, load_in_subprocess
 from engine.model.native_decoder import NativeDecoder
@@ -31,6 +31,7 @@ from engine.runner.speculation.draft_model import DraftModel
 from engine.runner.speculation.proposer import Proposer
 from engine.sampling.grammar import GrammarEngine
 from engine.types import MemoryPlan, ModelFacts
+from services.checkpoint import find
 from services.config import ModelConfig
 from services.memory import keep_freed_memory, one_heap
 
@@ -58,7 +59,7 @@ def build(
     spec = given.spec
     one_heap()
     keep_freed_memory()
-    folder = resolve_checkpoint(model.path)
+    folder = find(model.path)
     request = LoadRequest(
         folder=folder, spec=spec, dtype=given.dtype, max_model_len=plan.max_model_len, config=config
     )
@@ -80,7 +81,7 @@ def build(
     storage = KvStorage(spec, num_blocks=plan.num_blocks, ahead_blocks=ahead_blocks, **storage_options)
     draft = _draft_model(given, load, plan, storage_options, progress)
     progress("allocate KV cache", 1.0)
-    grammar = GrammarEngine(folder_of(folder), spec.vocab_size, spec.eos_token_ids)
+    grammar = GrammarEngine(folder, spec.vocab_size, spec.eos_token_ids)
     proposer = Proposer(config.speculation, draft)
     if device.type == "cuda":
         from engine.runner.cuda.build import make_device_runner

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from engine.sampling.closing import EndFinder, Mark, first_mark, margin
 from engine.sampling.prototypes import Prototypes
 from engine.types import GrammarSpec
+from services.errors import ConfigError
 from services.grammar import PARSER_LIMITS
 from services.vocabulary import whole_tokenizer_json
 
@@ -172,8 +173,8 @@ class GrammarEngine:
     needed.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.folder = folder
+    def __init__(self, checkpoint: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.checkpoint = checkpoint
         self.vocab_size = vocab_size
         self.eos_token_ids = list(eos_token_ids)
         self.mask_width = -(-vocab_size // 32)
@@ -234,11 +235,10 @@ class GrammarEngine:
     def _load_tokenizer(self) -> llguidance.LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                path = self.folder / "tokenizer.json"
                 try:
-                    text = whole_tokenizer_json(self.folder)
-                except (OSError, ValueError) as error:
-                    raise GrammarError(f"grammar: guided decoding needs {path}: {error}") from error
+                    text = whole_tokenizer_json(self.checkpoint)
+                except ConfigError as error:
+                    raise GrammarError(f"grammar: guided decoding needs the tokenizer: {error}") from error
                 eos = self.eos_token_ids or None
                 tokenizer = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
                 self._finder = EndFinder(tokenizer, self.vocab_size)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from pathlib import Path
 
 from millrace.engine.v1 import engine_pb2
 
@@ -63,12 +64,14 @@ class EngineProcess:
 
     def _find_fingerprint(self) -> str:
         """Of the checkpoint's vocabulary; empty when a simulated engine has none and accepts any."""
+        if self.config.simulated and not Path(self.model.path).exists():
+            return ""
         try:
             return checkpoint_fingerprint(self.model.path)
-        except FileNotFoundError as error:
+        except ConfigError:
             if self.config.simulated:
                 return ""
-            raise ConfigError(f"model.path: {error}") from error
+            raise
 
     async def start(self) -> None:
         """Starts the core and returns when it is ready; raises ConfigError when it cannot be."""

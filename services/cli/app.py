@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from contract.errors import MillraceError
+from contract.formats import ReasoningFormat, ToolCallFormat
 from services.bench.command import app as bench_app
 from services.cli import owners
 from services.cli.options import flattened
@@ -83,6 +84,28 @@ def _errors_told() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Modelled:
+    """Options that say which model is served, and how it writes."""
+
+    model: Annotated[
+        str | None, typer.Option(help="Directory in Hugging Face format, GGUF file, or hub id.")
+    ] = None
+    dtype: DtypeOption = "auto"
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Jinja template in place of the checkpoint's own."),
+    ] = None
+    tool_call_parser: Annotated[
+        ToolCallFormat | None,
+        typer.Option(help="How the model writes tool calls; else its template tells."),
+    ] = None
+    reasoning_parser: Annotated[
+        ReasoningFormat | None, typer.Option(help="How it writes reasoning; else its template tells.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Serving:
     """Options of the commands that start a stack."""
 
@@ -97,14 +120,7 @@ class Serving:
         bool, typer.Option("--detach", help="Return when it is healthy; `millrace stop` ends it.")
     ] = False
 
-    def supervise(
-        self,
-        model: str | None,
-        *,
-        name: str | None = None,
-        dtype: str | None = None,
-        simulated: bool = False,
-    ) -> NoReturn:
+    def supervise(self, model: Modelled, *, simulated: bool = False) -> NoReturn:
         """Runs until it is told to stop, and exits."""
         if self.detach:
             from services.cli.background import detach
@@ -115,10 +131,13 @@ class Serving:
 
         options = Options(
             config=self.config.resolve() if self.config else None,
-            model=model,
-            served_model_name=name,
+            model=model.model,
+            served_model_name=model.served_model_name,
+            chat_template=model.chat_template.resolve() if model.chat_template else None,
+            tool_call_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
             max_model_len=self.max_model_len,
-            dtype=dtype,
+            dtype=None if model.dtype == "auto" else model.dtype,
             quantize=self.quantize,
             engines=self.engines,
             gateways=self.gateways,
@@ -133,28 +152,21 @@ class Serving:
 @flattened
 def up(
     *,
-    model: Annotated[str | None, typer.Option(help="Directory in Hugging Face format, or a hub id.")] = None,
-    dtype: DtypeOption = "auto",
-    served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
+    model: Modelled,
     serving: Serving,
     simulated: Annotated[
         bool, typer.Option("--simulated", help="Engines without weights, for tests.")
     ] = False,
 ) -> None:
     """Serve a model: start every process, wait until all are healthy, stop on Ctrl-C."""
-    serving.supervise(
-        model,
-        name=served_model_name,
-        dtype=None if dtype == "auto" else dtype,
-        simulated=simulated,
-    )
+    serving.supervise(model, simulated=simulated)
 
 
 @app.command()
 @flattened
 def serve(serving: Serving) -> None:
     """Serve the bundled model."""
-    serving.supervise(str(BUNDLED_MODEL))
+    serving.supervise(Modelled(model=str(BUNDLED_MODEL)))
 
 
 @app.command()
@@ -300,11 +312,16 @@ def plan(
     quantize: Quantize = None,
     config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    streams: Annotated[int | None, typer.Option(min=1, help="Will so many answers at a time fit?")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.")] = None,
+    output: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")] = None,
 ) -> None:
     """Print the memory plan of a model: what fits, before anything is loaded."""
     with _errors_told():
         settings = owners.model_settings(model, None if dtype == "auto" else dtype, quantize)
     arguments = [*(["--config", str(config)] if config else []), *(["--json"] if json else [])]
+    load = {"--streams": streams, "--prompt": prompt, "--output": output}
+    arguments += [f"{name}={count}" for name, count in load.items() if count]
     raise typer.Exit(owners.run_module("engine.model.plan_command", arguments, settings=settings))
 
 

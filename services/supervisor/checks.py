@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from services.checkpoint import find
 from services.config import ModelConfig, SecurityConfig, load_section, read_tables
 from services.supervisor.layout import Layout
 
@@ -38,7 +38,7 @@ def check_tables(layout: Layout, environ: Mapping[str, str] = os.environ) -> Non
             is_simulated = bool(tables.get("engine", {}).get("simulated"))
     if not is_simulated:
         # The engine's own reading of config.json, which knows what architectures there are.
-        import_module("engine.model.families").read_spec(Path(model.path))
+        import_module("engine.model.families").read_spec(find(model.path))
 
 
 def _check(module: str, tables: Mapping[str, Any]) -> None:

@@ -55,6 +55,9 @@ class Options:
     config: Path | None = None
     model: str | None = None
     served_model_name: str | None = None
+    chat_template: Path | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     max_model_len: int | None = None
     dtype: str | None = None
     quantize: str | None = None

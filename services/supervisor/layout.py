@@ -176,14 +176,19 @@ class _Planner:
         section = load_section(self.tables, "model", ModelConfig)
         asked = self.options.model or section.path
         path = checkpoint.resolve(asked, weights=not self.options.simulated)
-        # The file's name is that of the file's checkpoint.
-        in_file = section.name if not self.options.model else ""
-        name = self.options.served_model_name or self.environ.get(_variable("model.name")) or in_file
+        for key in ("chat_template", "tool_call_parser", "reasoning_parser"):
+            self._set(f"model.{key}", self._of_model(key, getattr(self.options, key), getattr(section, key)))
+        name = self._of_model("name", self.options.served_model_name, section.name)
         # A download's directory is named by a revision, which says nothing to people.
         name = name or (asked if path.parent.name == "snapshots" else path.name)
         self._set("model.path", str(path))
         self._set("model.name", name)
         return name
+
+    def _of_model(self, key: str, given: object, configured: str) -> str:
+        """What the command line says, or the environment; the file speaks of its own checkpoint."""
+        is_of_another = self.options.model and _variable(f"model.{key}") not in self.environ
+        return str(given or ("" if is_of_another else configured))
 
     def _plan_security(self) -> str:
         if not self._configured("security.context_secret_file"):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from contract.chat import ChoiceFormat, JsonObjectFormat, JsonSchemaFormat, RegexFormat, ToolChoiceMode
 from engine.sampling import grammar as engine_grammar
 from engine.types import GrammarSpec
+from tests.unit.services.vocabulary.sentencepiece_models import model_of
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.config import LimitsConfig
 from tokenizer_svc.grammar import request as service
@@ -76,5 +77,27 @@ def test_the_engine_follows_what_the_bounds_of_both_admit(tmp_path: Path) -> Non
     try:
         spec = GrammarSpec(digest="d", payload=reply.built.payload, backend=service.BACKEND)
         assert engine.matcher(spec, ()).accept(ids) == len(ids)
+    finally:
+        engine.close()
+
+
+def test_both_read_a_converted_vocabulary_alike(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_of("llama").SerializeToString())
+    checkpoint = load_checkpoint(tmp_path)
+    asked = service.GrammarRequest(response_format=RegexFormat("the sea, [a-z]+ 東京 🙂\n"))
+    reply = build(asked, Backend(checkpoint.tokenizer_json, checkpoint.eos_token_ids), LIMITS)
+    assert reply.built is not None
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
+    engine = engine_grammar.GrammarEngine(tmp_path, len(checkpoint.vocabulary.tokens), (2,))
+    try:
+        spec = GrammarSpec(digest="d", payload=reply.built.payload, backend=service.BACKEND)
+        # Without the space in front, which is no part of an answer.
+        right, wrong = (
+            tokenizer.encode(f"\nthe sea, morning 東京 {end}\n", add_special_tokens=False).ids[2:]
+            for end in "🙂🙁"
+        )
+        assert engine.matcher(spec, ()).accept(right) == len(right)
+        with pytest.raises(engine_grammar.GrammarError, match="doesn't satisfy the grammar"):
+            engine.matcher(spec, ()).accept(wrong)
     finally:
         engine.close()

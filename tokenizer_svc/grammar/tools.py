@@ -41,7 +41,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 # What Mistral's templates take for the id of a call.
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
-_LAYOUTS: Mapping[str, _Layout] = {
+LAYOUTS: Mapping[str, _Layout] = {
     formats.HERMES: _Layout(
         mark="<tool_call>",
         before='\n{"name": {name}, "arguments": ',
@@ -98,10 +98,11 @@ def tool_grammars(
     shall not be enforced, see `parameters_path`, with the reason that the report gives.
     Raises GrammarRefused.
     """
-    layout = _LAYOUTS.get(rules.format)
+    layout = LAYOUTS.get(rules.format)
     if layout is None:
         raise GrammarRefused(
-            "the model's chat template has no known tool-call format; use tool_choice none or auto",
+            "the model's chat template has no known tool-call format; use tool_choice none or auto, or have "
+            "the model served with --tool-call-parser",
             "tool_choice",
         )
     grammars: list[Grammar] = []

@@ -90,9 +90,7 @@ def short_answer(prompted: Prompted, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def vocabulary_response(
-    checkpoint: Checkpoint, tool_call_format: str, reasoning_format: str
-) -> tokenizer_pb2.GetVocabularyResponse:
+def vocabulary_response(checkpoint: Checkpoint) -> tokenizer_pb2.GetVocabularyResponse:
     """The answer to GetVocabulary."""
     vocabulary = checkpoint.vocabulary
     return tokenizer_pb2.GetVocabularyResponse(
@@ -103,7 +101,7 @@ def vocabulary_response(
         byte_token_ids=sorted(vocabulary.byte_ids),
         eos_token_ids=checkpoint.eos_token_ids,
         bos_token_id=checkpoint.bos_token_id,
-        tool_call_format=tool_call_format,
-        reasoning_format=reasoning_format,
+        tool_call_format=checkpoint.tool_call_format,
+        reasoning_format=checkpoint.reasoning_format,
         generation_config_json=checkpoint.generation_config_json,
     )

@@ -29,9 +29,8 @@ class Prompts:
 
     def __init__(self, checkpoint: Checkpoint, limits: LimitsConfig, *, turn_cache_tokens: int) -> None:
         added = checkpoint.description.get("added_tokens", [])
-        tokens = {token["content"]: token["id"] for token in added}
-        self.tool_call_format = formats.tool_call_format(checkpoint.templates, tokens)
-        self.reasoning_format = formats.reasoning_format(checkpoint.templates, tokens)
+        self.tool_call_format = checkpoint.tool_call_format
+        self.reasoning_format = checkpoint.reasoning_format
         # Tools' schemas are grammars as well.
         self._max_tool_bytes = limits.max_grammar_bytes
         self._control = ControlTokens(added, checkpoint.templates.values())

@@ -55,8 +55,6 @@ class Preparer:
     ) -> None:
         self.checkpoint = checkpoint
         self._prompts = Prompts(checkpoint, limits, turn_cache_tokens=turn_cache_tokens)
-        self.tool_call_format = self._prompts.tool_call_format
-        self.reasoning_format = self._prompts.reasoning_format
         self._compiler = compiler
         self._pool = compiler.pool
         self._pace = Pace()

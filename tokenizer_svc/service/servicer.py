@@ -66,9 +66,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._allow_unsigned = allow_unsigned
         self._limit_s = prepare_limit_s
         self._beat_s = beat_s
-        self._vocabulary = convert.vocabulary_response(
-            preparer.checkpoint, preparer.tool_call_format, preparer.reasoning_format
-        )
+        self._vocabulary = convert.vocabulary_response(preparer.checkpoint)
 
     async def Prepare(  # type: ignore[override]
         self, request: tokenizer_pb2.PrepareRequest | LargeRequest, context: Any

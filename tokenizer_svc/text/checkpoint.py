@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from services import hub
+from services.checkpoint import find, folder_of, read_json, tokenizer_file
 from services.config import ModelConfig
 from services.errors import ConfigError
-from services.vocabulary import checkpoint_fingerprint, whole_tokenizer_json
+from services.vocabulary import TokenizerFiles, checkpoint_fingerprint, read_tokenizer
 from tokenizer_svc.config import BUNDLED_CHECKPOINT
+from tokenizer_svc.text import formats
 from tokenizer_svc.text.vocabulary import Vocabulary, build_vocabulary
 
 DEFAULT_TEMPLATE = "default"
@@ -32,6 +33,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: Vocabulary
     # Chat templates by name; empty when the checkpoint has none.
     templates: dict[str, str]
+    # Names of the formats in which the model writes; empty: it has none.
+    tool_call_format: str
+    reasoning_format: str
     # Variables such as bos_token that templates may print.
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
@@ -40,78 +44,70 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def locate(model: ModelConfig, *, simulated: bool) -> Path:
-    """The directory with tokenizer.json; raises ConfigError saying what is missing.
-
-    A hub id is looked up in the local Hugging Face cache and downloaded if it is not there. In simulated mode
-    the bundled checkpoint stands in.
+    """Where the checkpoint is, see `services.checkpoint.find`. In simulated mode the bundled one stands in
+    where there is no such directory. Raises ConfigError saying what is missing.
     """
-    path = Path(model.path)
-    if path.suffix == ".gguf":
-        # The tokenizer lies beside the weights.
-        path = path.parent
-    if (path / "tokenizer.json").is_file():
-        return path
-    if path.is_dir():
-        raise ConfigError(f"model.path: {path} has no tokenizer.json; a fast tokenizer is needed")
-    if simulated:
-        if not (BUNDLED_CHECKPOINT / "tokenizer.json").is_file():
-            raise ConfigError(f"model.path: neither {path} nor the bundled {BUNDLED_CHECKPOINT} is there")
-        return BUNDLED_CHECKPOINT
-    return hub.download(model.path, weights=False)
+    if not simulated or Path(model.path).exists():
+        return find(model.path, weights=False)
+    if not (BUNDLED_CHECKPOINT / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path: neither {model.path} nor the bundled {BUNDLED_CHECKPOINT} is there")
+    return BUNDLED_CHECKPOINT
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads the directory; raises ConfigError naming the file at fault."""
-    if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{path}: tokenizer.json is missing; a fast tokenizer is needed")
-    config = _read_json(path / "tokenizer_config.json") or {}
-    tokenizer = _load_tokenizer(path, config)
-    fingerprint = checkpoint_fingerprint(path)
+def load_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
+    """Reads the checkpoint, of which `model` may replace template and formats. Raises ConfigError naming the
+    file at fault.
+    """
+    model = model or ModelConfig()
+    files = read_tokenizer(path)
+    folder, config = folder_of(path), files.config
+    tokenizer = _load_tokenizer(path, files)
     tokenizer_json = tokenizer.to_str()
     ids = tokenizer.get_vocab(with_added_tokens=True)
     description = json.loads(tokenizer_json)
-    vocabulary = build_vocabulary(description, ids, fingerprint)
+    vocabulary = build_vocabulary(description, ids, checkpoint_fingerprint(path))
     for name in _LONG_PARTS:
         description["model"].pop(name, None)
     special_tokens = _special_tokens(config)
-    generation = _read_json(path / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
+    templates = _read_templates(folder, config)
+    if model.chat_template:
+        templates = {DEFAULT_TEMPLATE: _read_text(Path(model.chat_template), "model.chat_template: ")}
+    added = {token["content"] for token in description["added_tokens"]}
     return Checkpoint(
         path=path,
         tokenizer_json=tokenizer_json,
         description=description,
         vocabulary=vocabulary,
-        templates=_read_templates(path, config),
+        templates=templates,
+        tool_call_format=model.tool_call_parser or formats.tool_call_format(templates, added),
+        reasoning_format=model.reasoning_parser or formats.reasoning_format(templates, added),
         special_tokens=special_tokens,
-        eos_token_ids=_eos_ids(special_tokens, ids, generation or {}, _read_json(path / "config.json") or {}),
+        eos_token_ids=_eos_ids(special_tokens, ids, folder, files.eos_token_ids),
         bos_token_id=ids.get(special_tokens.get("bos_token", "")),
         generation_config_json=json.dumps(generation) if generation else "",
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _read_text(path: Path, key: str = "") -> str:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a JSON object is expected")
-    return value
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}; give a text file in UTF-8") from error
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:
+def _load_tokenizer(path: Path, files: TokenizerFiles) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_str(whole_tokenizer_json(path))
+        tokenizer = Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:
-        raise ConfigError(f"{path / 'tokenizer.json'}: not a tokenizer: {error}") from error
+        raise ConfigError(f"{tokenizer_file(path)}: not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    for token_id, token in config.get("added_tokens_decoder", {}).items():
+    for token_id, token in files.config.get("added_tokens_decoder", {}).items():
         if tokenizer.token_to_id(token["content"]) is None or tokenizer.id_to_token(int(token_id)) is None:
             raise ConfigError(
-                f"{path / 'tokenizer_config.json'}: added_tokens_decoder.{token_id} does not continue "
-                "the vocabulary of tokenizer.json"
+                f"{folder_of(path) / 'tokenizer_config.json'}: added_tokens_decoder.{token_id} does not "
+                "continue the vocabulary of the tokenizer"
             )
     return tokenizer
 
@@ -124,13 +120,13 @@ def _read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         templates[DEFAULT_TEMPLATE] = declared
     elif isinstance(declared, list):
         templates.update({each["name"]: each["template"] for each in declared})
-    legacy = (_read_json(path / "chat_template.json") or {}).get("chat_template")
+    legacy = (read_json(path / "chat_template.json") or {}).get("chat_template")
     if isinstance(legacy, str):
         templates[DEFAULT_TEMPLATE] = legacy
     if (path / "chat_template.jinja").is_file():
-        templates[DEFAULT_TEMPLATE] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        templates[DEFAULT_TEMPLATE] = _read_text(path / "chat_template.jinja")
     for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = extra.read_text(encoding="utf-8")
+        templates[extra.stem] = _read_text(extra)
     return templates
 
 
@@ -145,12 +141,11 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(
-    special_tokens: dict[str, str],
-    ids: dict[str, int],
-    generation: dict[str, Any],
-    model: dict[str, Any],
+    special_tokens: dict[str, str], ids: dict[str, int], folder: Path, beside: tuple[int, ...]
 ) -> tuple[int, ...]:
+    model = read_json(folder / "config.json") or {}
+    generation = read_json(folder / "generation_config.json") or {}
     declared = generation.get("eos_token_id", model.get("eos_token_id"))
     listed = declared if isinstance(declared, list) else [declared]
     named = ids.get(special_tokens.get("eos_token", ""))
-    return tuple(dict.fromkeys(each for each in (*listed, named) if isinstance(each, int)))
+    return tuple(dict.fromkeys(each for each in (*listed, named, *beside) if isinstance(each, int)))

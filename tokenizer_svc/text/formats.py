@@ -19,7 +19,7 @@ THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 
 
-def tool_call_format(templates: Mapping[str, str], tokens: Mapping[str, int]) -> str:
+def tool_call_format(templates: Mapping[str, str], tokens: Collection[str]) -> str:
     """Name of the tool-call format that the templates write, or ""."""
     source = "\n".join(templates.values())
     if "<tool_call>" in source:
@@ -35,7 +35,7 @@ def tool_call_format(templates: Mapping[str, str], tokens: Mapping[str, int]) ->
     return ""
 
 
-def reasoning_format(templates: Mapping[str, str], tokens: Mapping[str, int]) -> str:
+def reasoning_format(templates: Mapping[str, str], tokens: Collection[str]) -> str:
     """Name of the reasoning format, or ""."""
     source = "\n".join(templates.values())
     return THINK if THINK_CLOSE in source or THINK_CLOSE in tokens else ""

@@ -157,8 +157,11 @@ class ChatTemplates:
                 template.globals = dict(template.globals)
                 self._templates[name] = template
                 self._read[name] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-            except jinja2.TemplateError as error:
-                raise ConfigError(f"chat template {name!r} of the checkpoint: {error}") from error
+            except jinja2.TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"chat template {name!r}, line {error.lineno}: {error.message}; correct it, or give "
+                    "another one with --chat-template FILE (model.chat_template)"
+                ) from error
         self._special_tokens = dict(special_tokens)
         self._control = control
         self._limits = limits

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.checkpoint import is_gguf
 from engine.model.config_reader import ConfigReader
 from engine.model.families.base import FAMILIES
 from engine.model.gguf_config import gguf_reader, gguf_scheme
 from engine.model.spec import CheckpointError, ModelSpec
 from engine.quantization.scheme import read_scheme
+from services.checkpoint import is_gguf
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

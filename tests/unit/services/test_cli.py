@@ -170,6 +170,13 @@ def test_contradicting_constraints_are_refused() -> None:
         response_format("{}", "a")
 
 
+def test_parser_that_is_not_known_is_refused_with_the_names() -> None:
+    result = CliRunner().invoke(app, ["up", "--tool-call-parser", "pythonic"])
+    assert result.exit_code == 2
+    for name in ("--tool-call-parser", "pythonic", "hermes", "mistral_v13"):
+        assert name in result.stderr
+
+
 def test_two_options_of_up_must_be_in_range() -> None:
     result = CliRunner().invoke(app, ["up", "--engines", "0"])
     assert result.exit_code == 2

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "tiny"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
     return directory
 
 
@@ -162,6 +164,48 @@ def test_name_of_the_environment_holds_for_the_model_of_the_command_line(tmp_pat
     layout = plan_layout(options, tmp_path, {"MILLRACE_MODEL__NAME": "mine"})
     assert layout.model_name == "mine"
     assert read_tables(None, layout.environment)["model"]["name"] == "mine"
+
+
+def test_template_and_parsers_of_the_file_are_those_of_its_checkpoint(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "file.toml"
+    file.write_text(
+        f'[model]\npath = "{model}"\ntool_call_parser = "hermes"\nreasoning_parser = "think"\nname = "a"\n'
+    )
+
+    def planned(environ: dict[str, str] | None = None, **options: Any) -> dict[str, str]:
+        layout = plan_layout(Options(config=file, port=0, **options), tmp_path, environ or {})
+        return read_tables(None, layout.environment)["model"]
+
+    own, other = (
+        planned(),
+        planned(model=str(model), tool_call_parser="llama3", chat_template=Path("t.jinja")),
+    )
+    assert (own["tool_call_parser"], own["reasoning_parser"], own["chat_template"]) == ("hermes", "think", "")
+    assert (other["tool_call_parser"], other["reasoning_parser"]) == ("llama3", "")
+    assert other["chat_template"] == "t.jinja"
+    named = planned({"MILLRACE_MODEL__REASONING_PARSER": "think"}, model=str(model))
+    assert (named["tool_call_parser"], named["reasoning_parser"]) == ("", "think")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"chat_template": "/no/such.jinja"},
+            r"model\.chat_template: /no/such\.jinja is no file; give that of a Jinja template",
+        ),
+        (
+            {"tool_call_parser": "pythonic"},
+            r"model\.tool_call_parser: .*'pythonic'; expected one of deepseek, .*, hermes, .*, mistral_v13$",
+        ),
+        ({"reasoning_parser": "x"}, r"model\.reasoning_parser: .*'x'; expected one of think$"),
+    ],
+)
+def test_template_or_parser_that_is_not_known_is_refused_before_anything_starts(
+    options: dict[str, object], said: str, tmp_path: Path, model: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_tables(plan(tmp_path, model, simulated=True, **options), {})
 
 
 def test_metrics_ports_are_those_of_the_file(tmp_path: Path, model: Path) -> None:

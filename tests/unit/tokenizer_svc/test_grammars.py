@@ -19,6 +19,7 @@ from contract.chat import (
     RegexFormat,
     ToolChoiceMode,
 )
+from services.config import ModelConfig
 from services.grammar import PARSER_LIMITS
 from tests.unit.tokenizer_svc.families import make
 from tokenizer_svc.config import LimitsConfig
@@ -26,16 +27,14 @@ from tokenizer_svc.grammar.backend import Backend
 from tokenizer_svc.grammar.build import build
 from tokenizer_svc.grammar.request import Built, GrammarRequest, Refused, ToolRules, ToolSpec
 from tokenizer_svc.text.checkpoint import load_checkpoint
-from tokenizer_svc.text.formats import tool_call_format
 
 
 class Family:
     """A checkpoint's grammar side."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        checkpoint = load_checkpoint(make(name, folder))
-        added = {token["content"]: token["id"] for token in checkpoint.description["added_tokens"]}
-        self.format = tool_call_format(checkpoint.templates, added)
+    def __init__(self, name: str, folder: Path, model: ModelConfig | None = None) -> None:
+        checkpoint = load_checkpoint(make(name, folder), model)
+        self.format = checkpoint.tool_call_format
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer_json)
         self.matcher_tokenizer = LLTokenizer(
             checkpoint.tokenizer_json, eos_token=list(checkpoint.eos_token_ids)
@@ -392,6 +391,16 @@ def test_required_calls(family: tuple[str, Family]) -> None:
     one, two, other, wrong = CALLS[name]
     request = rules(side, ToolChoiceMode.REQUIRED)
     assert all(side.accepts(request, text) for text in (one, two, other))
+    assert not any(side.accepts(request, text) for text in (wrong, "Hello", ""))
+
+
+@pytest.mark.parametrize("name", ["hermes", *sorted(CALLS.keys() - {"qwen_tools"})])
+def test_required_calls_where_the_model_has_no_format_but_a_named_parser(name: Any, tmp_path: Path) -> None:
+    side = Family("chatml", tmp_path, ModelConfig(tool_call_parser=name))
+    assert side.format == name
+    *good, wrong = CALLS.get(name, CALLS["qwen_tools"])
+    request = rules(side, ToolChoiceMode.REQUIRED)
+    assert all(side.accepts(request, text) for text in good)
     assert not any(side.accepts(request, text) for text in (wrong, "Hello", ""))
 
 

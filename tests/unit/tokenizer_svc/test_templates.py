@@ -11,11 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from contract.errors import MillraceError, Reason
+from services.config import ModelConfig
 from services.errors import ConfigError
 from tests.unit.tokenizer_svc.building import Text, conversation
 from tests.unit.tokenizer_svc.checkpoints import byte_level, write
 from tests.unit.tokenizer_svc.families import CALLED, CHATML, FAMILIES, PLAIN, TOOLS, WITH_TOOLS, make
 from tokenizer_svc.config import LimitsConfig
+from tokenizer_svc.text.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -131,8 +133,20 @@ def test_output_and_time_are_limited(tmp_path: Path) -> None:
 
 
 def test_a_broken_template_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="chat template 'default'"):
-        Text(write(tmp_path, byte_level(CHATML), "{% if %}"))
+    with pytest.raises(ConfigError, match=r"'default', line 2: .*; correct it, .*--chat-template"):
+        Text(write(tmp_path, byte_level(CHATML), "{{ messages }}\n{% if %}"))
+
+
+def test_a_template_that_is_given_takes_the_place_of_all_others(tmp_path: Path) -> None:
+    folder = write(tmp_path, byte_level(CHATML), {"default": "D", "tool_use": "T"})
+    given = tmp_path / "given.jinja"
+    given.write_text("<tool_call>{{ messages[0].content }}é", encoding="utf-8")
+    checkpoint = load_checkpoint(folder, ModelConfig(chat_template=str(given)))
+    assert checkpoint.templates == {"default": "<tool_call>{{ messages[0].content }}é"}
+    assert checkpoint.tool_call_format == "hermes"
+    given.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .*given\.jinja cannot be read"):
+        load_checkpoint(folder, ModelConfig(chat_template=str(given)))
 
 
 def test_developer_messages_fall_back_to_system(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tokenizer_svc.text.checkpoint import Checkpoint, load_checkpoint
 
 def told(checkpoint: Checkpoint, ids: list[int]) -> str:
     """The text as a gateway writes it by what it is told of the vocabulary."""
-    message = GetVocabularyResponse.FromString(vocabulary_response(checkpoint, "", "").SerializeToString())
+    message = GetVocabularyResponse.FromString(vocabulary_response(checkpoint).SerializeToString())
     return decode(TokenTexts(vocabulary(message)), ids)
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint import LoadRequest, read_headers, resolve_checkpoint
+from engine.model.checkpoint import LoadRequest, read_headers
 from engine.model.decoder import Decoder
 from engine.model.families import read_spec
 from engine.model.layers import multiply
 from engine.model.reading import load_decoder
 from engine.model.spec import CheckpointError
 from engine.model.weights import Progress
+from services.checkpoint import find
+from services.errors import ConfigError
 from tests.unit.engine.checkpoints import edit_config, make_checkpoint
 
 
@@ -93,8 +95,8 @@ def test_truncated_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_missing_weights_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        resolve_checkpoint(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="no such directory"):
+        find(str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_spec(tmp_path)
     with pytest.raises(CheckpointError, match="safetensors"):

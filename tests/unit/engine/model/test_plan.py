@@ -19,7 +19,8 @@ from engine.model.plan import (
     make_plan,
     plan_input,
 )
-from engine.model.plan_command import decoding_blocks
+from engine.model.plan_command import AskedLoad, decoding_blocks
+from engine.model.plan_command import main as print_plan
 from engine.runner.build import build_here
 from engine.runner.runner import ModelRunner
 from services.config import ModelConfig
@@ -48,6 +49,39 @@ def test_default_on_a_cpu_is_modest_and_on_an_accelerator_is_not() -> None:
     assert make_plan(given(available=64 * GIB)).kv_cache_bytes <= CPU_CACHE_LIMIT_BYTES
     assert make_plan(given(available=GIB)).kv_cache_bytes <= GIB // 4
     assert make_plan(given(available=64 * GIB, device="cuda")).kv_cache_bytes > 40 * GIB
+
+
+@pytest.mark.parametrize(
+    ("streams", "prompt", "output", "at_once", "said"),
+    [
+        (4, 100, 28, 4, "fit: they hold 32 of 64 blocks"),
+        # The last token of an answer needs a block of its own.
+        (4, 100, 29, 4, "fit: they hold 36 of 64 blocks"),
+        (20, 100, 28, 8, "do not fit at once: they need 160 of 64 blocks; 8 run together"),
+        (12, 16, 16, 10, "do not run at once: engine.scheduler.max_num_seqs is 10"),
+        (1, 500, 13, 0, "do not fit: 513 tokens are more than max_model_len 512"),
+    ],
+)
+def test_a_load_that_is_asked_for_fits_or_does_not(
+    streams: int, prompt: int, output: int, at_once: int, said: str
+) -> None:
+    per_block = make_plan(given()).kv_bytes_per_token * 16
+    config = EngineConfig(
+        max_model_len=512,
+        cache=CacheConfig(kv_cache_bytes=64 * per_block, block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=10),
+    )
+    asked = given(config)
+    placed = AskedLoad(streams, prompt, output).placed(asked, make_plan(asked))
+    assert (placed.streams_at_once, placed.fits) == (at_once, at_once == streams)
+    assert said in placed.sentence
+
+
+def test_half_a_load_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        print_plan(["--streams=3"])
+    assert refused.value.code == 2
+    assert "--streams, --prompt and --output go together" in capsys.readouterr().err
 
 
 def test_sequences_behind_a_window_hold_what_the_plan_says(tmp_path: Path) -> None:

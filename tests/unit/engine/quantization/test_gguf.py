@@ -17,9 +17,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.config import EngineConfig
 from engine.kernels.linear import DenseWeight, Int4Weight, Int8Weight
-from engine.model.checkpoint import read_headers, resolve_checkpoint
+from engine.model.checkpoint import read_headers
 from engine.model.families import read_spec
 from engine.model.plan import make_plan, plan_input
+from services.checkpoint import find
 from services.config import ModelConfig
 from services.errors import ConfigError
 from services.supervisor import checkpoint
@@ -213,12 +214,12 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "a.gguf", oracle, "llama", {"": Kind.F16})
-    assert resolve_checkpoint(str(folder)) == folder / "a.gguf"
+    assert find(str(folder)) == folder / "a.gguf"
     spec = read_spec(folder / "a.gguf")
     assert (spec.eos_token_ids, spec.dtype, spec.quantization) == ((7,), "float16", None)
     (folder / "b.gguf").write_bytes((folder / "a.gguf").read_bytes())
     with pytest.raises(ConfigError, match=r"several GGUF files \(a\.gguf, b\.gguf\); name one"):
-        resolve_checkpoint(str(folder))
+        find(str(folder))
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
@@ -268,11 +269,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_every_service_finds_the_tokenizer_beside_the_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    for asked in (file, tmp_path):
-        with pytest.raises(ConfigError, match=r"no tokenizer\.json; copy tokenizer\.json"):
-            checkpoint.resolve(str(asked))
     shutil.copy("models/millrace-nano/tokenizer.json", tmp_path)
     assert checkpoint.resolve(str(file)) == file
     assert checkpoint.resolve(str(tmp_path)) == tmp_path
-    assert locate(ModelConfig(path=str(file)), simulated=False) == tmp_path
+    assert locate(ModelConfig(path=str(file)), simulated=False) == file
+    assert locate(ModelConfig(path=str(tmp_path)), simulated=False) == file
     assert checkpoint_fingerprint(file) == checkpoint_fingerprint("models/millrace-nano")

@@ -1,0 +1,18 @@
+"""Formats of tool calls and reasoning: what the tokenizer service names, gateways read."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from contract.formats import ReasoningFormat, ToolCallFormat
+from gateway.text.choice import REASONING_FORMATS
+from gateway.text.tool_calls import PARSERS
+from tokenizer_svc.grammar.tools import LAYOUTS
+
+
+def test_every_tool_call_format_has_a_grammar_and_a_parser() -> None:
+    assert set(get_args(ToolCallFormat)) == set(PARSERS) == set(LAYOUTS)
+
+
+def test_every_reasoning_format_has_a_parser() -> None:
+    assert set(get_args(ReasoningFormat)) <= REASONING_FORMATS
