@@ -74,8 +74,8 @@ def running_stack(
     parent: Path | None = None,
     prefix: Sequence[str] = (),
 ) -> Iterator[RunningStack]:
-    """A healthy stack with this configuration, on free ports; its state is below `parent`, and `prefix` stands
-    before its command.
+    """A healthy stack with this configuration, on free ports; its state is below `parent`, and `prefix`
+    stands before its command.
     """
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
