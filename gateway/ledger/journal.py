@@ -140,14 +140,12 @@ class Journal:
             entry.offset = max(entry.offset, self._append(entry, entry.record))
 
     def overwrite(self, entry: OpenRequest) -> None:
-        """Writes what is told of a request over what was: once for every chunk, and without the lock, since
-        only the event loop moves records.
-        """
-        if entry.offset >= 0:
-            with contextlib.suppress(OSError):
-                os.pwrite(self._file, entry.progress, entry.offset + _HEAD.size)
-        if entry.has_ended and entry.is_settled:
-            with self._lock:
+        """Writes what is told of a request over what was."""
+        with self._lock:
+            if entry.offset >= 0:
+                with contextlib.suppress(OSError):
+                    os.pwrite(self._file, entry.progress, entry.offset + _HEAD.size)
+            if entry.has_ended and entry.is_settled:
                 self._open.pop(entry.entry_id, None)
 
     def end(self, request: FinishedRequest) -> None:
