@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 Work = Callable[[], object]
+# Tokens of a block of the cache, as deployments on GPUs have it: steps of prompts are copied whole.
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
