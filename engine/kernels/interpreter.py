@@ -85,6 +85,11 @@ def _compute_bfloat16(convert: Any) -> None:
         )
         return dot(self, *sides, *others)
 
+    def number(self: Any, value: float) -> Any:
+        # Triton 3.6 has none of this type.
+        return cast(self, self.get_fp32(value), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.get_bf16 = number
     interpreter.InterpreterBuilder.binary_op = compute
     interpreter.InterpreterBuilder.cast_impl = cast_by_float32
     interpreter.InterpreterBuilder.create_dot = widened_dot
