@@ -178,6 +178,9 @@ bench-gpu: gpu-site ## Measure on a GPU into benchmarks/results/gpu-*; ARGS="fir
 # Releases of Triton, beside the installed one, that machines have: 3.6 comes with torch 2.11.
 GPU_TRITONS ?= 3.6.0
 GPU_TRITON_FOLDERS := $(addprefix build/triton-,$(GPU_TRITONS))
+# A Python with all that such a machine has (3.12, torch 2.11, Triton 3.6, transformers, pytest and its plugins, hypothesis), where
+# there is one: PyPI has that torch with CUDA alone, PyTorch's own index for CPUs. What the bundle brings is added.
+GPU_PYTHON ?=
 
 build/triton-%: | $(VENV)/bin/python
 	$(PIP) install -q --no-deps --no-compile --target $@ triton==$*
@@ -187,6 +190,12 @@ test-gpu-versions: dev $(GPU_TRITON_FOLDERS) ## Compile all kernels for sm_80 an
 	$(BIN)/python -m engine.kernels.compile_ahead --triton $(GPU_TRITON_FOLDERS) --write benchmarks/results/kernels_compiled_ahead.json
 	for folder in $(GPU_TRITON_FOLDERS); do \
 		WHOLE_REHEARSAL=1 PYTHONPATH=$$folder $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS); done
+	@[ -z "$(GPU_PYTHON)" ] || $(MAKE) test-gpu-python PYTHON=$(GPU_PYTHON)
+
+.PHONY: test-gpu-python
+test-gpu-python: gpu-site
+	$(GPU_RUN) -m engine.kernels.compile_ahead
+	WHOLE_REHEARSAL=1 $(GPU_RUN) -m pytest $(PARALLEL) -m "not gpu" tests/kernels/triton $(PYTEST_ARGS)
 
 .PHONY: redis
 redis:

@@ -17,12 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.gpu.report import append
 
 # The exit code of a phase that found a wrong result.
 WRONG = 3
 # Kept back for the verdict, and for children to end.
 RESERVE_S = 3.0
+# How often processes are looked after, and how long ones that were killed may take to end.
+POLL_S = 0.05
+ENDING_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +44,6 @@ class Phase:
     decides: bool = False
 
 
-class Ended(Exception):
-    """The lease was told to end."""
-
-
 @dataclass
 class Lease:
     """Phases, the file of their rows, and the time for all of them."""
@@ -55,14 +56,18 @@ class Lease:
     goes_on: bool = False
     # What became of each phase.
     outcomes: dict[str, str] = field(default_factory=dict)
+    # By a signal, which may come at any time: it is looked at where nothing can be lost.
+    _is_told: bool = False
 
     def run(self) -> bool:
         """Whether all phases were done."""
         ends_s = time.monotonic() + self.limit_s - RESERVE_S
         reason = ""
-        with _told_to_end():
+        with self._listening():
             for place, phase in enumerate(self.phases):
                 left = ends_s - time.monotonic()
+                if self._is_told:
+                    reason = "the lease was told to end"
                 if reason:
                     self._note(phase, f"not run: {reason}", 0.0)
                 elif left < phase.needs_s:
@@ -77,11 +82,7 @@ class Lease:
         """Why the lease ends with it; empty when it goes on."""
         print(f"{phase.name} (up to {limit_s:.0f} s)", flush=True)
         began = time.monotonic()
-        try:
-            outcome = self._in_processes(phase, limit_s)
-        except Ended:
-            self._note(phase, "ended before it was done", time.monotonic() - began)
-            return "the lease was told to end"
+        outcome = self._in_processes(phase, limit_s)
         self._note(phase, outcome, time.monotonic() - began)
         wrong = outcome == "wrong results" or (phase.decides and outcome.startswith("exit code"))
         return f"{phase.name} found {outcome}" if wrong and not self.goes_on else ""
@@ -89,7 +90,7 @@ class Lease:
     def _in_processes(self, phase: Phase, limit_s: float) -> str:
         ends_s = time.monotonic() + limit_s
         processes = [
-            # Sessions of their own: what they start ends with them.
+            # Sessions of their own: a signal for the lease is not theirs.
             subprocess.Popen(
                 [part.format(limit_s=limit_s) for part in command],
                 env=dict(self.environment),
@@ -98,14 +99,14 @@ class Lease:
             for command in phase.commands
         ]
         try:
-            codes = [process.wait(max(0.1, ends_s - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            return "out of time"
+            while None in (codes := [process.poll() for process in processes]):
+                if self._is_told:
+                    return "ended before it was done"
+                if time.monotonic() > ends_s:
+                    return "out of time"
+                time.sleep(POLL_S)
         finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(processes)
         if WRONG in codes:
             return "wrong results"
         return next((f"exit code {code}" for code in codes if code), "done")
@@ -116,17 +117,34 @@ class Lease:
         append(self.path, fields)
         print(f"{phase.name}: {outcome}" + (f" after {seconds:.0f} s" if seconds else ""), flush=True)
 
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """SIGTERM and SIGINT tell the lease to end."""
 
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
-    """SIGTERM and SIGINT raise Ended."""
+        def end(number: int, frame: object) -> None:
+            self._is_told = True
 
-    def end(number: int, frame: object) -> None:
-        raise Ended
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes and all that they started, in sessions of their own or not, and waits for that: the next
+    phase wants the device's memory.
+    """
+    everyone: list[psutil.Process] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            everyone += psutil.Process(process.pid).children(recursive=True)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for each in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(everyone, timeout=ENDING_S)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 Work = Callable[[], object]
+# Tokens of a block of the cache, as deployments on GPUs have it: steps of prompts are copied whole.
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class Gpu:
         if not rehearses and not torch.cuda.is_available():
             raise SystemExit("no CUDA device; --rehearse runs the same code over tiny shapes")
         self.device = torch.device("cpu" if rehearses else "cuda", None if rehearses else 0)
-        # The type of activations. The interpreter multiplies no bfloat16.
-        self.dtype = torch.float16 if rehearses else torch.bfloat16
+        # The type of activations.
+        self.dtype = torch.bfloat16
         self.budget_s = 0.0 if rehearses else 0.3
         if not rehearses:
             torch.cuda.set_device(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.random_model import drawn_weights, shape_of, write_checkpoint
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import messages
@@ -130,6 +130,7 @@ def engine_config(
             refuse_early=False,
         ),
         "cache": CacheConfig(
+            block_size=BLOCK_SIZE,
             kv_dtype="fp8" if kind == "fp8" else "auto",
             memory_fraction=0.92,
             kv_cache_bytes=gpu.pick(SMALL_CACHE_BYTES if is_small or gpu.compiles else 0, 4 << 20),

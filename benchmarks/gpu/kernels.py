@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu import flashinfer_peer
-from benchmarks.gpu.device import Gpu, Roofs, Work
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Roofs, Work
 from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, RaggedBatch
@@ -23,7 +23,6 @@ from engine.kernels.paged_cache import LayerCache, allocate_layer
 TITLE = "Attention and row kernels"
 # Llama-3.1-8B: query heads, kv heads, head dim.
 HEADS = (32, 8, 128)
-BLOCK_SIZE = 16
 # Of bfloat16 against another kernel's.
 LARGEST_ERROR = 2e-2
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -5,8 +5,9 @@
 
 `first` says whether results are right, then how fast the model is; `proof` compares with other libraries and
 measures the other formats; `serve` sends requests through sockets; `tune` searches launch shapes. Each first
-compiles what it will launch, on all cores. Rows go to DIR/gpu-LEASE.jsonl as they are measured; the table of
-aims comes last, over all leases whose rows lie in DIR. A phase that finds a wrong result ends the lease.
+compiles what it will launch, on all cores. Rows go to DIR/gpu-LEASE.jsonl as they are measured, those of
+`--only` phases to a file of their own; the table of aims comes last, over all leases whose rows lie in DIR.
+A phase that finds a wrong result ends the lease.
 The exit code is 1 when a phase was not done.
 """
 
@@ -139,7 +140,13 @@ def _phase(options: argparse.Namespace, name: str) -> Phase:
 def _command(options: argparse.Namespace, name: str, *more: str) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.gpu.lease", options.lease, "--part", name]
     command += ["--out", str(options.out), "--limit-s", "{limit_s}", *more]
+    command += ["--only", *options.only] if options.only else []
     return [*command, "--rehearse"] if options.rehearse else command
+
+
+def rows_path(options: argparse.Namespace) -> Path:
+    """The file of a lease's rows; phases that run alone have one of their own, so that no row is lost."""
+    return Path(options.out, "-".join(("gpu", options.lease, *options.only)) + ".jsonl")
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -154,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs what is asked for."""
     options = arguments(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"gpu-{options.lease}.jsonl"
+    path = rows_path(options)
     if options.part:
         return run_part(options, path)
     done = True

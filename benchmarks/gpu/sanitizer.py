@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.in_process import DRAWS, opened
 from benchmarks.gpu.random_model import TINY
 from benchmarks.gpu.report import Report
@@ -73,7 +73,10 @@ def tiny(kind: str) -> None:
         # Every step is slow under the tool, those that measure memory included.
         scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, refuse_early=False),
         cache=CacheConfig(
-            kv_cache_bytes=4 << 20, kv_dtype="fp8" if kind == "fp8" else "auto", prefix_caching=False
+            block_size=BLOCK_SIZE,
+            kv_cache_bytes=4 << 20,
+            kv_dtype="fp8" if kind == "fp8" else "auto",
+            prefix_caching=False,
         ),
     ) as engine:
         ended: list[int] = []

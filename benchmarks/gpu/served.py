@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu
 from benchmarks.gpu.environment import is_there
 from benchmarks.gpu.in_process import DRAWS
 from benchmarks.gpu.random_model import shape_of, write_checkpoint
@@ -53,6 +53,7 @@ max_num_batched_tokens = {max_num_batched_tokens}
 max_num_seqs = {max_num_seqs}
 refuse_early = false
 [engine.cache]
+block_size = {block_size}
 kv_dtype = "{kv_dtype}"
 memory_fraction = 0.9
 kv_cache_bytes = {kv_cache_bytes}
@@ -107,6 +108,7 @@ def _config(gpu: Gpu, folder: Path, kind: str) -> str:
         max_model_len=gpu.pick(2100, 100),
         max_num_batched_tokens=gpu.pick(8192, 64),
         max_num_seqs=gpu.pick(256, 4),
+        block_size=BLOCK_SIZE,
         kv_dtype="fp8" if kind == "fp8" else "auto",
         kv_cache_bytes=gpu.pick(0, 4 << 20),
     )
@@ -142,6 +144,9 @@ def _measure(
         for process in processes:
             process.kill()
             process.wait()
+    if not all(file.exists() and file.stat().st_size for file in files):
+        report.wrong(f"load generators ended with {codes}", what="served through sockets", kind=kind)
+        return
     seconds = time.monotonic() - began
     totals = [json.loads(file.read_text())["total"] for file in files]
     # The slowest's: generators start within a moment of each other.

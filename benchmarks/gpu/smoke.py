@@ -4,6 +4,7 @@ it came out right. A line is printed as soon as it is known, and one that fails 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.kernels import BLOCK_SIZE, DTYPES, filled_cache, ragged
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu
+from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, DecodeBatch
 from engine.kernels.attention.reference import ReferenceAttention
@@ -89,15 +90,16 @@ def _norm(gpu: Gpu) -> str:
 
 
 def _attention(gpu: Gpu) -> str:
-    """Decode rows and a chunk of a prompt, over every kind of cache."""
+    """Decode rows and a chunk of a prompt, over every kind of cache, in blocks that are copied whole and in
+    smaller ones.
+    """
     heads = gpu.pick((32, 8, 128), (4, 2, 16))
     lengths, new = gpu.pick(([700, 300, 33], [1, 200, 1]), ([70, 30, 33], [1, 20, 1]))
     said = []
-    for kind, dtype in DTYPES.items():
-        cache, tables = filled_cache(
-            gpu, 3, max(lengths), gpu.dtype if kind == "bf16" else dtype, heads=heads
-        )
-        batch = ragged(lengths, new, tables, BLOCK_SIZE)
+    for (kind, dtype), size in itertools.product(DTYPES.items(), (16, BLOCK_SIZE)):
+        stored = gpu.dtype if kind == "bf16" else dtype
+        cache, tables = filled_cache(gpu, 3, max(lengths), stored, heads=heads, block_size=size)
+        batch = ragged(lengths, new, tables, size)
         q = torch.randn(sum(new), heads[0], heads[2], device=gpu.device).to(gpu.dtype)
         options = AttentionOptions(scale=heads[2] ** -0.5)
         found, expected = (
@@ -107,7 +109,7 @@ def _attention(gpu: Gpu) -> str:
                 for back_end in (TritonAttention, ReferenceAttention)
             )
         )
-        said.append(f"{kind} {_close(found, expected, 2e-2)}")
+        said.append(f"{kind} by {size} {_close(found, expected, 2e-2)}")
     return ", ".join(said)
 
 

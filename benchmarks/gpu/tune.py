@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.device import Gpu, Work
-from benchmarks.gpu.kernels import BLOCK_SIZE, DTYPES, filled_cache, ragged
+from benchmarks.gpu.device import BLOCK_SIZE, Gpu, Work
+from benchmarks.gpu.kernels import DTYPES, filled_cache, ragged
 from benchmarks.gpu.report import Report
 from engine.kernels.attention import AttentionOptions, RaggedBatch
 from engine.kernels.attention.launch_shape import launch_shape

@@ -53,7 +53,9 @@ def round_as_hardware_does() -> None:
 
 
 def _compute_bfloat16(convert: Any) -> None:
-    """Arithmetic of bfloat16 in float32: numpy holds its bits, which it would add as whole numbers."""
+    """Arithmetic of bfloat16 in float32, products of tiles too, and conversions from and to whole numbers by
+    way of it: numpy holds its bits, which it would take for whole numbers.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -68,7 +70,29 @@ def _compute_bfloat16(convert: Any) -> None:
             return interpreter.TensorHandle(found, tl.int1)
         return interpreter.TensorHandle(convert(found, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_by_float32(self: Any, source: Any, target: Any) -> Any:
+        if tl.bfloat16 in (source.dtype.scalar, target.scalar) and source.dtype.scalar != target.scalar:
+            source = cast(self, source, tl.float32)
+        return cast(self, source, target)
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        sides = (
+            cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b)
+        )
+        return dot(self, *sides, *others)
+
+    def number(self: Any, value: float) -> Any:
+        # Triton 3.6 has none of this type.
+        return cast(self, self.get_fp32(value), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.get_bf16 = number
     interpreter.InterpreterBuilder.binary_op = compute
+    interpreter.InterpreterBuilder.cast_impl = cast_by_float32
+    interpreter.InterpreterBuilder.create_dot = widened_dot
 
 
 def add_in_one_order() -> None:

@@ -46,5 +46,5 @@ def device() -> torch.device:
 
 @pytest.fixture
 def half() -> torch.dtype:
-    """The type of activations; the interpreter multiplies no bfloat16."""
-    return torch.float16 if REHEARSES else torch.bfloat16
+    """The type of activations."""
+    return torch.bfloat16

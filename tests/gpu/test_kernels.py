@@ -123,18 +123,27 @@ def test_rope_and_store(
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 1), (7, 96, 33), (65, 128, 70)])
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_int4(device: torch.device, rows: int, inputs: int, outputs: int, asymmetric: bool) -> None:
-    parts = {
-        "packed": pack_levels(whole(0, 16, outputs, inputs)),
-        "scale": drawn(outputs, inputs // 32).abs(),
-        "minimum": drawn(outputs, inputs // 32, seed=1) if asymmetric else None,
-    }
-    x = drawn(rows, inputs, seed=3)
-    expected = x @ Int4Weight(**parts).dequantize().T
-    there = Int4Weight(**{name: None if part is None else part.to(device) for name, part in parts.items()})
-    product = TritonLinear().pack(there)
-    torch.testing.assert_close(product(x.to(device)).cpu(), expected, atol=1e-3, rtol=1e-3)
+@pytest.mark.parametrize("offset", ["none", "zero", "minimum"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_int4(
+    device: torch.device, half: torch.dtype, rows: int, inputs: int, outputs: int, offset: str, wide: bool
+) -> None:
+    """Levels from the middle, from whole zeros, and with minima; numbers of two bytes are other code."""
+    groups = inputs // 32
+    # A scale of few bits, so that products with zeros are exact.
+    scale = whole(1, 64, outputs, groups) / 256
+    minimum = {
+        "none": None,
+        "zero": -whole(0, 16, outputs, groups, seed=1) * scale,
+        "minimum": drawn(outputs, groups, seed=1),
+    }[offset]
+    packed = pack_levels(whole(0, 16, outputs, inputs))
+    x = drawn(rows, inputs, seed=3).to(torch.float32 if wide else half)
+    expected = x.float() @ Int4Weight(packed=packed, scale=scale, minimum=minimum).dequantize().T
+    there = [None if part is None else part.to(device) for part in (packed, scale, minimum)]
+    product = TritonLinear().pack(Int4Weight(packed=there[0], scale=there[1], minimum=there[2]))
+    found = product(x.to(device)).cpu().float()
+    assert float((found - expected).norm() / expected.norm()) < (1e-4 if wide else 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "w8a8", "fp8", "fp8 blocks"])

@@ -12,14 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from benchmarks.gpu import conductor
 from benchmarks.gpu.captured import first_difference
 from benchmarks.gpu.conductor import WRONG, Lease, Phase
-from benchmarks.gpu.lease import LEASES, PARTS, arguments, phases
+from benchmarks.gpu.device import BLOCK_SIZE
+from benchmarks.gpu.lease import LEASES, PARTS, arguments, phases, rows_path
 from benchmarks.gpu.model import idle_share
 from benchmarks.gpu.random_model import DEEPSEEK_LITE, LLAMA_8B, QWEN3_30B, weight_elements
 from benchmarks.gpu.report import Report, read_rows
-from benchmarks.gpu.verdict import judge
+from benchmarks.gpu.verdict import CHECKS, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,14 +85,14 @@ def test_a_phase_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Pat
     inner = tmp_path / "inner"
     code = (
         "import subprocess, sys, signal\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'],"
+        " start_new_session=True)\n"
         f"open({str(inner)!r}, 'w').write(str(child.pid))\n"
         "signal.pause()"
     )
     outcomes = leased(tmp_path, phase("stuck", code, most_s=3.0), phase("next", "pass")).outcomes
     assert outcomes == {"stuck": "out of time", "next": "done"}
-    while is_running(int(inner.read_text())):
-        pass
+    assert not is_running(int(inner.read_text()))
 
 
 def test_a_lease_that_is_told_to_end_keeps_its_rows_and_says_what_was_not_run(tmp_path: Path) -> None:
@@ -120,6 +123,43 @@ Lease(phases=phases, path=path, limit_s=100.0, environment=os.environ).run()
         ("slow", "ended before it was done"),
         ("never", "not run: the lease was told to end"),
     ]
+
+
+def test_a_signal_between_phases_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = conductor.append
+
+    def told(path: Path, fields: dict[str, Any]) -> None:
+        if fields["phase"] == "first":
+            os.kill(os.getpid(), signal.SIGTERM)
+        append(path, fields)
+
+    monkeypatch.setattr(conductor, "append", told)
+    outcomes = leased(tmp_path, phase("first", "pass"), phase("next", "pass")).outcomes
+    assert outcomes == {"first": "done", "next": "not run: the lease was told to end"}
+    assert {row["phase"]: row["outcome"] for row in read_rows(tmp_path)} == outcomes
+
+
+def test_phases_that_run_alone_leave_the_rows_of_others(tmp_path: Path) -> None:
+    whole, alone = (
+        arguments(["first", "--out", str(tmp_path), *more]) for more in ((), ("--only", "smoke", "tests"))
+    )
+    assert rows_path(whole).name == "gpu-first.jsonl"
+    assert rows_path(alone).name == "gpu-first-smoke-tests.jsonl"
+    for options in (whole, alone):
+        for each in phases(options):
+            for command in each.commands:
+                child = [part.format(limit_s=1.0) for part in command[3:]]
+                assert rows_path(arguments(child)) == rows_path(options)
+
+
+def test_what_is_measured_is_what_is_deployed() -> None:
+    deployed = yaml.safe_load((ROOT / "compose.gpu.yml").read_text())
+    (sizes,) = (
+        each["environment"]["MILLRACE_ENGINE__CACHE__BLOCK_SIZE"]
+        for each in deployed["services"].values()
+        if "MILLRACE_ENGINE__CACHE__BLOCK_SIZE" in each.get("environment", {})
+    )
+    assert sizes == BLOCK_SIZE
 
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -157,7 +197,8 @@ def test_the_verdict_sets_figures_beside_aims(tmp_path: Path) -> None:
         decode("bf16", 128, 9.9, sampling="sampled"),
         decode("fp8", 1, 2.0),
     ]
-    found = verdicts(tmp_path, *rows)
+    ended = [{"phase": name, "outcome": "done"} for name in (*CHECKS, "model_bf16")]
+    found = verdicts(tmp_path, *rows, *ended)
     assert found["wrong results"] == (0.0, "met")
     assert found["8B bf16 decode, batch 1, of copy bandwidth"] == (0.8, "missed")
     assert found["8B bf16 decode, batch 128, of copy bandwidth"] == (0.8, "met")
@@ -167,6 +208,32 @@ def test_the_verdict_sets_figures_beside_aims(tmp_path: Path) -> None:
     wrong = verdicts(tmp_path, *rows, {"phase": "captured", "checked": True, "wrong": "request 3"})
     assert wrong["wrong results"] == (1.0, "missed")
     assert json.loads((tmp_path / "gpu-verdict.json").read_text())["machine"] == {"device": "one"}
+
+
+@pytest.mark.parametrize("phase", [*CHECKS, "model_bf16"])
+@pytest.mark.parametrize(
+    "instead",
+    [
+        {"outcome": "out of time"},
+        {"outcome": "done", "what": "memory checked", "not_measured": "no time was left"},
+        None,
+    ],
+)
+def test_what_was_not_all_run_is_not_met(phase: str, instead: dict[str, Any] | None, tmp_path: Path) -> None:
+    rows = [
+        {"phase": "smoke", "checked": True},
+        decode("bf16", 1, 4.0, gpu_waits=0.01),
+        decode("bf16", 1, 4.1, sampling="sampled", gpu_waits=0.02),
+        *({"phase": name, "outcome": "done"} for name in (*CHECKS, "model_bf16") if name != phase),
+        *([{"phase": phase} | instead] if instead else []),
+    ]
+    found = verdicts(tmp_path, *rows)
+    worst = {"sampled step, times greedy, worst", "Python's share of a bf16 decode step, worst"}
+    expected = "not all run" if phase == "model_bf16" else "met"
+    assert {found[aim][1] for aim in worst} == {expected}
+    assert found["wrong results"] == (0.0, "met" if phase == "model_bf16" else "not all run")
+    # What is missed already stays so.
+    assert verdicts(tmp_path, *rows, {"phase": "smoke", "wrong": "NaN"})["wrong results"] == (1.0, "missed")
 
 
 def test_a_rehearsal_meets_nothing(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def both(
     heads: tuple[int, int, int] = (4, 2, 16),
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
+    q_dtype: torch.dtype = torch.float32,
     options: AttentionOptions | None = None,
     with_sinks: bool = False,
     tables: np.ndarray | None = None,
@@ -39,7 +40,7 @@ def both(
         lengths, num_heads=num_kv_heads, key_dim=dim, value_dim=value_dim, dtype=dtype
     )
     batch = step_of(lengths, new, own_tables if tables is None else tables)
-    q = torch.randn(sum(new), num_heads, dim, generator=generator)
+    q = torch.randn(sum(new), num_heads, dim, generator=generator).to(q_dtype)
     sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
     options = options or AttentionOptions(scale=dim**-0.5)
     results = []
@@ -60,6 +61,15 @@ def test_ragged_batches(lengths: list[int], new: list[int], heads: tuple[int, in
 def test_caches_of_other_types(dtype: torch.dtype) -> None:
     expected, found = both([300, 20], [1, 20], dtype=dtype)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
+def test_queries_of_two_bytes(q_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    expected, found = both([300, 40], [1, 40], q_dtype=q_dtype, dtype=dtype)
+    assert found.dtype == q_dtype
+    # Shares of the values are rounded to the queries' type.
+    torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

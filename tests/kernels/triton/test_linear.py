@@ -221,6 +221,20 @@ def test_parts_of_a_sum_are_added_by_the_last_that_arrives(kind: str) -> None:
         assert not bool(workspace.arrived.any())
 
 
+@pytest.mark.parametrize("kind", ["fp8", "w8a8", "int4", "int4 minimum", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_inputs_that_no_step_divides(kind: str, dtype: torch.dtype) -> None:
+    """Few rows by programs of their own, many by one: the last part is short, and its last step too."""
+    inputs, outputs = 2080, 70
+    weight = expert(kind, outputs, inputs, 1)
+    assert num_parts(outputs, 17, torch.device("cpu")) == 9, "eight of two steps, and one"
+    x = drawn(140, inputs, seed=2).to(dtype)
+    product, exact = TritonLinear().pack(weight), x.float() @ weight.dequantize().T
+    many = product(x)
+    assert float((many.float() - exact).norm() / exact.norm()) < 5e-2
+    assert torch.equal(product(x[:3]), many[:3])
+
+
 def test_how_inputs_are_cut_fills_a_device_and_leaves_no_part_empty() -> None:
     device = torch.device("cpu")
     for outputs in (1, 64, 1000, 4096, 6144, 16384, 28672, 128256):
