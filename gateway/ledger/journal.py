@@ -12,6 +12,7 @@ start, the room behind what a process that is gone has left is used.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -36,6 +37,8 @@ _COMPACT_BYTES = 4 << 20
 _ROOM_BYTES = 8 << 20
 # How often a file that could not be made is tried again.
 _RETRY_S = 1.0
+# Passes by itself; whatever else keeps a file from being made is a matter of configuration.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What a file begins with: how many requests its owner could not write down, and the database does not have.
 _MISSING = struct.Struct("<I")
 # Length of what follows it, and whether that is a whole row.
@@ -120,6 +123,8 @@ class Journal:
         try:
             self._file, self._end = _write_anew(self._path, b""), _MISSING.size
         except OSError as error:
+            if error.errno not in _FULL:
+                raise
             self._file, self._end, self._compact_at = -1, 0, -1
             self._cannot_write(error)
             self._borrow(folder)

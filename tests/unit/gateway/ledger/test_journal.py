@@ -27,6 +27,7 @@ from observability.analysis.scrape import parse
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.names import Metric
+from services.errors import ConfigError
 from tests.unit.gateway.ledger.test_writer import PRICES, finished, rows, writer
 
 
@@ -257,6 +258,17 @@ def test_a_gateway_that_starts_on_a_full_disk_writes_behind_what_another_left(tm
     left.remove()
     assert said(tmp_path) == {"second": ("interrupted", 2)}
     second.close()
+
+
+def test_a_folder_that_takes_no_files_is_named_at_the_start(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ConfigError, match=r"gateway\.ledger\.journal: .*read-only"):
+        writer(url)
 
 
 def test_a_journal_that_was_made_anew_is_not_taken_in_twice(
