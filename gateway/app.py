@@ -18,6 +18,7 @@ from gateway.engines import discovery
 from gateway.engines.fleet import Fleet
 from gateway.grpc_face.large import add_to_server
 from gateway.grpc_face.servicer import FULL_NAME, InferenceServicer
+from gateway.grpc_face.unread import grpc_server
 from gateway.http.app import build_app
 from gateway.http.server import HttpServer
 from gateway.pipeline.intake import Intake
@@ -28,7 +29,6 @@ from gateway.tokenizer.client import TokenizerClient
 from observability.emit import names
 from observability.emit.metrics import Metrics
 from observability.emit.tracing import Telemetry
-from services.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Gateway:
         self._edge = Edge(settings, telemetry, metrics)
         self._callers = CallerVerifier(settings.security, self._edge.tiers)
         self._recorder = OutcomeRecorder(metrics, telemetry, self._edge.ledger)
-        self.grpc = GrpcServer(self._config.grpc_listen, max_request_bytes=self._config.max_body_bytes)
+        self.grpc = grpc_server(self._config)
         http_callers = HttpCallers(self._edge.authorizer, self._callers)
         self._intake = Intake(self._config.request)
         self.http = HttpServer(

@@ -94,8 +94,9 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_depth: PositiveInt = 512
     # Answers that are computed: prompts times the larger of n and best_of.
     max_answers: PositiveInt = 256
-    # Bytes of large bodies that are read, and of the requests in them until they are answered. A tenant may
-    # have as much as is left free after it: half of this, where no other has any.
+    # Bytes of large bodies that are read, and of the requests in them until they are answered, counted twice
+    # for what is made of them; and of answers with log-probabilities. A tenant may have as much as is left
+    # free after it: half of this, where no other has any.
     max_held_bytes: PositiveInt = 128 * 1024 * 1024
     # Tokens, and log-probabilities with their alternatives, that an answer may be ahead of its client beyond
     # what is on the way to it; and all answers of a tenant together. Then the answer is ended.

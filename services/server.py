@@ -49,6 +49,7 @@ class GrpcServer:
         *,
         interceptors: Sequence[ServerInterceptor] = (),
         max_request_bytes: int = MAX_MESSAGE_BYTES,
+        options: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.listen = listen
         # Known after start().
@@ -56,7 +57,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(), *interceptors],
             # The last of several values of an option counts.
-            options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes)),
+            options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes), *options),
         )
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names = [health.SERVICE_NAME, *reflection.SERVICE_NAMES]

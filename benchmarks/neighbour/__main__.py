@@ -216,6 +216,9 @@ def _limit(stack: RunningStack, group: MemoryGroup, spare_mb: int) -> dict[str, 
 def _row(found: dict[str, Any]) -> str:
     before, under, after = found["before"], found["under"], found["after"]
     memory = found["memory_mb"]
+    answers = [f"{name} x {count}" for name, count in sorted(found["outcomes"].items())]
+    if "killed" in found:
+        answers.append(f"processes of the stack killed: {found['killed']}")
     gateway = next(name for name in memory["before"] if name.startswith("gateway"))
     cells = [
         found["attack"],
@@ -224,7 +227,7 @@ def _row(found: dict[str, Any]) -> str:
         f"{under['gap_max_ms']:.0f}",
         f"{under['lost']} of {under['requests']}",
         " / ".join(f"{memory[when][gateway]:.0f}" for when in ("before", "under", "after")),
-        ", ".join(f"{name} x {count}" for name, count in sorted(found["outcomes"].items())),
+        ", ".join(answers),
     ]
     return "| " + " | ".join(cells) + " |"
 

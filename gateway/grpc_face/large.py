@@ -75,7 +75,7 @@ def _unary(behavior: Callable[[Any, Any], Awaitable[Any]], parser: _Parser) -> C
             return await behavior(request, context)
         tenant = parser.tenant(context)
         with parser.intake.hold(tenant) as hold:
-            hold.grow(len(request))
+            hold.grow_by_body(len(request))
             return await behavior(await parser.parsed(request, tenant), context)
 
     return call
@@ -87,7 +87,7 @@ def _streaming(
     async def large(request: bytes, context: Any) -> AsyncIterator[Any]:
         tenant = parser.tenant(context)
         with parser.intake.hold(tenant) as hold:
-            hold.grow(len(request))
+            hold.grow_by_body(len(request))
             async for response in behavior(await parser.parsed(request, tenant), context):
                 yield response
 

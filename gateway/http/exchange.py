@@ -100,7 +100,7 @@ class Exchange:
     async def read_body(self, hold: Hold | None = None) -> None:
         """Reads the body to its end, or until it is too large; sets `client_gone` where there is no end.
 
-        Raises as `Hold.grow` does where there is no room for what comes.
+        Raises as `Hold.grow_by_body` does where there is no room for what comes.
         """
         more = True
         while more and not self.too_large:
@@ -121,7 +121,7 @@ class Exchange:
 
     def _hold(self, hold: Hold, num_bytes: int) -> None:
         try:
-            hold.grow(num_bytes)
+            hold.grow_by_body(num_bytes)
         except MillraceError:
             self._pieces.clear()
             self.refuse_body(0)

@@ -17,6 +17,8 @@ from services.memory import give_back
 
 # Smaller requests are parsed as they come: the worst of them takes some milliseconds.
 LARGE_BYTES = 64 * 1024
+# Until a large request is prepared there are its bytes and what was made of them: they count so often.
+_BODY_COPIES = 2
 # After so much work on a large request it is the turn of others.
 _SLICE_S = 0.002
 # Freed memory goes back to the system so long after the last large request, in seconds: pages that are wanted
@@ -129,6 +131,10 @@ class Hold:
         """So many bytes more; raises as `Intake.take` does."""
         self._intake.take(self._tenant, num_bytes)
         self._num_bytes += num_bytes
+
+    def grow_by_body(self, num_bytes: int) -> None:
+        """So many bytes more of the request itself; raises as `Intake.take` does."""
+        self.grow(_BODY_COPIES * num_bytes)
 
     def __enter__(self) -> Hold:
         return self

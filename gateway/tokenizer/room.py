@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from contract.errors import MillraceError, Reason
 
 # Of one stream. Fewer than the service reads of one before it waits.
-MAX_UNDER_WAY_BYTES = 64 * 1024 * 1024
+MAX_UNDER_WAY_BYTES = 32 * 1024 * 1024
 # Of one tenant half: more than the service takes from it within the time that a request has.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 

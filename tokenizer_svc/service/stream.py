@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 # Calls of one stream in work, or whose answers the caller has not taken; reading waits beyond that.
 MAX_IN_WORK = 1024
 # Of the same, bytes: twice what one gateway has under way at most, so that none of them is ever kept waiting.
-MAX_BYTES_IN_WORK = 128 * 1024 * 1024
+MAX_BYTES_IN_WORK = 64 * 1024 * 1024
 # After so much work of one stream it is the turn of others: what has come already is read without waiting.
 _SLICE_S = 0.002
 

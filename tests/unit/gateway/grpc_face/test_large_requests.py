@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from millrace.common.v1 import chat_pb2
 from millrace.inference.v1 import inference_pb2
 
+from benchmarks.neighbour import http2
 from contract.errors import MillraceError, Reason
 from contract.proto.status import from_rpc_error
+from gateway.auth.authorizer import TENANT_HEADER
 from gateway.config import RequestConfig
 from gateway.grpc_face import large
+from gateway.grpc_face.servicer import FULL_NAME
 from gateway.grpc_face.shape import counted
 from services.context import CONTEXT_HEADER
 from tests.unit.gateway.rig.deployment import Deployment, deployed, signed_context
@@ -155,3 +159,38 @@ async def test_packed_messages_are_refused_by_the_name_of_their_packing() -> Non
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call
         assert "gzip" in (failure.value.details() or "")
+
+
+async def test_messages_that_never_end_are_asked_for_as_far_as_their_tenants_room_goes() -> None:
+    largest = 1024 * 1024
+    tables = {"gateway": {"max_body_bytes": largest, "request": {"max_held_bytes": 4 * largest}}}
+    async with deployed(tables=tables) as stack:
+        reader, writer = await http2.connected("127.0.0.1", stack.gateway.grpc.port)
+        fields = [(":method", "POST"), (":scheme", "http"), (":authority", "a")]
+        fields += [(":path", f"/{FULL_NAME}/Chat"), ("content-type", "application/grpc"), ("te", "trailers")]
+        fields += [(TENANT_HEADER, "acme"), *METADATA]
+        begun = http2.grpc_message(b" " * largest)[:20_000]
+        for number in (1, 3, 5):
+            writer.write(http2.headers(number, fields))
+            for at in (0, 10_000):
+                writer.write(http2.data(number, begun[at : at + 10_000]))
+        # Who is asked to send more.
+        asked: set[int] = set()
+        while len(asked) < 2:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3]))
+            if head[3] == http2.WINDOW_UPDATE:
+                asked |= {int.from_bytes(head[5:])} - {0}
+        assert asked == {1, 3}
+
+        async def tokenized(tenant: str) -> int:
+            request = inference_pb2.TokenizeRequest(model="tiny", text="abc")
+            answer = await stack.inference.Tokenize(request, metadata=(*METADATA, (TENANT_HEADER, tenant)))
+            return len(answer.token_ids)
+
+        behind = asyncio.create_task(tokenized("acme"))
+        for _ in range(3):
+            assert await tokenized("other") == 3
+        assert not behind.done()
+        writer.close()
+        assert await asyncio.wait_for(behind, 20) == 3

@@ -47,6 +47,13 @@ async def test_bodies_that_come_bit_by_bit_are_held_bit_by_bit(intake: Intake) -
         other.grow(500)
 
 
+async def test_a_body_counts_with_what_is_made_of_it(intake: Intake) -> None:
+    with intake.hold("a") as hold:
+        hold.grow_by_body(250)
+        with pytest.raises(MillraceError):
+            hold.grow_by_body(1)
+
+
 async def test_memory_is_given_back_once_large_requests_have_ended(
     intake: Intake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

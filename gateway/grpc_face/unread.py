@@ -1,0 +1,75 @@
+"""Messages on their way. gRPC's core keeps each whole before anybody can see how large it is, so a call waits
+for room before its message is asked for: until then its sender gets no further than the window of a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from gateway.auth.authorizer import TENANT_HEADER
+from gateway.config import GatewayConfig
+from gateway.grpc_face.servicer import FULL_NAME
+from gateway.tokenizer.room import Room
+from services.interceptors import ServerInterceptor
+from services.server import GrpcServer
+
+# Windows stay at 64 KB for messages that nobody has asked for: those that grow with what the line can carry
+# would let each come whole.
+_OPTIONS = (("grpc.http2.bdp_probe", 0),)
+
+
+def grpc_server(config: GatewayConfig) -> GrpcServer:
+    """A server whose unread messages are bounded by tenant and in all, like bodies that are read."""
+    return GrpcServer(
+        config.grpc_listen,
+        interceptors=[UnreadMessages(config.max_body_bytes, config.request.max_held_bytes)],
+        max_request_bytes=config.max_body_bytes,
+        options=_OPTIONS,
+    )
+
+
+class UnreadMessages(ServerInterceptor):
+    """Asks for as many messages of a tenant at a time as have room, all being as large as they may be."""
+
+    def __init__(self, max_message_bytes: int, room_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._room = Room(max_bytes=room_bytes, max_waiting_bytes=sys.maxsize)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{FULL_NAME}/"):
+            return handler
+        # Unsigned: it decides behind whom a message waits, and nothing else.
+        metadata: Any = handler_call_details.invocation_metadata
+        tenant = next((value for name, value in metadata if name == TENANT_HEADER), "")
+        await self._room.acquire(tenant, self._max_message_bytes)
+        return handler._replace(request_deserializer=self._reading(tenant, handler.request_deserializer))
+
+    def _reading(self, tenant: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        is_unread = True
+
+        def give(_: Any = None) -> None:
+            nonlocal is_unread
+            if is_unread:
+                is_unread = False
+                self._room.release(tenant, self._max_message_bytes)
+
+        def read(data: bytes) -> Any:
+            give()
+            return parse(data)
+
+        # A call may end before its message is there.
+        task = asyncio.current_task()
+        assert task is not None, "grpc.aio has a task for each call"
+        task.add_done_callback(give)
+        return read
