@@ -1,10 +1,18 @@
-"""A check for schemathesis: a body that its schema allows is refused only for what the document lists."""
+"""A check for schemathesis: a body that its schema allows is refused only for what the document lists.
+
+As a module of hooks it also gives bodies a model that is there, where CLIENTS_SERVED names one: otherwise
+almost nothing would get beyond the question whether there is such a model.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 
 import schemathesis
+
+SERVED = os.environ.get("CLIENTS_SERVED", "")
+MAX_TOKENS = 8
 
 # Statuses that judge a body; others are about keys, limits, names and the server.
 _JUDGES = (400, 413, 422)
@@ -21,3 +29,23 @@ def only_beyond_schema(ctx: object, response: object, case: object) -> None:
         if each.get("reason") == error["reason"] or re.match(each.get("param", "^$"), error["param"] or "?"):
             return
     raise AssertionError(f"the schema allows what is refused: {error['param']}: {error['message']}")
+
+
+def served(body: object, model: str) -> object:
+    """The body with this model, and no more than a few tokens where it says how many."""
+    if not isinstance(body, dict) or "model" not in body:
+        return body
+    asked = {**body, "model": model}
+    for name in ("max_tokens", "max_completion_tokens"):
+        if asked.get(name) is not None:
+            asked[name] = min(asked[name], MAX_TOKENS)
+    return asked
+
+
+if SERVED:
+
+    @schemathesis.hook
+    def map_body(context: object, body: object) -> object:
+        """See the module."""
+        del context
+        return served(body, SERVED)
