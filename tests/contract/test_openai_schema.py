@@ -85,7 +85,7 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE:
-            case.body = served(case.body, "tiny")
+            case.body = served(case.body, "tiny", path)
         case.call_and_validate(headers=HEADERS, checks=CHECKS)
 
     try:

@@ -26,7 +26,17 @@ def run(mode: str) -> None:
     command = [str(ENVIRONMENT / "bin" / "schemathesis"), "--config-file", str(settings)]
     command += ["run", f"http://{ADDRESS}/openapi.json", "--mode", mode, "--max-time", SECONDS]
     command += ["--max-examples", "100000", "--phases", "examples,coverage,fuzzing"]
-    command += ["--checks", "all", "--exclude-checks", WITHOUT, "--continue-on-failure"]
+    command += [
+        "--request-timeout",
+        "60",
+        "--suppress-health-check",
+        "all",
+        "--checks",
+        "all",
+        "--exclude-checks",
+        WITHOUT,
+        "--continue-on-failure",
+    ]
     hooks = {"SCHEMATHESIS_HOOKS": "beyond_schema", "PYTHONPATH": str(Path(__file__).parent)}
     if mode == "positive":
         hooks["CLIENTS_SERVED"] = MODEL
