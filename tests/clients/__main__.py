@@ -124,11 +124,14 @@ class Matrix:
         told = folder / "results.jsonl"
         lines = told.read_bytes().splitlines() if told.exists() else []
         results = [msgspec.json.decode(line, type=Result) for line in lines]
-        if status != 0:
+        if status != 0 or not results:
             end = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
             results.append(_failed("its program", f"{status}\n{end}"))
+        try:
+            stack.assert_nothing_leaked()
+        except AssertionError as error:
+            results.append(_failed("what it leaves in the engines", str(error)))
         self.results[client.name] = results
-        stack.assert_nothing_leaked()
         num_good = sum(each.outcome != "failed" for each in results)
         seconds = time.monotonic() - began_s
         print(f"{client.name}: {num_good} of {len(results)} features after {seconds:.0f} s", flush=True)
