@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import msgspec
@@ -70,14 +70,17 @@ class Application:
         routes: Mapping[tuple[str, str], Handler],
         below: Mapping[str, tuple[str, Handler]],
         wrap: Callable[[Handler], Handler],
+        public: Collection[str] = (),
     ) -> None:
         """`below` has a method ("" for any) and a handler for all paths that begin in one way.
 
-        `wrap` makes of a handler one that asks who calls: what there is, and what not, is told to callers.
+        `wrap` makes of a handler one that asks who calls: what there is, and what not, is told to callers,
+        save for `public` paths.
         """
         self._routes = routes
         self._below = below
         self._nothing = wrap(self._refuse)
+        self._public = public
 
     async def __call__(self, exchange: Exchange) -> None:
         """See Handler."""
@@ -89,7 +92,7 @@ class Application:
         for beginning, (served, handler) in self._below.items():
             if path.startswith(beginning) and served in ("", method):
                 return handler
-        return self._routes.get((method, path), self._nothing)
+        return self._routes.get((method, path), self._refuse if path in self._public else self._nothing)
 
     async def _refuse(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -156,4 +159,5 @@ def build_app(
             MODELS_PREFIX: ("GET", ours(inspect.model)),
         },
         ours,
+        public=("/health", "/openapi.json"),
     )

@@ -162,7 +162,7 @@ def _document() -> dict[str, Any]:
         # For programs: refusals that a schema cannot foresee, by reason, or by param as a regular expression.
         "x-beyond-schema": [
             *({"reason": reason.value, "rule": rule} for reason, rule in BEYOND_REASONS.items()),
-            *({"param": f"^{param}$", "rule": rule} for param, rule in BEYOND.items()),
+            *({"param": f"^({param})$", "rule": rule} for param, rule in BEYOND.items()),
         ],
     }
 

@@ -151,10 +151,10 @@ ANSWERS: Mapping[str, Any] = {
 
 def events(name: str) -> dict[str, Any]:
     """A stream's content: each event's data is JSON of the schema with this name, or of Error."""
+    content = {"anyOf": [_ref(name), _ref("Error")]}
+    piece = {**STRING, "contentMediaType": "application/json", "contentSchema": content}
     data = {
-        **STRING,
-        "description": "JSON; the last event's is [DONE], unless an error ended the stream.",
-        "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(name), _ref("Error")]},
+        "description": "The last event's is [DONE], unless an error ended the stream.",
+        "anyOf": [{"const": "[DONE]"}, piece],
     }
     return {"text/event-stream": {"schema": {"description": "One event.", **_object({"data": data})}}}

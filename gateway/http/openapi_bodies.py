@@ -58,13 +58,14 @@ BEYOND: Mapping[str, str] = {
     r"n": "greedy answers are equal: with temperature 0 there is one, unless beam_width is more",
     r"(n|best_of)": "prompts times answers have a limit; best_of is at least n, and is not streamed",
     r"(beam_width|temperature|top_k|\w+_p|logit_bias|\w+_penalty)": "beams are at least n, and not drawn",
-    r"(logit_bias|allowed_token_ids|stop_token_ids|prompt|tokens\[\d+\])": "ids are the vocabulary's",
+    r"(logit_bias|allowed_token_ids|stop_token_ids|prompt|tokens)(\[\d+\])*": "ids are the vocabulary's",
     r"tools\[\d+\]\.function\.name": "a name is there once",
     r"tool_choice(\.allowed_tools\.tools\[\d+\]\.function\.name)?": "it names one of the tools",
     r"messages\[\d+\]\.reasoning": "it is what reasoning_content says, where both are given",
     r"metadata\.(user|safety_identifier)": "it is what the field of that name says, where both are given",
     r"reasoning_effort": "it is for models that reason",
-    r"chat_template_kwargs\.\w+": "it does not contradict reasoning_effort",
+    r"(documents|chat_template_kwargs)([.\[].*)?": "the template reads it, and reasoning_effort agrees",
+    r"messages\[\d+\]\.name": "the checkpoint's template writes names of this role",
     r"(continue_final_message|template_name)": "the last message and the checkpoint's templates allow it",
 }
 

@@ -1,6 +1,6 @@
 """Runs every client of pins.toml against one stack of the bundled model: `make test-clients`.
 
-`python -m tests.clients [NAME ...] [--environments FOLDER] [--write PAGE] [--torch ARGUMENTS]`
+`python -m tests.clients [NAME ...] [--environments FOLDER] [--out FOLDER] [--write PAGE] [--torch ARGUMENTS]`
 
 Exits with 1 when a feature neither works nor is refused by name. With names, only those clients run.
 """
@@ -11,10 +11,10 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,11 +124,14 @@ class Matrix:
         told = folder / "results.jsonl"
         lines = told.read_bytes().splitlines() if told.exists() else []
         results = [msgspec.json.decode(line, type=Result) for line in lines]
-        if status != 0:
+        if status != 0 or not results:
             end = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
             results.append(_failed("its program", f"{status}\n{end}"))
+        try:
+            stack.assert_nothing_leaked()
+        except AssertionError as error:
+            results.append(_failed("what it leaves in the engines", str(error)))
         self.results[client.name] = results
-        stack.assert_nothing_leaked()
         num_good = sum(each.outcome != "failed" for each in results)
         seconds = time.monotonic() - began_s
         print(f"{client.name}: {num_good} of {len(results)} features after {seconds:.0f} s", flush=True)
@@ -174,6 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="clients; all of them if none is named")
     parser.add_argument("--environments", type=Path, default=_ROOT / "build" / "clients")
+    parser.add_argument("--out", type=Path, help="an empty folder for logs and whatever clients write")
     parser.add_argument("--write", type=Path, help="write the tables to this page, if all clients ran")
     parser.add_argument("--torch", default="torch", help="arguments with which pip installs torch")
     arguments = parser.parse_args()
@@ -184,12 +188,10 @@ def main() -> int:
             f"unknown: {', '.join(unknown)}; known are {', '.join(each.name for each in pins.clients)}"
         )
     clients = [each for each in pins.clients if not arguments.names or each.name in arguments.names]
-    out = arguments.environments.resolve() / "out"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    matrix = Matrix(
-        clients, Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch)), out
-    )
+    out = (arguments.out or Path(tempfile.mkdtemp(prefix="clients-"))).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    environments = Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch))
+    matrix = Matrix(clients, environments, out)
     matrix.run()
     tables = page(matrix.results, clients)
     print(f"\n{tables}")

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 
 from gateway.http.openapi import EXAMPLES, document
 from services.context import CONTEXT_HEADER
-from tests.clients.python.beyond_schema import only_beyond_schema
+from tests.clients.python.beyond_schema import only_beyond_schema, served
 from tests.unit.gateway.rig.deployment import deployed, signed_context
 
 HEADERS = {CONTEXT_HEADER: signed_context()}
@@ -84,6 +84,8 @@ def test_nothing_undocumented_is_answered(address: str, method: str, path: str, 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
+        if mode is GenerationMode.POSITIVE:
+            case.body = served(case.body, "tiny", path)
         case.call_and_validate(headers=HEADERS, checks=CHECKS)
 
     try:

@@ -10,7 +10,6 @@ from report import ADDRESS, API_KEY, ENVIRONMENT, MODEL, OUT, works
 
 TOKENIZER = os.environ["CLIENTS_TOKENIZER"]
 NUM_REQUESTS = 20
-FORMATS = ("/v1/chat/completions", "/v1/completions")
 
 
 def run(name: str, request_format: str, *profile: str, stream: bool = True) -> None:
@@ -36,10 +35,9 @@ def run(name: str, request_format: str, *profile: str, stream: bool = True) -> N
         assert totals["successful"] >= 1, totals
 
 
-for request_format in FORMATS:
-    with works(f"{request_format}, one by one"):
-        run(f"one{FORMATS.index(request_format)}", request_format, "kind=synchronous")
-    with works(f"{request_format}, eight at once"):
-        run(f"eight{FORMATS.index(request_format)}", request_format, "kind=concurrent,streams=8")
+with works("chat as a stream"):
+    run("chat", "/v1/chat/completions", "kind=concurrent,streams=8")
+with works("completions"):
+    run("completions", "/v1/completions", "kind=concurrent,streams=8")
 with works("without streams"):
-    run("whole", FORMATS[0], "kind=synchronous", stream=False)
+    run("whole", "/v1/chat/completions", "kind=synchronous", stream=False)

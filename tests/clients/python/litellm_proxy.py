@@ -43,7 +43,14 @@ def models() -> str:
         }
         for name, key in NAMES.items()
     ]
-    return json.dumps({"model_list": listed, "litellm_settings": {"num_retries": 0}})
+    settings = {
+        "num_retries": 0,
+        # Else it would ask for them at /v1/responses.
+        "use_chat_completions_url_for_anthropic_messages": True,
+    }
+    # What is refused in one test is asked again in the next.
+    router = {"disable_cooldowns": True}
+    return json.dumps({"model_list": listed, "litellm_settings": settings, "router_settings": router})
 
 
 @contextmanager

@@ -53,6 +53,13 @@ async def test_without_a_key_nothing_is_told(path: str) -> None:
         assert (await ask(rig, path, **{CONTEXT_HEADER: "forged"})).status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/health", "/openapi.json"])
+async def test_what_needs_no_key_tells_without_one_how_it_is_asked(path: str) -> None:
+    async with deployed(tables=TABLES) as rig, httpx.AsyncClient(base_url=rig.http.base_url) as client:
+        answer = await client.request("TRACE", path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+
+
 @pytest.mark.parametrize("framing", ["content-length: 1000000", "transfer-encoding: chunked"])
 async def test_a_large_body_is_not_taken_from_nobody(framing: str) -> None:
     async with deployed(tables=TABLES) as rig:
