@@ -143,6 +143,19 @@ def test_texts_are_split_as_transformers_does(pre: str, tmp_path: Path) -> None:
         assert converted.encode(text, add_special_tokens=False).ids == expected, text
 
 
+@pytest.mark.parametrize(("pre", "is_whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False)])
+def test_a_word_that_no_merges_make_is_a_token_in_some_families(
+    pre: str, is_whole: bool, tmp_path: Path
+) -> None:
+    fields = byte_level_fields(trained(GPT2), pre)
+    fields["tokens"].append("Zebrafish")
+    fields["token_type"].append(int(PieceKind.NORMAL))
+    path = write(tmp_path / "m.gguf", "gpt2", fields)
+    found = Tokenizer.from_str(read_tokenizer(path).tokenizer_json)
+    tokens = found.encode("Zebrafish", add_special_tokens=False).tokens
+    assert (tokens == ["Zebrafish"]) == is_whole
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma", "bpe_unknown", "unigram"])
 def test_pieces_with_scores_are_cut_as_sentencepiece_does(name: str, tmp_path: Path) -> None:
     model = model_of(name)
