@@ -22,7 +22,7 @@ _PAUSE_S = 0.1
 def detach(arguments: Sequence[str], console: Console) -> int:
     """Runs the command line `arguments` on its own until its stack is healthy; the exit status.
 
-    What it prints is in logs/supervisor.log of the state directory, and is shown when it fails.
+    What it prints is in logs/supervisor.log of the state directory, and is shown until then.
     """
     state = state_directory()
     require_none_running(state)
@@ -37,19 +37,23 @@ def detach(arguments: Sequence[str], console: Console) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    console.print(f"starting; what it says is in {log}", markup=False, soft_wrap=True)
-    try:
-        while process.poll() is None:
-            stack = running_stack()
-            if stack is not None and stack.pid == process.pid:
-                return _told(stack, console)
-            time.sleep(_PAUSE_S)
-    except KeyboardInterrupt:
-        # It has a session of its own, which Ctrl-C does not reach.
-        process.terminate()
-        process.wait()
-        return 130
-    sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
+    console.print(f"what it says from now on is in {log}", markup=False, soft_wrap=True)
+    with log.open(encoding="utf-8", errors="replace") as said:
+        try:
+            while process.poll() is None:
+                # Kernels may be compiled meanwhile, for a minute and more.
+                sys.stderr.write(said.read())
+                sys.stderr.flush()
+                stack = running_stack()
+                if stack is not None and stack.pid == process.pid:
+                    return _told(stack, console)
+                time.sleep(_PAUSE_S)
+        except KeyboardInterrupt:
+            # It has a session of its own, which Ctrl-C does not reach.
+            process.terminate()
+            process.wait()
+            return 130
+        sys.stderr.write(said.read())
     return process.returncode or 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable
 
 import httpx
@@ -31,6 +32,8 @@ from services.supervisor.state import (
 
 # Exit status of a service whose configuration cannot be used.
 _CONFIG_EXIT = 2
+# With which such a service begins its line.
+_PROGRAM = re.compile(r"^python -m [\w.]+: ")
 _FAILED_EXIT = 1
 # Bytes on their way to slow clients get this long after the last gateway has finished.
 _FLUSH_LIMIT_S = 2.0
@@ -127,8 +130,9 @@ class Stack:
             return StartFailed(str(failure), _FAILED_EXIT)
         child = self._children[failure.name]
         if failure.code == _CONFIG_EXIT:
-            # The service's own line says it all.
-            return StartFailed(f"{failure.name}: {child.log_tail(1)}", _CONFIG_EXIT)
+            # The service's own line says it all; how it was started is no concern of the user.
+            line = _PROGRAM.sub("", child.log_tail(1))
+            return StartFailed(f"{failure.name}: {line}", _CONFIG_EXIT)
         return StartFailed(f"{failure}; the end of {child.log_path}:\n{child.log_tail()}", _FAILED_EXIT)
 
     # --- while it runs ---

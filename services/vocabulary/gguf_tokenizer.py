@@ -128,7 +128,7 @@ def converted(metadata: Mapping[str, Any]) -> Tokenizer:
         # Files from before there was a flag have none.
         has_front = model == "llama" or metadata.get("ggml.pre") in _WHOLE_WORDS
         front = _token_put(metadata, "bos", by_default=has_front)
-        surround(tokenizer, texts, front, _token_put(metadata, "eos", by_default=False))
+        surround(tokenizer, texts, front, _token_put(metadata, "eos", by_default=model == "t5"))
     except ConfigError:
         raise
     # The library's own errors have no type.
@@ -178,13 +178,14 @@ def _pieces(metadata: Mapping[str, Any], texts: list[str], kinds: list[int]) -> 
     scores = metadata.get("ggml.scores")
     if scores is None:
         raise ConfigError(f"tokenizer.ggml.scores is missing; {_REMEDY}")
+    is_unigram = metadata.get("ggml.model") == "t5"
     return Pieces(
         texts=texts,
         scores=scores,
         kinds=kinds,
-        is_unigram=metadata.get("ggml.model") == "t5",
+        is_unigram=is_unigram,
         charsmap=bytes(metadata.get("ggml.precompiled_charsmap", b"")),
-        prefix="each" if metadata.get("ggml.add_space_prefix", True) else "none",
+        prefix="each" if metadata.get("ggml.add_space_prefix", not is_unigram) else "none",
         drops_spaces=bool(metadata.get("ggml.remove_extra_whitespaces", False)),
     )
 

@@ -20,6 +20,7 @@ def test_a_detached_stack_is_shown_traced_and_stopped(tmp_path: Path) -> None:
     started = millrace("up", "--simulated", "--port", "0", "--served-model-name", "mine", "--detach")
     try:
         assert started.returncode == 0, started.stderr
+        assert "Starting mine with 5 processes" in started.stderr
         shown = millrace("status")
         assert "mine is served on" in shown.stdout
         assert "gateway-0" in shown.stdout

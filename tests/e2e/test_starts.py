@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from observability.analysis.decode import decode
+from observability.emit import names
 from services.supervisor.config import BUNDLED_MODEL
 from tests.e2e.stack import CONFIG, eventually, run_up, running_stack
 from tests.e2e.streaming import NUM_TOKENS, stream_tokens
@@ -62,6 +66,19 @@ def test_open_to_the_network_there_is_no_development_key(tmp_path: Path) -> None
         assert eventually(accepted)
 
 
+def test_questions_about_health_leave_no_traces(tmp_path: Path) -> None:
+    with running_stack(tmp_path, "--simulated") as stack:
+        response = stack.openai().chat.completions.with_raw_response.create(
+            model=stack.model, messages=[{"role": "user", "content": "Hello!"}], max_tokens=4
+        )
+        request_id = str(response.headers["x-request-id"])
+        # What the supervisor and Envoy have asked until then has arrived by now, if it was traced.
+        (trace_id,) = {span.trace_id for span in stack.trace(request_id, [names.ENGINE_REQUEST])}
+        with closing(sqlite3.connect(stack.state.trace_store)) as store:
+            messages = store.execute("SELECT data FROM messages").fetchall()
+        assert {span.trace_id for (data,) in messages for span in decode(data)} == {trace_id}
+
+
 # --- refusals before anything starts ----------------------------------------------------------------------
 
 
@@ -80,3 +97,15 @@ def test_mistake_in_a_services_configuration_is_one_clear_message(tmp_path: Path
     assert (result.stdout + result.stderr).splitlines() == [
         "millrace: engine.num_thread: Object contains unknown field `num_thread`"
     ]
+
+
+def test_template_that_does_not_parse_is_one_clear_line(tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ messages }}\n{% if %}")
+    model = ("--simulated", "--model", str(BUNDLED_MODEL))
+    result = run_up(tmp_path, "--port", "0", *model, "--chat-template", str(template))
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).splitlines()[-1] == (
+        "millrace: tokenizer: chat template 'default', line 2: Expected an expression, got 'end of statement "
+        "block'; correct it, or give another one with --chat-template FILE (model.chat_template)"
+    )
