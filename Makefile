@@ -95,7 +95,9 @@ test: dev redis lint proto-check ## Install what is missing, then lint, types, a
 test-containers: dev ## Start docker-compose.yml and k8s/ with a real container engine, and use what runs
 	tests/containers/prepare.sh
 	DOCKER_CONFIG=$(CURDIR)/build/containers/docker-config TEST_CONTAINERS=1 \
-		$(BIN)/python -m pytest -n 0 -s tests/containers --durations=10 $(PYTEST_ARGS)
+		PATH=$$PATH:$(CURDIR)/build/containers/packages/kubectl/usr/bin \
+		$(BIN)/python -m pytest -n 0 -s tests/containers tests/deployment/test_kubernetes_rendering.py \
+		--durations=10 $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: dev redis ## Unit tests, contracts and import rules, without what took long when it last ran

@@ -59,7 +59,7 @@ def detach(arguments: Sequence[str], console: Console) -> int:
 
 def _told(stack: RunState, console: Console) -> int:
     console.print(
-        f"{stack.model} is served on http://{stack.address} (process {stack.pid}); "
+        f"{stack.model} is served on {stack.scheme}://{stack.address} (process {stack.pid}); "
         "`millrace status` shows it, `millrace stop` ends it",
         markup=False,
         soft_wrap=True,

@@ -134,7 +134,7 @@ def _model() -> Finding:
 def _port() -> Finding:
     state = read_state(state_directory())
     if state is not None:
-        return Finding("stack", "good", f"runs on http://{state.address} (process {state.pid})")
+        return Finding("stack", "good", f"runs on {state.scheme}://{state.address} (process {state.pid})")
     if can_bind("127.0.0.1", _DEFAULT_PORT):
         return Finding("port", "good", f"{_DEFAULT_PORT} is free")
     return Finding("port", "note", f"{_DEFAULT_PORT} is in use; choose another one with --port")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.addresses import is_this_machine, join
-from services.config import read_tables
 from services.errors import ConfigError
 from services.supervisor.config import development_key, state_directory
 from services.supervisor.state import RunState, read_state
@@ -61,13 +59,7 @@ def find_target(url: str = "", environ: Mapping[str, str] = os.environ) -> Targe
             f"`make serve` or `millrace up --model ...`, or name one with --url or {_URL_VARIABLE}"
         )
     key = environ.get(_KEY_VARIABLE) or state.api_key
-    return Target(state.address, key, state.model, f"{_scheme(state)}://{state.address}")
-
-
-def _scheme(state: RunState) -> str:
-    """https where the stack was started with a certificate for its edge."""
-    tables = read_tables(Path(state.config) if state.config else None, state.environment)
-    return "https" if tables.get("envoy", {}).get("tls_certificate") else "http"
+    return Target(state.address, key, state.model, f"{state.scheme}://{state.address}")
 
 
 def running_stack(environ: Mapping[str, str] = os.environ) -> RunState | None:

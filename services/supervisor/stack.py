@@ -196,6 +196,7 @@ class Stack:
             pid=os.getpid(),
             pid_created_unix_s=own_create_time(),
             address=layout.address,
+            scheme=layout.scheme,
             api_key=layout.api_key,
             model=layout.model_name,
             trace_store=layout.trace_store,

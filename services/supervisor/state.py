@@ -28,8 +28,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     # Process id of the supervisor with its start time, since ids are used again.
     pid: int
     pid_created_unix_s: float
-    # Where clients connect.
+    # Where clients connect, and whether with "http" or "https".
     address: str
+    scheme: str = "http"
     api_key: str
     model: str
     trace_store: str

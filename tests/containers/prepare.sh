@@ -55,6 +55,11 @@ ensure_compose() {
     docker compose version >/dev/null
 }
 
+# The real kustomize, which the tests of the manifests compare with.
+ensure_kubectl() {
+    command -v kubectl >/dev/null || unpack kubectl
+}
+
 # The base of all stand-ins: Debian without recommends, with the sources of packages of this machine.
 ensure_debian() {
     local root=$work/debian mirrors
@@ -131,6 +136,7 @@ build() {
 
 ensure_engine
 ensure_compose
+ensure_kubectl
 image "python:$(sed -n 's/^ARG PYTHON=//p' services/gateway/Dockerfile)" python
 docker compose -f docker-compose.yml config --format json | .venv/bin/python -c '
 import json, sys

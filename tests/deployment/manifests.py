@@ -24,7 +24,7 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 
 # Kinds of operators that are not part of Kubernetes, without a schema here.
-CUSTOM = {"ScaledObject"}
+CUSTOM = {"PodMonitor", "ScaledObject"}
 
 
 def workloads(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any]]]:

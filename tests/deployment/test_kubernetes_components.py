@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import yaml
 
 from observability.emit import names
 from tests.deployment import custom_resources, kustomize, settings
@@ -97,6 +98,20 @@ def test_the_schemas_of_other_kinds_refuse(tmp_path: Path, kind: str, change: di
     custom_resources.validate(manifest)
     with pytest.raises(jsonschema_rs.ValidationError):
         custom_resources.validate({**manifest, "spec": {**manifest["spec"], **change}})
+
+
+def test_the_operator_s_prometheus_reads_every_pod_of_ours(tmp_path: Path) -> None:
+    manifests = kustomize.build(stage(tmp_path, "monitors"))
+    monitor = find(manifests, "PodMonitor", "millrace")
+    assert monitor is not None
+    (rule,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert set(rule["values"]) == {name for name, _ in workloads(manifests)}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for name, container in containers(manifests, init=False):
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}, name
+    # Prometheus of compose has the same job for each.
+    scraped = yaml.safe_load((REPOSITORY / "observability/prometheus/prometheus.yml").read_text())
+    assert set(rule["values"]) <= {job["job_name"] for job in scraped["scrape_configs"]}
 
 
 def test_mutual_tls_reaches_everything_that_speaks_inside(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_real_kustomize_renders_the_same(target: str) -> None:
 
 @needs_kubectl
 def test_the_real_kustomize_renders_the_optional_components_the_same(tmp_path: Path) -> None:
-    _compare_with_the_real(stage(tmp_path, "gpu", "mtls", "leaderworkerset", "inferencepool"))
+    _compare_with_the_real(stage(tmp_path, "gpu", "mtls", "monitors", "leaderworkerset", "inferencepool"))
 
 
 def _compare_with_the_real(folder: Path) -> None:

@@ -1,0 +1,204 @@
+"""The Docker engine as these tests use it, and clients of what runs in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.deployment.containerfile import REPOSITORY
+
+KEY = {"authorization": "Bearer mr-dev-local"}
+# Of a tenant with a limit.
+LIMITED_KEY = {"authorization": "Bearer mr-limited"}
+LIMIT_PER_MINUTE = 6
+MODEL = "millrace-nano"
+PORTS = {"TEST_API_PORT": "18080", "TEST_JAEGER_PORT": "18686"}
+PROJECT = "millrace-test"
+# No test waits longer for anything.
+LIMIT_S = 240.0
+
+
+def run(*words: str, environment: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command; fails with all that it said."""
+    done = subprocess.run(
+        words,
+        cwd=REPOSITORY,
+        env={**os.environ, **PORTS, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr[-4000:]}"
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when it holds; fails after LIMIT_S."""
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.2)
+
+
+def make_certificates(folder: Path) -> Path:
+    """What `make certificates` writes, readable to nobody but the owner and the group."""
+    run("sh", "services/envoy/make-certificates.sh", str(folder))
+    if os.geteuid() == 0:
+        # A group that no image knows.
+        run("chgrp", "-R", "12345", str(folder))
+    return folder
+
+
+class Compose(AbstractContextManager["Compose"]):
+    """docker-compose.yml with overlays, as a project of its own; gone with its volumes at the end."""
+
+    def __init__(self, *overlays: str, variables: Mapping[str, str] | None = None) -> None:
+        # A copy, for tests that edit it.
+        self.config = Path(tempfile.mkdtemp(prefix="millrace-config-")) / "millrace.toml"
+        self.config.parent.chmod(0o755)
+        settings = (REPOSITORY / "config/millrace.toml").read_text()
+        self.config.write_text(f"{settings}\n[tenants.limited]\nrequests_per_minute = {LIMIT_PER_MINUTE}\n")
+        self.config.chmod(0o644)
+        files = ("docker-compose.yml", "tests/containers/compose.yml", *overlays)
+        self._words = ["docker", "compose", "-p", PROJECT, *(word for file in files for word in ("-f", file))]
+        self._variables = {"TEST_CONFIG": str(self.config), **(variables or {})}
+        self.url = f"http://127.0.0.1:{PORTS['TEST_API_PORT']}"
+
+    def __exit__(self, *_: object) -> None:
+        self.do("down", "--volumes", "--timeout", "5")
+        shutil.rmtree(self.config.parent)
+
+    def do(self, *words: str) -> str:
+        """Output of a command of compose."""
+        return run(*self._words, *words, environment=self._variables)
+
+    def up(self, *words: str) -> float:
+        """Starts what does not run, and waits until all is healthy; seconds that it took."""
+        began_s = time.monotonic()
+        self.do("up", "--detach", "--wait", "--no-build", *words)
+        return time.monotonic() - began_s
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the running containers of a service."""
+        return self.do("ps", "--quiet", service).split()
+
+    def inspect(self, service: str) -> list[dict[str, Any]]:
+        """What the engine knows of a service's containers."""
+        return list(json.loads(run("docker", "inspect", *self.containers(service))))
+
+    def states(self) -> dict[str, list[str]]:
+        """Health, or else state, of every container by its service."""
+        found: dict[str, list[str]] = {}
+        for line in self.do("ps", "--all", "--format", "json").splitlines():
+            each = json.loads(line)
+            found.setdefault(each["Service"], []).append(each["Health"] or each["State"])
+        return found
+
+    def is_healthy(self) -> bool:
+        """Whether every container that serves runs, and is healthy where its image says how to ask."""
+        states = self.states()
+        states.pop("configure", None)
+        return {state for each in states.values() for state in each} == {"healthy", "running"}
+
+    def wait_healthy(self) -> None:
+        """Returns when everything is."""
+        wait_until(self.is_healthy, f"{self.states()}")
+
+    def crash(self, service: str) -> None:
+        """Kills the first process of one container, and waits until it was started again. `docker kill` would
+        count as somebody's wish.
+        """
+        before = self.inspect(service)[0]
+        os.kill(before["State"]["Pid"], signal.SIGKILL)
+
+        def is_back() -> bool:
+            (now,) = json.loads(run("docker", "inspect", before["Id"]))
+            return bool(now["RestartCount"] > before["RestartCount"]) and self.is_healthy()
+
+        wait_until(is_back, f"{service} did not come back")
+
+    def spans(self) -> list[dict[str, Any]]:
+        """What the stand-in of Jaeger was told."""
+        page = httpx.get(f"http://127.0.0.1:{PORTS['TEST_JAEGER_PORT']}/spans", trust_env=False, timeout=30)
+        return [json.loads(line) for line in page.text.splitlines()]
+
+
+def ask(url: str, *, key: Mapping[str, str] = KEY, **options: Any) -> httpx.Response:
+    """One short chat, streamed."""
+    body = {"model": MODEL, "stream": True, "max_tokens": 4}
+    body["messages"] = [{"role": "user", "content": "Hello"}]
+    with httpx.Client(trust_env=False, timeout=60, **options) as client:
+        return client.post(f"{url}/v1/chat/completions", json=body, headers=dict(key))
+
+
+class Stream(threading.Thread):
+    """A long answer that is read while something happens to the stack."""
+
+    def __init__(self, url: str, num_tokens: int, seed: int) -> None:
+        super().__init__()
+        self._url, self._seed = url, seed
+        self.num_tokens = num_tokens
+        self.begun = threading.Event()
+        self.text = ""
+        # Why it ended: "length" when it is whole.
+        self.ended = ""
+        self.start()
+
+    def run(self) -> None:
+        """Reads to the end, whichever it is."""
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": self.num_tokens, "stream": True}
+        body |= {"ignore_eos": True, "seed": self._seed, "temperature": 0.8}
+        try:
+            with (
+                httpx.Client(trust_env=False, timeout=LIMIT_S) as client,
+                client.stream("POST", f"{self._url}/v1/completions", json=body, headers=KEY) as answer,
+            ):
+                if answer.status_code != 200:
+                    self.ended = f"{answer.status_code}: {answer.read().decode()}"
+                for line in answer.iter_lines():
+                    self._take(line)
+        except httpx.HTTPError as error:
+            self.ended = f"{type(error).__name__}: {error}"
+        finally:
+            self.begun.set()
+
+    def _take(self, line: str) -> None:
+        if not line.startswith("data: {"):
+            return
+        event = json.loads(line[6:])
+        self.begun.set()
+        if "error" in event:
+            self.ended = event["error"]["message"]
+        for choice in event.get("choices", ()):
+            self.text += choice["text"]
+            self.ended = choice["finish_reason"] or self.ended
+
+
+@contextmanager
+def streams(url: str, num: int, num_tokens: int) -> Iterator[list[Stream]]:
+    """So many answers under way inside the block; whole, all of them, after it."""
+    running = [Stream(url, num_tokens, seed) for seed in range(num)]
+    for each in running:
+        assert each.begun.wait(LIMIT_S)
+    assert not [each.ended for each in running if each.ended], "they ended before anything happened"
+    yield running
+    for each in running:
+        each.join(LIMIT_S)
+    assert [each.ended for each in running] == ["length"] * num
+
+
+def sizes(images: Sequence[str]) -> dict[str, float]:
+    """Megabytes of images."""
+    return {each: int(run("docker", "image", "inspect", "-f", "{{.Size}}", each)) / 1e6 for each in images}

@@ -1,0 +1,60 @@
+"""The Dockerfiles in a real engine: what they make of a checkout that is closed to others, and make anew."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.containers.engine import run
+from tests.deployment.containerfile import REPOSITORY
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout as a user makes it whose umask is 077."""
+    folder = tmp_path_factory.mktemp("checkout")
+    tracked = run("git", "ls-files", "-z").split("\0")
+    packed = subprocess.run(
+        ["tar", "-C", str(REPOSITORY), "--no-recursion", "-cf", "-", *(name for name in tracked if name)],
+        check=True,
+        capture_output=True,
+    ).stdout
+    command = f"umask 077 && tar -C '{folder}' --no-same-permissions -xf -"
+    subprocess.run(["sh", "-c", command], input=packed, check=True)
+    assert (folder / "gateway/app.py").stat().st_mode & 0o077 == 0
+    return folder
+
+
+def test_a_closed_checkout_makes_an_image_whose_user_reads_it(closed: Path) -> None:
+    image = "millrace-test/gateway"
+    run(
+        "docker",
+        "build",
+        "--network",
+        "host",
+        "-t",
+        image,
+        "-f",
+        f"{closed}/services/gateway/Dockerfile",
+        str(closed),
+    )
+    told = run("docker", "run", "--rm", "--network", "none", image, "--help")
+    assert "--config" in told
+    found = run(
+        "docker", "run", "--rm", "--entrypoint", "find", image, "/app", "/etc/millrace", "!", "-readable"
+    )
+    assert found == ""
+    run("docker", "rmi", image)
+
+
+def test_a_changed_line_of_python_compiles_no_kernel_anew(closed: Path) -> None:
+    arguments = ("--target", "kernels", "--build-arg", "KERNELS=", "--network", "host")
+    with (closed / "engine/config.py").open("a") as file:
+        file.write("# Another line.\n")
+    told = run("docker", "build", *arguments, "-f", f"{closed}/services/engine/Dockerfile", str(closed))
+    (compiling,) = [step for step in told.split("Step ") if "engine.kernels.native.build" in step]
+    assert "Using cache" in compiling

@@ -1,0 +1,64 @@
+"""The overlays of docker-compose.yml in a real engine: TLS for clients, TLS inside, and a public port."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.containers.engine import PORTS, Compose, ask
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def _variables(certificates: Path) -> dict[str, str]:
+    return {"CERTIFICATES": str(certificates), "CERTIFICATES_GID": str(certificates.stat().st_gid)}
+
+
+@pytest.mark.parametrize(
+    "overlays", [("compose.tls.yml",), ("compose.tls.yml", "compose.mtls.yml")], ids=["tls", "tls+mtls"]
+)
+def test_certificates_that_a_group_reads_serve(certificates: Path, overlays: tuple[str, ...]) -> None:
+    with Compose(*overlays, variables=_variables(certificates)) as stack:
+        stack.up()
+        url = stack.url.replace("http://127.0.0.1", "https://localhost")
+        answer = ask(url, verify=ssl.create_default_context(cafile=certificates / "ca.crt"))
+        assert answer.status_code == 200, answer.text
+        seen = stack.do("exec", "-T", "envoy", "find", "/etc/envoy/tls", "/etc/millrace", "-name", "*ca.key")
+        assert seen == ""
+        # The command line, with the same authority.
+        told = subprocess.run(
+            [".venv/bin/millrace", "models", "--url", url],
+            env={
+                "PATH": "/usr/bin:/bin",
+                "SSL_CERT_FILE": str(certificates / "ca.crt"),
+                "MILLRACE_API_KEY": "mr-dev-local",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert told.returncode == 0, told.stderr
+        assert "millrace-nano" in told.stdout
+
+
+def test_a_certificate_that_is_missing_is_not_made_a_folder(tmp_path: Path) -> None:
+    variables = {"CERTIFICATES": str(tmp_path), "CERTIFICATES_GID": "0"}
+    with Compose("compose.tls.yml", variables=variables) as stack:
+        with pytest.raises(AssertionError, match=r"tls\.(crt|key)"):
+            stack.up("--no-deps", "envoy")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_public_port_takes_its_own_key_alone() -> None:
+    variables = {
+        "API_KEY_SHA256": hashlib.sha256(b"mr-of-their-own").hexdigest(),
+        "PUBLIC_PORT": PORTS["TEST_API_PORT"],
+    }
+    with Compose("compose.public.yml", variables=variables) as stack:
+        stack.up()
+        assert ask(stack.url, key={"authorization": "Bearer mr-of-their-own"}).status_code == 200
+        assert ask(stack.url).status_code == 401
