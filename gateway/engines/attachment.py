@@ -286,7 +286,7 @@ class Attachment:
             leg = legs.get(message.handle)
             if leg is None:
                 # Cancelled here: on its way when the engine did not know yet, or its answer.
-                if message.handle in self._taken_back:
+                if message.handle in self._taken_back and not message.withheld_tokens:
                     _note_taken_back(taken_back.setdefault(message.handle, Computed()), message)
                 continue
             output = to_domain(message)

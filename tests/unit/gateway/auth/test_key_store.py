@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 
 from contract.errors import MillraceError
 from gateway.auth import keys
@@ -112,7 +112,7 @@ async def test_expiry_of_the_key_counts_for_every_secret(rig: Rig) -> None:
 async def test_keys_of_an_unreadable_store_are_dropped_after_the_promised_time(rig: Rig) -> None:
     secret = rig.create("one")
     await rig.watch.refresh()
-    with open_database(str(rig.path), _nothing(), key="").begin() as connection:
+    with open_database(str(rig.path), _nothing, key="").begin() as connection:
         connection.execute(text("ALTER TABLE key_changes RENAME TO away"))
     rig.now_s += 299
     await rig.watch.refresh()
@@ -120,7 +120,7 @@ async def test_keys_of_an_unreadable_store_are_dropped_after_the_promised_time(r
     rig.now_s += 2
     await rig.watch.refresh()
     assert not rig.accepts(secret)
-    with open_database(str(rig.path), _nothing(), key="").begin() as connection:
+    with open_database(str(rig.path), _nothing, key="").begin() as connection:
         connection.execute(text("ALTER TABLE away RENAME TO key_changes"))
     await rig.watch.refresh()
     assert rig.accepts(secret)
@@ -167,7 +167,7 @@ async def test_keys_of_a_store_that_does_not_answer_are_dropped_too(rig: Rig) ->
 async def test_key_that_cannot_be_read_keeps_no_revocation_from_taking_effect(rig: Rig) -> None:
     good, bad = rig.create("good"), rig.create("bad")
     await rig.watch.refresh()
-    with open_database(str(rig.path), _nothing(), key="").begin() as connection:
+    with open_database(str(rig.path), _nothing, key="").begin() as connection:
         connection.execute(
             text("UPDATE keys SET agreement = :agreement WHERE id = 'bad'"),
             {"agreement": '{"id": "bad", "tenant": "acme", "of_a_later_version": 1}'},
@@ -178,10 +178,8 @@ async def test_key_that_cannot_be_read_keeps_no_revocation_from_taking_effect(ri
     assert not rig.accepts(bad)
 
 
-def _nothing():  # type: ignore[no-untyped-def]
-    from sqlalchemy import MetaData
-
-    return MetaData()
+def _nothing(database: Engine) -> None:
+    """The tables are there."""
 
 
 def test_secrets_are_not_in_the_file(rig: Rig) -> None:

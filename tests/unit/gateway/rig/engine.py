@@ -103,7 +103,13 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
             )
             ended.statistics.num_steps = self.steps_when_cancelled
             ended.statistics.candidate_tokens = self.candidate_tokens
-            outputs.put_nowait(ended)
+            later = 0.0
+            if self.candidate_tokens:
+                # Of a step before, and on its way.
+                news = engine_pb2.RequestOutput(handle=message.cancel.handle, withheld_tokens=1)
+                outputs.put_nowait(news)
+                later = 0.02
+            asyncio.get_running_loop().call_later(later, outputs.put_nowait, ended)
         self.changed.set()
 
     async def _serve(self, submit: engine_pb2.Submit, outputs: Any) -> None:
