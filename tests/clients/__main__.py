@@ -25,7 +25,7 @@ import msgspec
 from services.supervisor.config import BUNDLED_MODEL
 from services.supervisor.ports import free_ports
 from tests.clients.environments import Client, Environments, NotInstalled, read_pins
-from tests.clients.table import Result, page
+from tests.clients.table import RESULTS, Result, page, read_results
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +107,8 @@ class Matrix:
     def _ask(self, client: Client, stack: Stack) -> None:
         folder, began_s = self._out / client.folder_name, time.monotonic()
         environment = self._environment(client)
+        told = folder / RESULTS
+        told.unlink(missing_ok=True)
         with (folder / "log.txt").open("wb") as log:
             try:
                 status: object = subprocess.run(
@@ -121,9 +123,7 @@ class Matrix:
                 ).returncode
             except subprocess.TimeoutExpired as error:
                 status = error
-        told = folder / "results.jsonl"
-        lines = told.read_bytes().splitlines() if told.exists() else []
-        results = [msgspec.json.decode(line, type=Result) for line in lines]
+        results = read_results(folder)
         if status != 0 or not results:
             end = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
             results.append(_failed("its program", f"{status}\n{end}"))
@@ -131,6 +131,7 @@ class Matrix:
             stack.assert_nothing_leaked()
         except AssertionError as error:
             results.append(_failed("what it leaves in the engines", str(error)))
+        told.write_bytes(b"\n".join(map(msgspec.json.encode, results)))
         self.results[client.name] = results
         num_good = sum(each.outcome != "failed" for each in results)
         seconds = time.monotonic() - began_s
@@ -177,8 +178,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="clients; all of them if none is named")
     parser.add_argument("--environments", type=Path, default=_ROOT / "build" / "clients")
-    parser.add_argument("--out", type=Path, help="an empty folder for logs and whatever clients write")
-    parser.add_argument("--write", type=Path, help="write the tables to this page, if all clients ran")
+    parser.add_argument("--out", type=Path, help="for logs and results; those of clients not named are kept")
+    parser.add_argument("--write", type=Path, help="write the tables to this page, once all clients have run")
     parser.add_argument("--torch", default="torch", help="arguments with which pip installs torch")
     arguments = parser.parse_args()
     pins = read_pins()
@@ -193,9 +194,11 @@ def main() -> int:
     environments = Environments(arguments.environments.resolve(), pins, shlex.split(arguments.torch))
     matrix = Matrix(clients, environments, out)
     matrix.run()
-    tables = page(matrix.results, clients)
+    # Of the others, what they told in this folder before.
+    results = {each.name: read_results(out / each.folder_name) for each in pins.clients} | matrix.results
+    tables = page(results, pins.clients)
     print(f"\n{tables}")
-    if arguments.write and not arguments.names:
+    if arguments.write and all(results.values()):
         arguments.write.write_text(tables, encoding="utf-8")
     return 1 if _report(matrix.results) else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -12,8 +13,12 @@ _HEAD = """# Clients
 
 What programs that nobody here wrote do with one stack of the bundled model, through Envoy. A cell is `works`,
 or the client's own exception, which tells what the stack has refused by name; `make test-clients` allows
-nothing else, and writes this page. Versions: `tests/clients/pins.toml`.
+nothing else, and writes this page. An empty cell was not tried. Versions: `tests/clients/pins.toml`.
 """
+
+
+# What a client told, one feature a line, in its folder.
+RESULTS = "results.jsonl"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +33,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def cell(self) -> str:
         """For people."""
         return f"refused: `{self.detail}`" if self.outcome == "refused" else self.outcome
+
+
+def read_results(folder: Path) -> list[Result]:
+    """What a client told; nothing where it has not run."""
+    told = folder / RESULTS
+    lines = told.read_bytes().splitlines() if told.exists() else []
+    return [msgspec.json.decode(line, type=Result) for line in lines]
 
 
 def page(results: Mapping[str, Sequence[Result]], clients: Sequence[Client]) -> str:

@@ -18,7 +18,8 @@ def profile(kind: str, *options: str) -> None:
     command = [str(ENVIRONMENT / "bin" / "aiperf"), "profile", "--model", MODEL, "--url", f"http://{ADDRESS}"]
     command += ["--endpoint-type", kind, "--api-key", API_KEY, "--tokenizer", TOKENIZER, "--ui", "none"]
     command += ["--concurrency", "4", "--request-count", str(NUM_REQUESTS), "--artifact-dir", str(folder)]
-    command += ["--isl", "64", "--osl", "16", *options]
+    # It counts an answer that ends before its first token as a failure.
+    command += ["--isl", "64", "--osl", "16", "--extra-inputs", "ignore_eos:true", *options]
     # Told to be offline, it takes the folder of a tokenizer for a name in the hub's cache.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     subprocess.run(command, cwd=OUT, env=environment, check=True, timeout=280)
