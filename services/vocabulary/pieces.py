@@ -2,8 +2,8 @@
 them.
 
 Ids are SentencePiece's own, with these exceptions. A piece that the user defined splits a text before all
-else. A piece that is unused is not merged to. Of two cuts whose scores have the same sum the library may take
-the other one, since it adds them up in another precision.
+else; its spaces are spaces of the text, not their marks. A piece that is unused is not merged to. Of two cuts
+whose scores have the same sum the library may take the other one: it adds them up in another precision.
 """
 
 from __future__ import annotations
