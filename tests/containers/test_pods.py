@@ -16,18 +16,21 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_pods_start_serve_and_drain_as_the_manifests_say(tmp_path: Path) -> None:
     with Pods(kustomize.build(K8S / "overlays/local"), tmp_path) as pods:
-        for name in ("redis", "jaeger", "collector", "prometheus", "tokenizer", "gateway"):
+        for name in ("redis", "jaeger", "collector", "prometheus", "tokenizer", "gateway", "envoy"):
             pods.start(name)
         # Without an engine, which may load for long, a gateway is alive and gets no requests.
         pods.wait("gateway", "startup")
         assert pods.probe("gateway", "liveness")
         assert not pods.probe("gateway", "readiness")
+        url = f"http://{pods.address('envoy')}:8080"
+        pods.wait("envoy", "readiness")
+        refused = ask(url)
+        assert refused.status_code == 503
+        assert "lack an engine" in refused.text
         pods.start("engine")
-        pods.start("envoy")
         for name in ("redis", "prometheus", "tokenizer", "engine", "gateway", "envoy"):
             for kind in ("startup", "readiness", "liveness"):
                 print(f"\n{name} {kind}: {pods.wait(name, kind):.1f} s", end="")
-        url = f"http://{pods.address('envoy')}:8080"
         answer = ask(url)
         assert answer.status_code == 200, answer.text
         with streams(url, 3, num_tokens=300):
