@@ -12,6 +12,10 @@ LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
+# A prior counts as much as so many seconds of measuring.
+_PRIOR_S = 5.0
+# Events that are expected in a silence that one in twenty is as long as (e ** -3).
+_SILENCE = 3.0
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
 
@@ -72,12 +76,17 @@ class EventRate:
         self._count = 0.0
         self._elapsed_s = 0.0
         self._last_s: float | None = None
+        # When the first of the events came that have not faded, and the last one.
+        self._since_s = self._newest_s = 0.0
         self._running = running
 
     def count(self, now: float, events: int = 1) -> None:
         """Books events; those while the clock stands still are ignored."""
         self._advance(now)
         if self._running:
+            if not self.is_fresh:
+                self._since_s = now
+            self._newest_s = now
             self._count += events
 
     def run(self, now: float, *, running: bool) -> None:
@@ -95,11 +104,24 @@ class EventRate:
         """Whether at least one event has not faded yet."""
         return self._count >= 1.0
 
-    def per_s(self, now: float, *, deviations: float = 0.0) -> float:
-        """The rate, so many standard deviations of its (Poisson) estimate above it."""
+    def per_s(self, now: float, *, deviations: float = 0.0, prior_per_s: float | None = None) -> float:
+        """The rate, so many standard deviations of its (Poisson) estimate above it; `prior_per_s` is what is
+        believed before anything is measured.
+        """
         self._advance(now)
+        if prior_per_s is not None:
+            return (self._count + _PRIOR_S * prior_per_s) / (self._elapsed_s + _PRIOR_S)
         count = self._count + deviations * math.sqrt(self._count)
         return count / max(self._elapsed_s, _SHORTEST_S)
+
+    def coming_per_s(self, now: float) -> float:
+        """The rate of events to come: if more than `_SILENCE` were due, one would have come."""
+        rate, silence_s = self.per_s(now), now - self._newest_s
+        return min(rate, _SILENCE / silence_s) if silence_s > 0 else rate
+
+    def lasted_s(self) -> float:
+        """For how long events have been coming."""
+        return self._newest_s - self._since_s
 
     def _advance(self, now: float) -> None:
         if self._last_s is not None and self._running:
