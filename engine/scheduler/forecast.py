@@ -132,7 +132,7 @@ class WaitForecast:
         rates = [rate for each, rate in state.arrivals.items() if each > priority]
         # More of them may come than lately did; a place promised twice is worse than one left over.
         higher = sum(rate.per_s(now, deviations=1.0) for rate in rates)
-        usual_higher = sum(rate.coming_per_s(now) for rate in rates)
+        usual_higher = sum(rate.per_s(now) for rate in rates)
         turnover, step_s = state.turnover.per_s(now), state.speed.step_s
         if not state.turnover.is_known or not state.turnover.is_fresh:
             if not step_s:
@@ -145,7 +145,7 @@ class WaitForecast:
         wait_s = in_line / (turnover - higher) if turnover > higher else math.inf
         usual_s = in_line / (turnover - usual_higher) if turnover > usual_higher else math.inf
         # What has come for a while comes for as long again: a burst is no stream without end.
-        burst = sum(rate.coming_per_s(now) * rate.lasted_s() for rate in rates)
+        burst = sum(rate.per_s(now) * rate.lasted_s() for rate in rates)
         return wait_s, min(usual_s, (in_line + burst) / turnover)
 
     def _usual_tokens(self) -> float:

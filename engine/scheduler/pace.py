@@ -14,8 +14,6 @@ LEAST_CHUNK_TOKENS = 24
 LEAST_CHUNK_PER_DECODE = 4
 # A prior counts as much as so many seconds of measuring.
 _PRIOR_S = 5.0
-# Events that are expected in a silence that one in twenty is as long as (e ** -3).
-_SILENCE = 3.0
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
 
@@ -113,11 +111,6 @@ class EventRate:
             return (self._count + _PRIOR_S * prior_per_s) / (self._elapsed_s + _PRIOR_S)
         count = self._count + deviations * math.sqrt(self._count)
         return count / max(self._elapsed_s, _SHORTEST_S)
-
-    def coming_per_s(self, now: float) -> float:
-        """The rate of events to come: if more than `_SILENCE` were due, one would have come."""
-        rate, silence_s = self.per_s(now), now - self._newest_s
-        return min(rate, _SILENCE / silence_s) if silence_s > 0 else rate
 
     def lasted_s(self) -> float:
         """For how long events have been coming."""

