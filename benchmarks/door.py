@@ -356,7 +356,9 @@ async def real(stack: RunningStack, rate_per_s: float, seconds: float, seed: int
         for index, moment_s in enumerate(plan.moments_s):
             at_s, first_s = max(moment_s, loop.time() - began_loop_s), 0.0
             request = planned(seed * 10**8 + number_of(client, index), at_s, plan.tier, model)
-            while at_s < seconds:
+            while True:
+                if at_s >= seconds:
+                    return
                 await asyncio.sleep(began_loop_s + at_s - loop.time())
                 attempt = await ask(pools[plan.tenant], request, plan.tenant, began_s, first_s)
                 asked.append(attempt)
