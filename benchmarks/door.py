@@ -2,26 +2,32 @@
 
 `python -m benchmarks.door [--checkpoint DIR] [--loads 3,6] [--seconds 20] [--json OUT]`, or `--virtual`
 
-Starts the whole stack (Envoy, gateway, tokenizer, an engine with a real model), measures what it can do, then
-sends more at random moments: a tenth as gold, four as silver, half as bronze, from two equal tenants, of
-which one has 120 clients and the other 50. Then the same again to one queue, first come, first served. Prints
-per tier how many were accepted and how many of those met the tier's targets for the time to the first token
-and per output token (goodput); the accepted tokens of the two tenants since the tier's door was full (to be
-equal where both want more than half of what there is); and how often `Retry-After` was within a factor of two
-of the time after which a request of the same tenant and tier was accepted. It is told in whole seconds, so a
-truth below one second counts as one.
+Starts the whole stack (Envoy, gateway, tokenizer, an engine with a real model), measures what it can do, and
+has clients ask for more: two equal tenants, of which one has 120 clients and the other 50; a tenth of each is
+gold, four tenths are silver, half is bronze. A client's requests come up at random moments; it sends one
+after the other, and comes back as told when it was refused, every second client in whole seconds. Then the
+same again with one queue, first come, first served.
 
-With --virtual the real scheduler serves the same load under a virtual clock: the same on every machine.
+Prints per tier how many requests were accepted and how many of those met the tier's targets for the time to
+the first token and per output token (goodput); the accepted tokens of the two tenants since the tier's door
+was full (to be equal where both want more than half of what there is); and of `Retry-After` how often it was
+within a factor of two of the time until it was the request's turn, and how often a request was accepted when
+it was back as told. Its turn is when as many of its tenant and tier were accepted as had been refused before
+it and still waited, and one more. A truth below one second counts as one: whole seconds are told.
+
+With --virtual the real scheduler serves such loads (--seeds) in virtual time: the same on every machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import random
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +91,31 @@ CONFIGS = {
 
 
 @dataclass(frozen=True)
+class ClientPlan:
+    """One client, and the moments at which its requests come up; it has one of them under way at a time."""
+
+    tenant: str
+    tier: str
+    # It reads Retry-After in whole seconds, as most do, and not retry-after-ms.
+    whole_seconds: bool
+    moments_s: tuple[float, ...]
+
+    def told_s(self, retry_after_s: float) -> float:
+        """How long it stays away."""
+        return max(1.0, math.ceil(retry_after_s)) if self.whole_seconds else retry_after_s
+
+
+@dataclass(frozen=True)
 class Asked:
-    """One request, and what became of it."""
+    """One attempt at a request, and what became of it."""
 
     tier: str
     tenant: str
     at_s: float
     accepted: bool
+    # Number of the request, and when it was first attempted.
+    request: int = 0
+    first_s: float = 0.0
     # It met its targets.
     good: bool = False
     # Of its answer, also while it was not ended.
@@ -100,54 +124,72 @@ class Asked:
     retry_after_s: float | None = None
 
 
-def arrivals(rate_per_s: float, seconds: float, seed: int = 0) -> list[tuple[float, str, str]]:
-    """(moment, tier, tenant) of every request."""
-    rng = random.Random(seed)
-    shares = [share for share, _, _ in TIERS.values()]
+def clients(rate_per_s: float, seconds: float, seed: int = 0) -> list[ClientPlan]:
+    """Every tenant's clients, each tier's share of them, with their parts of the load."""
+    rng, total = random.Random(seed), sum(CLIENTS.values())
     return [
-        (
-            at,
-            rng.choices(list(TIERS), shares)[0],
-            rng.choices(list(CLIENTS), list(CLIENTS.values()))[0],
-        )
-        for at in poisson(rng, rate_per_s, seconds)
+        ClientPlan(tenant, tier, index % 2 == 0, tuple(poisson(rng, rate_per_s / total, seconds)))
+        for tenant, count in CLIENTS.items()
+        for tier, (share, _, _) in TIERS.items()
+        for index in range(round(share * count))
     ]
 
 
-def retry_ratios(asked: Sequence[Asked]) -> list[float]:
-    """What refusals said over the time until a request of the same tenant and tier was accepted."""
+def number_of(client: int, index: int) -> int:
+    """Of a client's request: no two have the same, and it is the seed of the prompt."""
+    return client * 10_000 + index
+
+
+def retry_ratios(asked: Sequence[Asked], end_s: float) -> list[float]:
+    """What refusals said over the time until it was their turn: until as many requests of the same tenant and
+    tier had been accepted as had been refused before and still waited, and one more. Where that was not by
+    the end, what is twice overdue was told too little (0), and nothing is known of the rest.
+    """
     ratios = []
-    for refused in asked:
-        if refused.retry_after_s is None:
-            continue
-        later = (
-            each.at_s - refused.at_s
-            for each in asked
-            if each.accepted
-            and each.at_s > refused.at_s
-            and (each.tier, each.tenant) == (refused.tier, refused.tenant)
-        )
-        truth_s = min(later, default=None)
-        if truth_s is not None:
-            ratios.append(max(1, math.ceil(refused.retry_after_s)) / max(1.0, truth_s))
+    for key in {(each.tier, each.tenant) for each in asked}:
+        mine = [each for each in asked if (each.tier, each.tenant) == key]
+        accepted_s = {each.request: each.at_s for each in mine if each.accepted}
+        in_turn_s, refused = sorted(accepted_s.values()), [each for each in mine if not each.accepted]
+        for each in refused:
+            before = {
+                other.request for other in refused if other.first_s < each.first_s and other.at_s <= each.at_s
+            }
+            num_before = sum(accepted_s.get(request, math.inf) > each.at_s for request in before)
+            turn = bisect_right(in_turn_s, each.at_s) + num_before
+            told_s = max(1.0, math.ceil(each.retry_after_s or 0.0))
+            if turn < len(in_turn_s):
+                ratios.append(told_s / max(1.0, in_turn_s[turn] - each.at_s))
+            elif end_s - each.at_s > 2.0 * told_s:
+                ratios.append(0.0)
     return ratios
 
 
+def kept_ratio(asked: Sequence[Asked], end_s: float) -> float:
+    """Share of refusals whose request was accepted when back as told, of those told to be by the end."""
+    accepted_s = {each.request: each.at_s for each in asked if each.accepted}
+    back = [
+        accepted_s.get(each.request, math.inf) - each.at_s <= told_s
+        for each in asked
+        if not each.accepted and each.at_s + (told_s := 1.5 + (each.retry_after_s or 0.0)) < end_s
+    ]
+    return sum(back) / len(back) if back else 1.0
+
+
 def full_door_tokens(asked: Sequence[Asked]) -> dict[str, int]:
-    """Tokens of accepted requests by tenant, from the first refusal on: until then there is room for all."""
-    full_s = min((each.at_s for each in asked if not each.accepted), default=math.inf)
+    """Tokens of accepted requests by tenant, from the first refusal on, if any: until then all have room."""
+    full_s = min((each.at_s for each in asked if not each.accepted), default=0.0)
     later = [each for each in asked if each.accepted and each.at_s >= full_s]
     return {tenant: sum(each.tokens for each in later if each.tenant == tenant) for tenant in CLIENTS}
 
 
-def rows_of(name: str, load: float, asked: Sequence[Asked]) -> list[Row]:
+def rows_of(name: str, load: float, asked: Sequence[Asked], end_s: float) -> list[Row]:
     """One row a tier."""
     rows: list[Row] = []
     for tier, (_, _, targets) in TIERS.items():
         mine = [each for each in asked if each.tier == tier]
         accepted = [each for each in mine if each.accepted]
         tokens = full_door_tokens(mine)
-        ratios = retry_ratios(mine)
+        ratios = retry_ratios(mine, end_s)
         near = sum(0.5 <= each <= 2.0 for each in ratios)
         rows.append(
             {
@@ -155,14 +197,17 @@ def rows_of(name: str, load: float, asked: Sequence[Asked]) -> list[Row]:
                 "load": load,
                 "tier": tier,
                 "target s": (targets.ttft_ms or 0) / 1000,
-                "asked": len(mine),
+                "requests": len({each.request for each in mine}),
                 "accepted": len(accepted),
                 "good": sum(each.good for each in accepted),
                 "good of accepted %": 100 * sum(each.good for each in accepted) / max(1, len(accepted)),
                 "TTFT p99 s": percentile([each.ttft_s for each in accepted], 0.99),
-                "tokens many : few": tokens["many"] / tokens["few"] if tokens["few"] else "",
-                "refused": len(mine) - len(accepted),
+                "tokens many": tokens["many"],
+                "tokens few": tokens["few"],
+                "many : few": tokens["many"] / tokens["few"] if tokens["few"] else "",
+                "refusals": len(mine) - len(accepted),
                 "Retry-After within x2 %": 100 * near / len(ratios) if ratios else "",
+                "accepted when back %": 100 * kept_ratio(mine, end_s) if ratios else "",
                 "longest Retry-After s": max((each.retry_after_s or 0.0 for each in mine), default=0.0),
             }
         )
@@ -172,34 +217,50 @@ def rows_of(name: str, load: float, asked: Sequence[Asked]) -> list[Row]:
 # Under a virtual clock.
 
 
-def virtual(load: float, seconds: float, *, one_queue: bool = False) -> list[Asked]:
+def virtual(load: float, seconds: float, *, one_queue: bool = False, seed: int = 0) -> list[Asked]:
     """The load on a simulated device: 16 places, 6 ms a step and 0.1 ms a token."""
     device = Device(step_s=0.006, token_s=0.0001, num_blocks=4096)
     config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, step_target_ms=0.0)
     burst = [Arrival(0.0, PROMPT_TOKENS, COMPLETION_TOKENS, "gold") for _ in range(CAPACITY_REQUESTS)]
     capacity_per_s = CAPACITY_REQUESTS / simulate(burst, config, device).duration_s
-    offered = []
-    for at, tier, tenant in arrivals(load * capacity_per_s, seconds):
-        _, priority, targets = TIERS[tier]
-        limit_s = None if one_queue else (targets.ttft_ms or 0) / 1000
-        offered.append(
+    plans = clients(load * capacity_per_s, seconds, seed)
+    first_s: dict[int, float] = {}
+
+    def attempt(number: int, at_s: float) -> list[Arrival]:
+        client, index = divmod(number, 10_000)
+        plan = plans[client]
+        if index >= len(plan.moments_s) or max(at_s, plan.moments_s[index]) >= seconds:
+            return []
+        limit_s = None if one_queue else (TIERS[plan.tier][2].ttft_ms or 0) / 1000
+        first_s.setdefault(number, max(at_s, plan.moments_s[index]))
+        return [
             Arrival(
-                at,
+                max(at_s, plan.moments_s[index]),
                 PROMPT_TOKENS,
                 COMPLETION_TOKENS,
-                tier,
-                "all" if one_queue else tenant,
-                0 if one_queue else priority,
+                plan.tier,
+                "all" if one_queue else plan.tenant,
+                0 if one_queue else TIERS[plan.tier][1],
                 limit_s,
                 limit_s,
+                prompt=number,
             )
-        )
-    served = simulate(offered, config, device).served
-    tenants = [tenant for _, _, tenant in arrivals(load * capacity_per_s, seconds)]
-    return [_of_virtual(each, tenant) for each, tenant in zip(served, tenants, strict=True)]
+        ]
+
+    def follows(one: Served) -> list[Arrival]:
+        number = one.arrival.prompt or 0
+        if one.accepted or one.retry_after_s is None:
+            return attempt(number + 1, one.ended_s)
+        return attempt(number, one.ended_s + plans[number // 10_000].told_s(one.retry_after_s))
+
+    offered = [arrival for client in range(len(plans)) for arrival in attempt(number_of(client, 0), 0.0)]
+    return [
+        _of_virtual(each, plans[(each.arrival.prompt or 0) // 10_000].tenant, first_s)
+        for each in simulate(offered, config, device, follows=follows).served
+    ]
 
 
-def _of_virtual(served: Served, tenant: str) -> Asked:
+def _of_virtual(served: Served, tenant: str, first_s: dict[int, float]) -> Asked:
     tier, targets = served.arrival.kind, TIERS[served.arrival.kind][2]
     times = served.token_times_s
     tpot_s = (times[-1] - times[0]) / max(1, len(times) - 1) if times else math.inf
@@ -209,6 +270,8 @@ def _of_virtual(served: Served, tenant: str) -> Asked:
         tenant=tenant,
         at_s=served.arrival.at_s,
         accepted=served.accepted,
+        request=served.arrival.prompt or 0,
+        first_s=first_s[served.arrival.prompt or 0],
         good=in_time and tpot_s * 1000 <= (targets.tpot_ms or 0),
         tokens=len(times),
         ttft_s=served.ttft_s or math.inf,
@@ -219,7 +282,7 @@ def _of_virtual(served: Served, tenant: str) -> Asked:
 # On the real stack.
 
 
-async def ask(client: Client, request: PlannedRequest, tenant: str, began_s: float) -> Asked:
+async def ask(client: Client, request: PlannedRequest, tenant: str, began_s: float, first_s: float) -> Asked:
     """Sends one request and says what became of it."""
     record = await client.run(request)
     told = re.search(r"try again in ([\d.]+) s", record.error) if record.status == 429 else None
@@ -230,6 +293,8 @@ async def ask(client: Client, request: PlannedRequest, tenant: str, began_s: flo
         tenant=tenant,
         at_s=record.start_s - began_s,
         accepted=told is None,
+        request=request.index,
+        first_s=first_s or record.start_s - began_s,
         good=record.ok and TIERS[record.tier][2].met(record),
         tokens=record.completion_tokens or len(record.chunk_times_s),
         ttft_s=record.ttft_s if record.chunk_times_s else math.inf,
@@ -270,7 +335,7 @@ async def capacity(stack: RunningStack) -> float:
         async with turn:
             return await client.run(planned(index, 0.0, "", model))
 
-    records = await asyncio.gather(*(one(10**6 + index) for index in range(CAPACITY_REQUESTS)))
+    records = await asyncio.gather(*(one(10**7 + index) for index in range(CAPACITY_REQUESTS)))
     failed = [record for record in records if not record.ok]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, the first one: {failed[0].error}")
@@ -278,20 +343,33 @@ async def capacity(stack: RunningStack) -> float:
     return len(records) / (max(each.end_s for each in records) - min(each.start_s for each in records))
 
 
-async def real(stack: RunningStack, rate_per_s: float, seconds: float, first_index: int) -> list[Asked]:
+async def real(stack: RunningStack, rate_per_s: float, seconds: float, seed: int) -> list[Asked]:
     """Sends the load; what has not ended twice the longest target after its start is late."""
     model = await choose_model(Target.parse(stack.url, stack.state.api_key), "")
     limit_s = 2 * max((targets.ttft_ms or 0) for _, _, targets in TIERS.values()) / 1000
-    clients = {name: Client(Target.parse(stack.url, KEY_PREFIX + name), limit_s=limit_s) for name in CLIENTS}
+    pools = {name: Client(Target.parse(stack.url, KEY_PREFIX + name), limit_s=limit_s) for name in CLIENTS}
+    plans, asked = clients(rate_per_s, seconds, seed), list[Asked]()
     loop = asyncio.get_running_loop()
-    began_s, began_loop_s, tasks = time.perf_counter(), loop.time(), []
-    for index, (at, tier, tenant) in enumerate(arrivals(rate_per_s, seconds)):
-        await asyncio.sleep(max(0.0, began_loop_s + at - loop.time()))
-        request = planned(first_index + index, at, tier, model)
-        tasks.append(asyncio.create_task(ask(clients[tenant], request, tenant, began_s)))
-    asked = list(await asyncio.gather(*tasks))
-    for client in clients.values():
-        await client.close()
+    began_s, began_loop_s = time.perf_counter(), loop.time()
+
+    async def serve(client: int, plan: ClientPlan) -> None:
+        for index, moment_s in enumerate(plan.moments_s):
+            at_s, first_s = max(moment_s, loop.time() - began_loop_s), 0.0
+            request = planned(seed * 10**8 + number_of(client, index), at_s, plan.tier, model)
+            while True:
+                if at_s >= seconds:
+                    return
+                await asyncio.sleep(began_loop_s + at_s - loop.time())
+                attempt = await ask(pools[plan.tenant], request, plan.tenant, began_s, first_s)
+                asked.append(attempt)
+                if attempt.retry_after_s is None:
+                    break
+                first_s = attempt.first_s
+                at_s = loop.time() - began_loop_s + plan.told_s(attempt.retry_after_s)
+
+    await asyncio.gather(*(serve(client, plan) for client, plan in enumerate(plans)))
+    for pool in pools.values():
+        await pool.close()
     return asked
 
 
@@ -304,8 +382,8 @@ def measure(checkpoint: Path | None, loads: Sequence[float], seconds: float) -> 
         with running_stack(CONFIGS[name], *arguments) as stack:
             able_per_s = able_per_s or asyncio.run(capacity(stack))
             for number, load in enumerate(loads if name == OURS else loads[:1]):
-                asked = asyncio.run(real(stack, load * able_per_s, seconds, 10_000 * number))
-                rows += rows_of(name, load, asked)
+                asked = asyncio.run(real(stack, load * able_per_s, seconds, number))
+                rows += rows_of(name, load, asked, seconds)
     print(f"capacity: {able_per_s:.2f} requests/s of {PROMPT_TOKENS} + {COMPLETION_TOKENS} tokens")
     return rows
 
@@ -321,15 +399,16 @@ def main() -> None:
     parser.add_argument("--loads", default="3,6", help="multiples of what the stack can do")
     parser.add_argument("--seconds", type=float, default=20.0, help="during which requests come")
     parser.add_argument("--virtual", action="store_true", help="the scheduler alone, under a virtual clock")
+    parser.add_argument("--seeds", type=int, default=1, help="with --virtual: so many different loads")
     parser.add_argument("--json", type=Path, help="write the result here too")
     options = parser.parse_args()
     loads = [float(text) for text in options.loads.split(",")]
     if options.virtual:
         title, rows = "The door (simulated device)", []
-        for one_queue in (True, False):
-            for load in loads:
-                asked = virtual(load, options.seconds, one_queue=one_queue)
-                rows += rows_of(ONE_QUEUE if one_queue else OURS, load, asked)
+        for one_queue, load, seed in itertools.product((True, False), loads, range(options.seeds)):
+            asked = virtual(load, options.seconds, one_queue=one_queue, seed=seed)
+            found = rows_of(ONE_QUEUE if one_queue else OURS, load, asked, options.seconds)
+            rows += [{"seed": seed, **row} for row in found]
     else:
         title, rows = "The door", measure(options.checkpoint, loads, options.seconds)
     publish(title, rows, options.json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.config import CacheConfig, SchedulerConfig
@@ -73,6 +73,8 @@ class Arrival:
     weight: float = 1.0
     # Choices.
     n: int = 1
+    # Requests of the same number have the same prompt; None gives one of its own.
+    prompt: int | None = None
 
 
 @dataclass
@@ -131,21 +133,31 @@ def simulate(
     device: Device,
     *,
     stop_s: float | None = None,
+    follows: Callable[[Served], Iterable[Arrival]] | None = None,
 ) -> Outcome:
-    """Runs the workload to its end, or until `stop_s`."""
+    """Runs the workload to its end, or until `stop_s`. `follows` says what comes after a request that was
+    refused or has ended.
+    """
     rng = random.Random(0)
     scheduler = Scheduler(config, CacheConfig(prefix_caching=False), device.memory(), model="virtual")
     queue = [(arrival.at_s, index, arrival) for index, arrival in enumerate(arrivals)]
     heapq.heapify(queue)
     served = [Served(arrival) for arrival in arrivals]
     now = 0.0
+
+    def book(events: list[TokenEvent]) -> None:
+        for one in _book(events, served, now):
+            for arrival in follows(one) if follows else ():
+                heapq.heappush(queue, (arrival.at_s, len(served), arrival))
+                served.append(Served(arrival))
+
     while (queue or scheduler.has_work) and (stop_s is None or now < stop_s):
         while queue and queue[0][0] <= now:
             _, index, arrival = heapq.heappop(queue)
             scheduler.submit(new_request(index, arrival, rng), now)
             refusals = scheduler.take_events()
-            _book(refusals, served, now)
             served[index].accepted = not refusals
+            book(refusals)
         plan = scheduler.schedule(now)
         if plan.scheduled:
             now += device.seconds(plan)
@@ -153,11 +165,13 @@ def simulate(
             scheduler.update(plan_result(plan), now)
         elif queue:
             now = max(now, queue[0][0])
-        _book(scheduler.take_events(), served, now)
+        book(scheduler.take_events())
     return Outcome(served, now)
 
 
-def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
+def _book(events: list[TokenEvent], served: list[Served], now: float) -> list[Served]:
+    """Takes the events in; returns what was refused or has ended."""
+    over = []
     for event in events:
         one = served[event.request_id]
         one.token_times_s += [now] * len(event.token_ids)
@@ -169,10 +183,15 @@ def _book(events: list[TokenEvent], served: list[Served], now: float) -> None:
             one.queue_s = event.first_token.first_scheduled_s - event.first_token.arrival_s
         if event.statistics:
             one.num_preemptions = event.statistics.num_preemptions
+        if event.failure or event.finish_reason:
+            over.append(one)
+    return over
 
 
 def new_request(index: int, arrival: Arrival, rng: random.Random) -> Request:
     at = arrival.at_s
+    if arrival.prompt is not None:
+        rng = random.Random(arrival.prompt)
     return Request(
         request_id=index,
         external_id=str(index),

@@ -18,11 +18,15 @@ from engine.types import MemoryPlan, Request, RequestFailure
 # Shortest and longest retry delay that a refusal names, in seconds.
 _SHORTEST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 60.0
-# Part of the time that is left which a forecast may fill: forecasts err.
+# Part of the time that is left which a forecast may fill, since forecasts err; all of it for who was told to
+# come now.
 _MARGIN = 0.85
-# The one for requests that cannot start as long as higher tiers come as they do: nobody knows how long that
-# is, and their rate is known anew after this time.
-_RETRY_BEHIND_HIGHER_S = 10.0
+# The part for others as long as some are expected back.
+_NEWCOMERS = 0.5
+# The part that a retry delay aims at: between the two.
+_AIM = 0.7
+# The retry delay while nothing was measured: then no step has come back yet.
+_RETRY_UNMEASURED_S = 1.0
 
 
 def tokens_limit(request: Request, memory: MemoryPlan) -> int:
@@ -87,53 +91,68 @@ def _never_fits(request: Request, memory: MemoryPlan, num_blocks: int) -> Reques
 def refuse_for_now(
     request: Request, forecast: Forecast, waiting: WaitingQueue, config: SchedulerConfig, now: float
 ) -> RequestFailure | None:
-    """The refusal of a request that has no room in the queue, would be late, or would take another tenant's
-    turn; None when it is accepted. When to come back: after such a time as passed lately between requests
-    of its tenant and tier that were accepted; if none were, when the excess is worked off.
+    """The refusal of a request that has no room in the queue, would be late, or would take the turn of one
+    that was told to come back; None when it is accepted. When to come back: when the excess is worked off,
+    and those of its tenant that were refused before it have had their turn.
     """
-    own = waiting.accounts_of(request.priority).get(request.tenant)
-    num_own, room = own.num_sequences if own else 0, config.max_waiting - len(waiting)
-    # A queue's part of a memory that several share, as large as what is left free: so there is always room
-    # for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
-    # thresholds for shared-memory packet switches", 1998).
-    if num_own >= room:
-        return _refusal(
-            f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
-            _retry_s(forecast.wait_s, forecast.interval_s),
-            {"num_waiting": str(len(waiting)), "max_waiting": str(config.max_waiting)},
-        )
+    no_room = _refuse_without_room(request, forecast, waiting, config.max_waiting)
+    if no_room is not None:
+        return no_room
     if not config.refuse_early or request.queue_deadline_s is None:
         return None
     limit_s = request.queue_deadline_s - request.arrival_s
     # A prompt that takes longer than that by itself is judged by its wait alone.
-    expected_s = forecast.wait_s + (forecast.prompt_s if forecast.prompt_s < limit_s else 0.0)
+    prompt_s = forecast.prompt_s if forecast.prompt_s < limit_s else 0.0
     # Who finds nobody ahead gains nothing by coming later.
-    is_late = bool(forecast.wait_s) and expected_s > _MARGIN * (request.queue_deadline_s - now)
-    if forecast.is_its_turn and not is_late:
+    left_s = request.queue_deadline_s - now
+    if not forecast.wait_s or forecast.wait_s + prompt_s <= _margin(forecast) * left_s:
         return None
-    if not is_late:
-        expectation = "other tenants were refused and are next"
-    elif forecast.wait_s == math.inf:
-        expectation = "requests before it take every place that comes free"
-    else:
+    expected_s = forecast.usual_wait_s + prompt_s
+    if expected_s == math.inf:
+        expectation = f"{len(waiting)} requests wait, and how fast this engine is has yet to be measured"
+    elif expected_s > _MARGIN * left_s:
         waited_s = now - request.arrival_s
         expectation = f"the first token is expected {waited_s + expected_s:.1f} s after the request came"
+    elif forecast.wait_s + prompt_s > _MARGIN * left_s:
+        expectation = "higher tiers may take the places that come free"
+    else:
+        expectation = "requests that were told to come back about now go first"
     return _refusal(
         f"{expectation}; tier {request.tier!r} allows {limit_s:.1f} s",
-        _retry_s(expected_s - _MARGIN * limit_s, forecast.interval_s),
+        expected_s - _AIM * limit_s + forecast.line_s,
         {"expected_s": f"{expected_s:.3f}", "limit_s": f"{limit_s:.3f}"},
     )
 
 
-def _retry_s(excess_s: float, interval_s: float) -> float:
-    # The excess follows every burst of higher tiers; what was accepted lately errs less.
-    delay_s = excess_s if interval_s == math.inf else interval_s
+def _refuse_without_room(
+    request: Request, forecast: Forecast, waiting: WaitingQueue, max_waiting: int
+) -> RequestFailure | None:
+    own = waiting.accounts_of(request.priority).get(request.tenant)
+    num_own, room = own.num_sequences if own else 0, max_waiting - len(waiting)
+    # A queue's part of a memory that several share, as large as what is left free: so there is always room
+    # for who has none, and nobody has to be pushed out (Choudhury and Hahne, "Dynamic queue length
+    # thresholds for shared-memory packet switches", 1998).
+    if num_own < room:
+        return None
+    return _refusal(
+        f"{num_own} requests of this tenant wait for this engine, which has room for {room} more",
+        forecast.usual_wait_s + forecast.line_s,
+        {"num_waiting": str(len(waiting)), "max_waiting": str(max_waiting)},
+    )
+
+
+def _margin(forecast: Forecast) -> float:
+    """Part of the limit up to which a request is accepted."""
+    if forecast.is_back:
+        return 1.0
+    return _NEWCOMERS if forecast.line_s else _MARGIN
+
+
+def _refusal(message: str, delay_s: float, metadata: dict[str, str]) -> RequestFailure:
     if delay_s == math.inf:
-        return _RETRY_BEHIND_HIGHER_S
-    return min(max(_SHORTEST_RETRY_S, delay_s), _LONGEST_RETRY_S)
-
-
-def _refusal(message: str, retry_s: float, metadata: dict[str, str]) -> RequestFailure:
+        delay_s = _RETRY_UNMEASURED_S
+    # In whole tenths, so that the message says exactly what the header does.
+    retry_s = math.ceil(10 * min(max(_SHORTEST_RETRY_S, delay_s), _LONGEST_RETRY_S)) / 10
     return RequestFailure(
         reason="QUEUE_LIMIT_EXCEEDED",
         message=f"{message}; try again in {retry_s:.1f} s",

@@ -18,6 +18,7 @@ submitted.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.scheduler.queue import Line, account_of
@@ -32,14 +33,16 @@ _UNKNOWN_ANSWER_TOKENS = 256
 class Forecast:
     """What a request has before it, in seconds."""
 
-    # Until something of it is computed; inf is not as long as higher tiers come as they do.
+    # Until something of it is computed, if higher tiers come as they may; inf is not as long as they do.
     wait_s: float
+    # The same if they come as they did on average, and for no longer than they have come.
+    usual_wait_s: float
     # Then, until its prompt is computed.
     prompt_s: float
-    # Between requests of its tenant and tier that were accepted lately; inf if none were.
-    interval_s: float
-    # The batch has places, or no other tenant of the tier was refused that was accepted less.
-    is_its_turn: bool
+    # How long those take who were told to come back later and go before it.
+    line_s: float
+    # It was told to come now.
+    is_back: bool
 
 
 class WaitForecast:
@@ -50,37 +53,58 @@ class WaitForecast:
 
     def of(self, sequence: Sequence, now: float) -> Forecast:
         """What the first sequence of a new request would have before it."""
-        state = self._state
+        state, account = self._state, account_of(sequence)
+        prompt = hash(sequence.group.request.prompt_token_ids)
+        is_back = state.turns.is_back(account, prompt, now)
         num_tokens = state.tokens_to_compute(sequence)
-        ahead = self._ahead(sequence, num_tokens)
-        wait_s = 0.0
+        ahead, wait_s, usual_wait_s, in_line = self._ahead(sequence, num_tokens, {}), 0.0, 0.0, 1
         if not self._is_free(sequence, ahead, num_tokens):
-            wait_s = self._wait_for_places_s(sequence.priority, ahead.num_places + sequence.num_places, now)
+            coming = {} if is_back else state.turns.open_places(sequence.priority, now)
+            in_line = self._ahead(sequence, num_tokens, coming).num_places + sequence.num_places
+            wait_s, usual_wait_s = self._wait_for_places_s(sequence.priority, in_line, now)
+            if is_back:
+                # What was promised is not taken back for what may come.
+                wait_s = usual_wait_s
         running = sum(each.remaining_prefill for each in state.running if each.priority >= sequence.priority)
-        seconds_for = state.speed.seconds_for
-        accepted = state.accepted.get(account_of(sequence))
-        has_places = len(state.running) < state.config.max_num_seqs
+        prompts_s = state.speed.seconds_for(ahead.num_tokens + running)
+        interval_s = self._interval_s(sequence, usual_wait_s / in_line)
         return Forecast(
-            wait_s=max(wait_s, seconds_for(ahead.num_tokens + running)),
-            prompt_s=seconds_for(num_tokens),
-            is_its_turn=has_places or state.turns.comes_to(account_of(sequence), now),
-            interval_s=1 / rate
-            if accepted and (rate := accepted.per_s(now)) and accepted.is_fresh
-            else math.inf,
+            wait_s=max(wait_s, prompts_s),
+            usual_wait_s=max(usual_wait_s, prompts_s),
+            prompt_s=state.speed.seconds_for(num_tokens),
+            line_s=state.turns.line_s(account, prompt, self.weighted_tokens(sequence), now, interval_s),
+            is_back=is_back,
         )
 
-    def _ahead(self, sequence: Sequence, num_tokens: int) -> Line:
-        """What is served before the request: all of higher tiers, and the fair part of its own."""
+    def weighted_tokens(self, sequence: Sequence) -> float:
+        """Tokens of each place that the request takes, by weight, as far as they can be foreseen."""
+        request = sequence.group.request
+        answer = min(request.sampling.max_tokens, self._state.speed.answer_tokens or math.inf)
+        return (len(request.prompt_token_ids) / sequence.num_places + answer) / request.weight
+
+    def _ahead(self, sequence: Sequence, num_tokens: int, coming: Mapping[str, float]) -> Line:
+        """What is served before the request: all of higher tiers, and the fair part of its own; `coming` has
+        the requests of its tier, by tenant, that are expected back.
+        """
         waiting, request = self._state.waiting, sequence.group.request
         lines = waiting.accounts_of(request.priority)
         own = lines.pop(request.tenant, Line())
         higher = waiting.at_or_above(request.priority + 1)
-        places, tokens = higher.num_places + own.num_places, higher.num_tokens + own.num_tokens
-        for line in lines.values():
+        num_own = own.num_places + coming.get(request.tenant, 0.0)
+        places, tokens = higher.num_places + num_own, higher.num_tokens + own.num_tokens
+        for tenant in {*lines, *coming} - {request.tenant}:
+            line = lines.get(tenant, Line(weight=request.weight))
             ratio = line.weight / request.weight
-            places += min(line.num_places, math.ceil((own.num_places + 1) * ratio))
+            places += min(line.num_places + coming.get(tenant, 0.0), math.ceil((num_own + 1) * ratio))
             tokens += min(line.num_tokens, math.ceil((own.num_tokens + num_tokens) * ratio))
-        return Line(num_places=places, num_tokens=tokens)
+        return Line(num_places=math.ceil(places), num_tokens=tokens)
+
+    def _interval_s(self, sequence: Sequence, place_s: float) -> float:
+        """Time between two requests of the tenant, if each place takes so long, shared with who is there."""
+        request = sequence.group.request
+        lines = self._state.waiting.accounts_of(request.priority)
+        others = sum(line.weight for tenant, line in lines.items() if tenant != request.tenant)
+        return place_s * (1 + others / request.weight)
 
     def _is_free(self, sequence: Sequence, ahead: Line, num_tokens: int) -> bool:
         """Whether everybody ahead and the request fit into the batch, others making room."""
@@ -102,21 +126,27 @@ class WaitForecast:
             if holder != account and state.counters.band(account) <= state.counters.band(holder)
         )
 
-    def _wait_for_places_s(self, priority: int, in_line: int, now: float) -> float:
+    def _wait_for_places_s(self, priority: int, in_line: int, now: float) -> tuple[float, float]:
+        """Until so many places came free, if higher tiers come as they may, and as they usually do."""
         state = self._state
+        rates = [rate for each, rate in state.arrivals.items() if each > priority]
         # More of them may come than lately did; a place promised twice is worse than one left over.
-        higher = sum(
-            rate.per_s(now, deviations=1.0) for each, rate in state.arrivals.items() if each > priority
-        )
+        higher = sum(rate.per_s(now, deviations=1.0) for rate in rates)
+        usual_higher = sum(rate.per_s(now) for rate in rates)
         turnover, step_s = state.turnover.per_s(now), state.speed.step_s
         if not state.turnover.is_known or not state.turnover.is_fresh:
             if not step_s:
                 # Nothing was measured: as many may wait as there are places.
-                return 0.0 if in_line <= 2 * state.config.max_num_seqs - len(state.running) else math.inf
+                few = in_line <= 2 * state.config.max_num_seqs - len(state.running)
+                return (0.0, 0.0) if few else (math.inf, math.inf)
             if not higher:
-                return self._by_length(in_line) * step_s
+                return (self._by_length(in_line) * step_s,) * 2
             turnover = state.config.max_num_seqs / (self._usual_tokens() * step_s)
-        return in_line / (turnover - higher) if turnover > higher else math.inf
+        wait_s = in_line / (turnover - higher) if turnover > higher else math.inf
+        usual_s = in_line / (turnover - usual_higher) if turnover > usual_higher else math.inf
+        # What has come for a while comes for as long again: a burst is no stream without end.
+        burst = sum(rate.per_s(now) * rate.lasted_s() for rate in rates)
+        return wait_s, min(usual_s, (in_line + burst) / turnover)
 
     def _usual_tokens(self) -> float:
         """Length of an answer, as those that ended had it."""

@@ -14,8 +14,8 @@ LEAST_CHUNK_TOKENS = 24
 # A chunk has at least so many tokens for each sequence that decodes beside it: what they compute makes
 # prompts wait, and a burst that is cut too fine would take much longer as a whole.
 LEAST_CHUNK_PER_DECODE = 4
-# Less than this part of an event is nothing.
-_FADED = 0.01
+# A prior counts as much as so many seconds of measuring.
+_PRIOR_S = 5.0
 # Shortest time, in seconds, that a rate of events is taken over.
 _SHORTEST_S = 1.0
 
@@ -86,12 +86,17 @@ class EventRate:
         self._count = 0.0
         self._elapsed_s = 0.0
         self._last_s: float | None = None
+        # When the first of the events came that have not faded, and the last one.
+        self._since_s = self._newest_s = 0.0
         self._running = running
 
     def count(self, now: float, events: int = 1) -> None:
         """Books events; those while the clock stands still are ignored."""
         self._advance(now)
         if self._running:
+            if not self.is_fresh:
+                self._since_s = now
+            self._newest_s = now
             self._count += events
 
     def run(self, now: float, *, running: bool) -> None:
@@ -109,16 +114,19 @@ class EventRate:
         """Whether at least one event has not faded yet."""
         return self._count >= 1.0
 
-    def has_faded(self, now: float) -> bool:
-        """Whether what was counted makes no difference any more."""
+    def per_s(self, now: float, *, deviations: float = 0.0, prior_per_s: float | None = None) -> float:
+        """The rate, so many standard deviations of its (Poisson) estimate above it; `prior_per_s` is what is
+        believed before anything is measured.
+        """
         self._advance(now)
-        return self._count < _FADED
-
-    def per_s(self, now: float, *, deviations: float = 0.0) -> float:
-        """The rate, so many standard deviations of its (Poisson) estimate above it."""
-        self._advance(now)
+        if prior_per_s is not None:
+            return (self._count + _PRIOR_S * prior_per_s) / (self._elapsed_s + _PRIOR_S)
         count = self._count + deviations * math.sqrt(self._count)
         return count / max(self._elapsed_s, _SHORTEST_S)
+
+    def lasted_s(self) -> float:
+        """For how long events have been coming."""
+        return self._newest_s - self._since_s
 
     def _advance(self, now: float) -> None:
         if self._last_s is not None and self._running:

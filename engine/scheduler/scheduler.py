@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 
 import msgspec
 
@@ -277,12 +276,13 @@ class Scheduler:
         first = group.sequences[0]
         forecast, account = self._forecast.of(first, now), account_of(first)
         failure = admission.refuse_for_now(request, forecast, state.waiting, config, now)
+        prompt = hash(request.prompt_token_ids)
         if failure is not None:
-            state.turns.refuse(account, now)
+            assert failure.retry_after_s is not None, "who is refused for now is told when to come"
+            state.turns.refuse(account, prompt, first.num_places, now + failure.retry_after_s, now)
         else:
-            answer = min(request.sampling.max_tokens, state.speed.answer_tokens or math.inf)
-            num_tokens = len(request.prompt_token_ids) + first.num_places * answer
-            state.turns.accept(account, request.weight, num_tokens)
+            num_tokens = self._forecast.weighted_tokens(first)
+            state.turns.accept(account, prompt, first.num_places, num_tokens, now)
         return failure
 
     def _expire(self, now: float) -> None:

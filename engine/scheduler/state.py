@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from engine.config import SchedulerConfig
 from engine.kv import KvCache
 from engine.scheduler.beams import BeamSearch, Candidate
-from engine.scheduler.fairness import Account, Places, Turns, VirtualTokenCounters
+from engine.scheduler.fairness import Places, VirtualTokenCounters
 from engine.scheduler.pace import EventRate, StepPace
 from engine.scheduler.queue import WaitingQueue, account_of
 from engine.scheduler.sequence import RequestGroup, Sequence, Status
+from engine.scheduler.turns import Turns
 from engine.scheduler.under_way import BlocksUnderWay
 from engine.types import FinishReason, MemoryPlan, RequestFailure, SchedulerCounters, TokenEvent
 
@@ -83,8 +84,6 @@ class SchedulerState:
     turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
-    # Requests with a limit that were accepted per second, by account, the last one last.
-    accepted: dict[Account, EventRate] = field(default_factory=dict)
     # Sequences ever made.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
@@ -128,18 +127,8 @@ class SchedulerState:
         """A request joins the queue with its first sequence."""
         rate = self.arrivals.setdefault(sequence.priority, EventRate(_RATE_MEMORY_S))
         rate.count(now, sequence.num_places)
-        if sequence.group.request.queue_deadline_s is not None:
-            self._count_accepted(account_of(sequence), now)
         self.waiting.join(sequence)
         self._wait(sequence)
-
-    def _count_accepted(self, account: Account, now: float) -> None:
-        rate = self.accepted.pop(account, None) or EventRate(_RATE_MEMORY_S)
-        rate.count(now)
-        self.accepted[account] = rate
-        # Tenants come and go for as long as an engine runs.
-        while (oldest := next(iter(self.accepted))) != account and self.accepted[oldest].has_faded(now):
-            del self.accepted[oldest]
 
     def _wait(self, sequence: Sequence) -> None:
         num_tokens = self.tokens_to_compute(sequence)

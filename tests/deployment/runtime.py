@@ -177,7 +177,9 @@ class Image:
         build.mkdir()
         (build / "pyproject.toml").write_bytes((REPOSITORY / "pyproject.toml").read_bytes())
         (command,) = [run for run in self.dockerfile.build.every("RUN") if "dist-info" in run]
-        steps = [step for step in re.split(r" && ", command) if not step.startswith("python -m compileall")]
+        # Modes are those of the image that is built, and byte code is made there.
+        not_here = ("chmod ", "python -m compileall")
+        steps = [step for step in re.split(r" +&& ", command) if not step.startswith(not_here)]
         script = " && ".join(re.sub(r"metadata=.*", f"metadata={packages}", step) for step in steps)
         subprocess.run(["/bin/sh", "-c", script], cwd=build, check=True)
 

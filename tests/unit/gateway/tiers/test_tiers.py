@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from millrace.common.v1 import context_pb2
 
@@ -84,3 +87,12 @@ def test_promises_of_another_tier_replace_all_of_the_first() -> None:
     assert (context.tier, context.priority, context.weight, context.queue_limit_ms) == ("b", 2, 6.0, 7)
     assert not context.HasField("ttft_target_ms")
     assert not context.HasField("max_context_tokens")
+
+
+@pytest.mark.parametrize("path", ["config/millrace.toml", "k8s/base/millrace.toml"])
+def test_what_is_shipped_answers_late_rather_than_not_at_all(path: str) -> None:
+    tables = tomllib.loads((Path(__file__).parents[4] / path).read_text())
+    tiers = load_settings(tables).tiers
+    assert tiers
+    assert all(tier.accepted_within_ms is None for tier in tiers.values())
+    assert load_settings({}).tiers["standard"].accepted_within_ms is None

@@ -1,0 +1,166 @@
+"""Whose turn it is at a door that cannot take everybody, and when it will be: a line of those who went away.
+
+Who is refused is told when to come back, and keeps a ticket for that moment: which request it was (a hash of
+its prompt, since nobody who comes back has another name) and when it is due. Nothing travels to the client,
+so there is nothing to forge; who comes with more requests fills the line of its own tenant alone. A ticket is
+kept open for a while after it is due. Meanwhile its holder is taken before others, and there is no room for
+newcomers where its place in the queue would be. No place in the batch is kept for it: there, somebody is
+always served.
+
+Not everybody comes back. What a tenant's tickets count for is the share of them that was used lately.
+
+Between tenants, whoever was accepted less goes first; tokens of accepted requests are counted as service is
+(see fairness), so that who asks oftener is not accepted more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from operator import attrgetter
+from typing import NamedTuple
+
+from engine.scheduler.fairness import Account
+from engine.scheduler.pace import EventRate
+
+# How long after it is due a ticket is open, in seconds: many clients wait for whole seconds.
+OPEN_S = 2.5
+# Weight of the newest ticket in the share of those that are used.
+_ALPHA = 0.05
+# Least and longest time that a place is believed to take, in seconds.
+_SHORTEST_S, _LONGEST_S = 0.001, 60.0
+# Tickets of one account; whoever is refused beyond them has none.
+_MOST = 1024
+# Seconds over which a pace is averaged.
+_MEMORY_S = 10.0
+
+_due_s = attrgetter("due_s")
+
+
+class _Ticket(NamedTuple):
+    """One request that was refused."""
+
+    # Moment for which it was told to come.
+    due_s: float
+    # The same when it was first refused: its place in the line.
+    first_due_s: float
+    # Hash of the prompt.
+    prompt: int
+    # Places in the batch that it takes.
+    num_places: int
+
+
+class _Line:
+    """What is kept of one account whose requests are refused."""
+
+    def __init__(self) -> None:
+        # In order.
+        self.tickets: list[_Ticket] = []
+        # Share of tickets that are used.
+        self.share = 1.0
+        # Places accepted per second while others had to go away.
+        self.pace = EventRate(_MEMORY_S, running=False)
+        # Weighted tokens of accepted requests.
+        self.accepted = 0.0
+
+    def advance(self, now: float) -> None:
+        """Drops tickets that nobody came back with."""
+        num_lost = bisect_right(self.tickets, now - OPEN_S, key=_due_s)
+        del self.tickets[:num_lost]
+        self.share *= (1 - _ALPHA) ** num_lost
+        self.pace.run(now, running=bool(self.tickets))
+
+    def num_due(self, now: float) -> int:
+        """Tickets that are due."""
+        return bisect_right(self.tickets, now, key=_due_s)
+
+    def due(self, prompt: int, now: float) -> _Ticket | None:
+        """The ticket of this prompt that is due."""
+        return next((each for each in self.tickets[: self.num_due(now)] if each.prompt == prompt), None)
+
+    def use(self, ticket: _Ticket) -> None:
+        """Takes out a ticket that somebody came back with."""
+        self.tickets.remove(ticket)
+        self.share += _ALPHA * (1 - self.share)
+
+
+class Turns:
+    """Tickets of all accounts, and what they were accepted."""
+
+    def __init__(self) -> None:
+        # Of accounts that were refused, until nothing of it is known any more.
+        self._lines: dict[Account, _Line] = {}
+
+    def is_back(self, account: Account, prompt: int, now: float) -> bool:
+        """Whether this request was told to come now."""
+        line = self._lines.get(account)
+        return line is not None and line.due(prompt, now) is not None
+
+    def open_places(self, priority: int, now: float) -> dict[str, float]:
+        """Places that requests of the tier take that were told to come now, and will, by tenant."""
+        found = {}
+        for account, line in list(self._lines.items()):
+            line.advance(now)
+            if not line.tickets and not line.pace.is_fresh:
+                del self._lines[account]
+            elif account[0] == priority and (num_due := line.num_due(now)):
+                found[account[1]] = line.share * sum(each.num_places for each in line.tickets[:num_due])
+        return found
+
+    def line_s(
+        self, account: Account, prompt: int, num_tokens: float, now: float, interval_s: float
+    ) -> float:
+        """How long those take who will be back later and go before a request of so many weighted tokens a
+        place: of its account, and of others that were accepted less. `interval_s` is the time that a place of
+        the account takes, as far as none was measured.
+        """
+        line = self._lines.get(account)
+        if line is None:
+            return 0.0
+        later, own = line.tickets[line.num_due(now) :], line.due(prompt, now)
+        if own is not None:
+            later = [each for each in later if each.first_due_s < own.first_due_s]
+        num_places = line.share * sum(each.num_places for each in later)
+        if own is None:
+            num_places += self._lead(account, line) / num_tokens
+        prior_per_s = 1 / min(max(interval_s, _SHORTEST_S), _LONGEST_S)
+        return num_places / line.pace.per_s(now, prior_per_s=prior_per_s)
+
+    def _lead(self, account: Account, line: _Line) -> float:
+        """Weighted tokens by which the account was accepted more than another one that is refused."""
+        tier = (each for key, each in self._lines.items() if key[0] == account[0])
+        return max(
+            0.0, line.accepted - min((each.accepted for each in tier if each.tickets), default=math.inf)
+        )
+
+    def accept(self, account: Account, prompt: int, num_places: int, num_tokens: float, now: float) -> None:
+        """A request of so many weighted tokens a place was accepted; its ticket is used, if it had one."""
+        line = self._lines.get(account)
+        if line is not None:
+            own = line.due(prompt, now)
+            if own is not None:
+                line.use(own)
+            line.pace.count(now, num_places)
+            line.accepted += num_places * num_tokens
+
+    def refuse(self, account: Account, prompt: int, num_places: int, due_s: float, now: float) -> None:
+        """A request was told to come back."""
+        line = self._lines.setdefault(account, _Line())
+        own = line.due(prompt, now)
+        if own is not None:
+            line.use(own)
+        elif not line.tickets:
+            self._join(account, line)
+        if len(line.tickets) < _MOST:
+            insort(line.tickets, _Ticket(due_s, own.first_due_s if own else due_s, prompt, num_places))
+        line.advance(now)
+
+    def _join(self, account: Account, line: _Line) -> None:
+        """The account begins to be refused, beside others that are: nobody is owed what was before."""
+        tier = [each for key, each in self._lines.items() if key[0] == account[0]]
+        least = min((each.accepted for each in tier if each.tickets), default=None)
+        if least is None:
+            for each in tier:
+                each.accepted = 0.0
+        else:
+            line.accepted = max(line.accepted, least)
