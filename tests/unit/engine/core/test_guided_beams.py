@@ -26,7 +26,7 @@ def guided_by(pattern: str) -> GrammarSpec:
 
 
 def search(runner: ModelRunner, prompt: tuple[int, ...], grammar: GrammarSpec) -> list[TokenEvent]:
-    """The events of one guided beam search, alone on the engine."""
+    """The answers of one guided beam search, alone on the engine."""
     memory = memory_plan(64, runner.storage.block_size, 256)
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), memory, model="m")
     sampling = SamplingParams(
@@ -44,7 +44,7 @@ def search(runner: ModelRunner, prompt: tuple[int, ...], grammar: GrammarSpec) -
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         scheduler.update(runner.launch(plan).wait(), 0.0)
-        events += scheduler.take_events()
+        events += [event for event in scheduler.take_events() if not event.withheld_tokens]
         scheduler.check_invariants()
     assert runner.num_states() == 0
     return events
