@@ -28,9 +28,9 @@ TESTS = Path(__file__).resolve().parent
 _E2E = (TESTS / "e2e", TESTS / "chaos")
 # A test that took longer is none of the fast ones.
 _FAST_S = 0.2
-# Names of the others, in pytest's cache.
-_SLOW_TESTS = "millrace/slow"
-# And those of functions, for a machine where nothing was measured yet.
+# In pytest's cache: names of the others, and the functions of all tests that ran.
+_SLOW_TESTS, _MEASURED = "millrace/slow", "millrace/measured"
+# Slow functions where a whole run was measured, for those that did not run here yet: `python -m tests.slow`.
 _SLOW_FUNCTIONS = TESTS / "slow.txt"
 
 
@@ -64,6 +64,8 @@ class _Durations:
         known = set(self._cache.get(_SLOW_TESTS, [])) - set(self._took_s)
         slow = {name for name, took_s in self._took_s.items() if took_s > _FAST_S}
         self._cache.set(_SLOW_TESTS, sorted(known | slow))
+        functions = {name.partition("[")[0] for name in self._took_s}
+        self._cache.set(_MEASURED, sorted(functions.union(self._cache.get(_MEASURED, []))))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.e2e)
     if config.getoption("--fast"):
         cache = getattr(config, "cache", None)
-        slow = set(cache.get(_SLOW_TESTS, []) if cache else []) or set(_SLOW_FUNCTIONS.read_text().split())
+        slow, measured = (set(cache.get(key, []) if cache else []) for key in (_SLOW_TESTS, _MEASURED))
+        slow |= set(_SLOW_FUNCTIONS.read_text().split()) - measured
         is_slow = {item: bool({item.nodeid, item.nodeid.partition("[")[0]} & slow) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if is_slow[item]])
         items[:] = [item for item in items if not is_slow[item]]

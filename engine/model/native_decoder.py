@@ -20,7 +20,7 @@ from engine.kernels.host import HOST, address_of, empty
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.library import Program, StepStruct
-from engine.kernels.native.mirror import structure
+from engine.kernels.norm.native import NormArgs, norm_op
 from engine.kernels.paged_cache.native import Storage
 from engine.model.forward_batch import ForwardBatch
 from engine.model.program_builder import ProgramBuilder
@@ -137,7 +137,7 @@ class NativeDecoder:
         normed = empty((max_rows, spec.hidden_size))
         logits = empty((max_rows, spec.vocab_size))
         norm = self.model.norm
-        head_norm = structure("RmsNormArgs")(
+        head_norm = NormArgs(
             step=step,
             weight=address_of(norm.weight),
             out=address_of(normed),
@@ -154,7 +154,7 @@ class NativeDecoder:
             address_of(workspace),
         )
         ops = [
-            Op(library, "rms_norm", head_norm, norm.weight),
+            norm_op(library, head_norm, norm.weight),
             *product_ops(library, head, normed, workspace),
         ]
         if spec.logit_soft_cap is not None:

@@ -16,7 +16,7 @@ from engine.kernels.host import Values, address_of, empty, row_stride
 from engine.kernels.linear.packed import gemm_args, make_workspace, product_ops
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.library import StepStruct
-from engine.kernels.native.mirror import structure
+from engine.kernels.norm.native import NormArgs, norm_op
 from engine.kernels.paged_cache.native import Storage, describe
 from engine.kernels.rope.native import QK_NORMS, HeadProductArgs, LatentCacheArgs, RopeCacheArgs
 from engine.model.records import (
@@ -125,7 +125,7 @@ class ProgramBuilder:
             return self.stream
         normed = self.buffer("normed", self.spec.hidden_size) if norm is not None else None
         change = self.buffer("change", self.spec.hidden_size) if self.pending else None
-        args = structure("RmsNormArgs")(
+        args = NormArgs(
             step=self.step,
             x=address_of(self.stream),
             change=None if change is None else address_of(change),
@@ -137,7 +137,7 @@ class ProgramBuilder:
             logit_rows=0,
             eps=either.eps,
         )
-        self.add("rms_norm", args, change, normed, norm, self.pending)
+        self.ops.append(norm_op(self.library, args, change, normed, norm, self.pending))
         self.pending = None
         return self.stream if normed is None else normed
 
@@ -266,7 +266,7 @@ class ProgramBuilder:
         rank = attention.latent.query_rank
         inner = self.buffer("query_latent", rank)
         self.product(attention.query_down, x, inner, False)
-        args = structure("RmsNormArgs")(
+        args = NormArgs(
             step=self.step,
             x=address_of(inner),
             weight=address_of(attention.query_norm),
@@ -274,7 +274,7 @@ class ProgramBuilder:
             width=rank,
             eps=INNER_NORM_EPS,
         )
-        self.add("rms_norm", args, attention, inner)
+        self.ops.append(norm_op(self.library, args, attention, inner))
         return inner
 
     def _head_product(self, x: Floats, weight: Values, out: Floats) -> None:

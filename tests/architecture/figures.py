@@ -9,6 +9,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from tests.architecture.sources import (
     PACKAGES,
@@ -20,10 +21,13 @@ from tests.architecture.sources import (
 )
 
 # Named in as few files as can be: an option of a request, a number per choice that goes from the scheduler to
-# the ledger, and a feature of a model's layers.
+# the ledger, and the norm, with what its names begin: its struct, its kernels, the checkpoint's key.
 OPTION = "min_p"
 STATISTIC = "recomputed_tokens"
-NORM = "norm_eps"
+NORM = r"(?:rms_norm|RmsNorm)\w*"
+# A feature of layers. A family that is the first to have it touches these files and its own.
+FEATURE = "qk_norm"
+_FAMILIES = "engine/model/families/"
 
 _LANGUAGES = (".py", ".proto", ".cc", ".cpp", ".h")
 # Kernels take what they compute on; their launchers do the same.
@@ -59,6 +63,14 @@ def naming(word: str) -> list[str]:
     """Production files in which the word stands."""
     pattern = re.compile(rf"\b{word}\b")
     return [name for name in production_files() if pattern.search(text_of(name))]
+
+
+def of_one_family(word: str) -> list[str]:
+    """Production files in which a feature of layers stands, of the families that have it the first."""
+    files = naming(word)
+    return [name for name in files if not name.startswith(_FAMILIES)] + [
+        name for name in files if name.startswith(_FAMILIES)
+    ][:1]
 
 
 def functions(sources: Sequence[Source]) -> Iterator[tuple[str, int, int]]:
@@ -152,6 +164,9 @@ def main() -> None:
     for what, word in (("option", OPTION), ("per-choice statistic", STATISTIC), ("norm", NORM)):
         files = naming(word)
         print(f"{len(files):7,}  files that name {word} ({what}): {' '.join(files)}")
+    files = of_one_family(FEATURE)
+    num_rooms = len({PurePath(name).parent for name in files})
+    print(f"{len(files):7,}  files in {num_rooms} rooms for a family with {FEATURE}: {' '.join(files)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import pytest
 
 from tests.architecture import figures
@@ -47,3 +49,9 @@ def test_what_is_said_once_is_named_in_few_files(word: str, most: int) -> None:
     """An option is declared in the contract and named again by what computes with it; so is a statistic."""
     files = figures.naming(word)
     assert len(files) <= most, f"{word} is named in {files}; derive it from its declaration"
+
+
+def test_a_family_with_a_feature_of_its_own_touches_few_files() -> None:
+    files = figures.of_one_family(figures.FEATURE)
+    assert len(files) <= 5, files
+    assert len({PurePath(name).parent for name in files}) <= 2, files

@@ -14,7 +14,7 @@ from engine.kernels.linear import (
     batched_product,
     pack_linear,
 )
-from engine.kernels.norm import rms_norm
+from engine.kernels.norm.reference import rms_norm
 from engine.kernels.rope import rotate
 
 torch.set_num_threads(1)

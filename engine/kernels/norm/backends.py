@@ -6,7 +6,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from engine.kernels.norm.reference import rms_norm
 from engine.kernels.rows import Quantized, QuantizedRows
 
 
@@ -43,4 +42,4 @@ BACKENDS = {
     "triton": "engine.kernels.norm.triton_norm:TritonNorm",
 }
 
-__all__ = ["BACKENDS", "NormBackend", "QuantizingNorm", "rms_norm"]
+__all__ = ["BACKENDS", "NormBackend", "QuantizingNorm"]

@@ -26,10 +26,10 @@ def family(architecture: str) -> Callable[[Family], Family]:
     return enter
 
 
-def decoder_spec(config: ConfigReader, **overrides: Any) -> ModelSpec:
+def decoder_spec(config: ConfigReader, *, default_eps: float = 1e-6, **overrides: Any) -> ModelSpec:
     """The spec of a Llama-like decoder: pre-norm, grouped-query attention, gated feed-forward.
 
-    `overrides` replaces or adds fields that the family decides differently.
+    `overrides` replaces or adds fields that the family decides differently; `default_eps` is of its norms.
     """
     num_layers = config.count("num_hidden_layers")
     num_heads = config.count("num_attention_heads")
@@ -49,7 +49,7 @@ def decoder_spec(config: ConfigReader, **overrides: Any) -> ModelSpec:
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.number("rms_norm_eps", default_eps),
         "max_positions": config.count("max_position_embeddings"),
         "dtype": checkpoint_dtype(config),
         "eos_token_ids": eos_token_ids(config),

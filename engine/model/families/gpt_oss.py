@@ -29,7 +29,7 @@ def read(config: ConfigReader) -> ModelSpec:
     head_dim = config.count("head_dim", 64)
     return decoder_spec(
         config,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        default_eps=1e-5,
         head_dim=head_dim,
         ropes=(config.rope(head_dim, default_theta=150_000.0),),
         windows=windows,

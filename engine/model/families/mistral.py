@@ -23,8 +23,7 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
         layers=tuple(range(config.count("num_hidden_layers"))),
         layout="mixtral",
     )
-    norm_eps = config.number("rms_norm_eps", 1e-5)
-    return decoder_spec(config, norm_eps=norm_eps, windows=_windows(config), experts=experts)
+    return decoder_spec(config, default_eps=1e-5, windows=_windows(config), experts=experts)
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:

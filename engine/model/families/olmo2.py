@@ -12,7 +12,7 @@ def read(config: ConfigReader) -> ModelSpec:
     """OLMo 2."""
     return decoder_spec(
         config,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        default_eps=1e-5,
         **attention_biases(config),
         qk_norm="full",
         norm_placement="post",

@@ -17,7 +17,7 @@ def read(config: ConfigReader) -> ModelSpec:
         rope = msgspec.structs.replace(rope, kind="longrope")
     return decoder_spec(
         config,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
+        default_eps=1e-5,
         ropes=(rope,),
         windows=(config.optional_integer("sliding_window"),) * config.count("num_hidden_layers"),
         fused_projections=True,

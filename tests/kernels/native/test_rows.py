@@ -14,8 +14,8 @@ from engine.kernels.activation import GATES, gate
 from engine.kernels.activation.native import KINDS, ActivationArgs, SoftCapArgs
 from engine.kernels.native import NativeLibrary, Op
 from engine.kernels.native.library import StepStruct
-from engine.kernels.native.mirror import structure
-from engine.kernels.norm import rms_norm
+from engine.kernels.norm.native import NormArgs, norm_op
+from engine.kernels.norm.reference import rms_norm
 from engine.kernels.paged_cache import LayerCache, allocate_layer
 from engine.kernels.paged_cache.native import describe
 from engine.kernels.rope import rotate
@@ -40,7 +40,7 @@ def normed(
     """The stream and its norm."""
     residual, out = torch.full_like(x, NAN), torch.full_like(x, NAN)
     step = step_of(len(x))
-    args = structure("RmsNormArgs")(
+    args = NormArgs(
         step=ctypes.addressof(step),
         x=x.data_ptr(),
         change=None if change is None else change.data_ptr(),
@@ -51,7 +51,7 @@ def normed(
         width=x.shape[1],
         eps=EPS,
     )
-    run(library, "rms_norm", args)
+    library.run([norm_op(library, args)], num_threads=2)
     return residual, out
 
 
@@ -80,7 +80,7 @@ def test_norm_of_logit_rows(native: NativeLibrary) -> None:
     out = torch.full((3, 33), NAN)
     step = step_of(7, logit_rows=wanted)
     step.num_logit_rows = 3
-    args = structure("RmsNormArgs")(
+    args = NormArgs(
         step=ctypes.addressof(step),
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -89,7 +89,7 @@ def test_norm_of_logit_rows(native: NativeLibrary) -> None:
         logit_rows=1,
         eps=EPS,
     )
-    run(native, "rms_norm", args)
+    native.run([norm_op(native, args)], num_threads=2)
     torch.testing.assert_close(out, rms_norm(x[wanted], weight, EPS), atol=2e-6, rtol=2e-6)
 
 

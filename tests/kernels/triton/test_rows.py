@@ -9,7 +9,7 @@ from engine.kernels.activation import GATES
 from engine.kernels.activation import gate as reference_gate
 from engine.kernels.activation.triton_activation import gate
 from engine.kernels.linear.triton_scaled import quantize_rows
-from engine.kernels.norm import rms_norm as reference_norm
+from engine.kernels.norm.reference import rms_norm as reference_norm
 from engine.kernels.norm.triton_norm import LIMITS, TritonNorm, rms_norm
 from engine.kernels.paged_cache import allocate_layer
 from engine.kernels.rope import rotate

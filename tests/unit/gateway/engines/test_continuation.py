@@ -280,6 +280,7 @@ async def test_engine_with_another_model_is_never_used() -> None:
 async def test_engines_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     # A port of its own on several loopback addresses is what a headless service looks like.
     records: list[str] = ["127.0.0.2"]
+    failed = asyncio.Event()
     first = ScriptedEngine(name="first")
     server = await serve_engine(first, "127.0.0.2:0")
     second = ScriptedEngine(name="second")
@@ -288,6 +289,7 @@ async def test_engines_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
     async def resolve(host: str, port: int, **options: Any) -> list[Any]:
         assert host == "engines.internal"
         if not records:
+            failed.set()
             raise socket.gaierror("no such name")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in records]
 
@@ -297,7 +299,7 @@ async def test_engines_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
         assert (await stack.chat()).status_code == 200
         # A name that cannot be resolved changes nothing.
         records.clear()
-        await asyncio.sleep(0.1)
+        await failed.wait()
         assert (await stack.chat()).status_code == 200
         assert len(first.submissions) == 2
         records.append("127.0.0.3")
