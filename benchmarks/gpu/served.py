@@ -31,6 +31,7 @@ PACKAGES = (
     "grpc_health",
     "sqlalchemy",
     "jsonschema_rs",
+    "redis",
 )
 # How tokens of each run are drawn.
 RUNS = ("greedy", "greedy", "sampled", "greedy")

