@@ -126,10 +126,14 @@ async def _window(target: Target, seconds: float) -> Window:
 
 
 def _families(stack: RunningStack) -> Iterator[tuple[str, list[psutil.Process]]]:
-    """Each process with its children."""
+    """Each process that lives, with its children."""
     for name, pid in stack.pids().items():
-        process = psutil.Process(pid)
-        yield name, [process, *process.children(recursive=True)]
+        try:
+            process = psutil.Process(pid)
+            family = [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        yield name, family
 
 
 def _memory(stack: RunningStack) -> dict[str, float]:
@@ -226,7 +230,7 @@ def _row(found: dict[str, Any]) -> str:
         f"{before['gap_p99_ms']:.0f} / {under['gap_p99_ms']:.0f} / {after['gap_p99_ms']:.0f}",
         f"{under['gap_max_ms']:.0f}",
         f"{under['lost']} of {under['requests']}",
-        " / ".join(f"{memory[when][gateway]:.0f}" for when in ("before", "under", "after")),
+        " / ".join(f"{memory[when].get(gateway, 0.0):.0f}" for when in ("before", "under", "after")),
         ", ".join(answers),
     ]
     return "| " + " | ".join(cells) + " |"
