@@ -29,9 +29,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     long_prefill_tokens: int = 512
     # Largest part of a step that long prompts may take together while anyone else has work.
     long_prefill_share: float = 0.5
-    # Prompts are computed in chunks that keep a step near this time, as measured: whoever comes waits for it,
-    # and many prompts at once must not hold up who is being answered. 0 sets no time.
-    step_target_ms: float = 60.0
+    # While sequences decode, prompts are computed in chunks that keep a step near this time, as measured:
+    # many prompts at once must not hold up who is being answered. 0 sets no time.
+    step_target_ms: float = 120.0
     # After so many preemptions a sequence keeps its place until it ends.
     max_preemptions: int = 3
     # Part of the blocks that admission leaves free, so that running sequences can grow.

@@ -51,8 +51,8 @@ class Planner:
             self._admitter.displace_beams(draft)
         prefills = self._plan_decodes(draft, allowed)
         if prefills or state.waiting:
-            # Also where nobody is being answered yet: whoever comes next waits for this step to end.
-            draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
+            if draft.rows:
+                draft.limit(self._chunk_tokens(draft), self._config.long_prefill_share if contended else 1.0)
             self._plan_prefills(draft, prefills, allowed)
         if draft.budget > 0 or draft.someone_blocked:
             # A plan whose budget ran out before it came to the queue says nothing new.

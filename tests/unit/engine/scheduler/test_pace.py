@@ -11,13 +11,9 @@ def prompt(start: int, length: int = 400) -> list[int]:
 
 
 def busy_driver(
-    step_target_ms: float,
-    *,
-    step_s: float = 1.0,
-    lengths: tuple[int, ...] = (400, 400, 400),
-    num_decodes: int = 1,
+    step_target_ms: float, *, step_s: float = 1.0, lengths: tuple[int, ...] = (400, 400, 400)
 ) -> Driver:
-    """One sequence decodes, or none; a step of 400 prompt tokens took `step_s`, and more have come."""
+    """One sequence decodes; a step of 400 prompt tokens took `step_s`, and more prompts have come."""
     driver = Driver(
         memory=memory_plan(1600, 4, 800),
         max_num_batched_tokens=600,
@@ -26,7 +22,7 @@ def busy_driver(
         check=False,
     )
     driver.runner.compute_s = step_s
-    driver.submit(prompt(1), max_tokens=1 + 29 * num_decodes)
+    driver.submit(prompt(1), max_tokens=30)
     driver.step()
     for index, length in enumerate(lengths):
         driver.submit(prompt(3 + index, length), max_tokens=2)
@@ -66,9 +62,15 @@ def test_a_chunk_grows_with_the_sequences_that_decode_beside_it() -> None:
     assert driver.plans[1].num_tokens == 16 + 16 * LEAST_CHUNK_PER_DECODE
 
 
-def test_a_step_is_cut_also_where_nobody_decodes_yet() -> None:
-    # Who comes now waits for half a second, as others do for their next token.
-    assert busy_driver(500, num_decodes=0).plans[-1].num_tokens == 200
+def test_nobody_decoding_the_whole_budget_goes_to_prompts() -> None:
+    driver = busy_driver(500)
+    driver.run()
+    for index in range(3):
+        driver.submit(prompt(7 + index), max_tokens=2)
+    driver.step()
+    assert driver.plans[-1].num_tokens == 600
+    driver.run()
+    driver.check_everything()
 
 
 def test_long_prompts_get_their_share_of_the_cut_step() -> None:
