@@ -85,7 +85,7 @@ class SchedulerState:
     arrivals: dict[int, EventRate] = field(default_factory=dict)
     # Requests with a limit that were accepted per second, by account, the last one last.
     accepted: dict[Account, EventRate] = field(default_factory=dict)
-    # Sequences ever made.
+    # So many were ever made; the last one has this number.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
     # Bytes per second that come back from host memory.

@@ -28,7 +28,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     # Process id of the supervisor with its start time, since ids are used again.
     pid: int
     pid_created_unix_s: float
-    # Where clients connect.
+    # Clients connect here.
     address: str
     api_key: str
     model: str
