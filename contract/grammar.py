@@ -41,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     valid: bool
     keyword: str = ""
-    # JSON pointers.
+    # Both paths are JSON pointers.
     schema_path: str = ""
     instance_path: str = ""
     message: str = ""

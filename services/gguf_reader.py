@@ -13,7 +13,7 @@ from services.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Before each string.
+# A string follows its length.
 _LENGTH_BYTES = 8
 
 

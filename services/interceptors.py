@@ -130,7 +130,7 @@ def _wrap_stream(behavior: Callable[..., Any], method: str) -> Callable[..., Any
             # task, whose context it was, is over.
             raise
         except Exception as error:
-            # As above.
+            # An aborted call holds what stands here, as in the other wrapper.
             request = None
             otel_context.detach(token)
             await _fail(context, error, method)

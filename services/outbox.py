@@ -48,7 +48,7 @@ class Outbox(Generic[Item]):
         # By ticket, each with its size.
         self._items: OrderedDict[int, tuple[int, Item]] = OrderedDict()
         self._last_ticket = 0
-        # Of what waits.
+        # What waits has so many.
         self.num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._is_writing = False

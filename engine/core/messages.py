@@ -95,7 +95,7 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     num_tokens: int
     num_sequences: int
-    # Forward and sampling.
+    # The time that forward and sampling took.
     seconds: float
     # See StepResult.
     num_halvings: int = 0

@@ -22,7 +22,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 Build = Callable[[bytes], llguidance.LLMatcher]
 
 
-# Digest and payload.
+# A grammar is known by its digest and payload.
 _Key: TypeAlias = tuple[str, bytes]
 
 

@@ -84,7 +84,7 @@ class SchedulerState:
     turnover: EventRate = field(default_factory=lambda: EventRate(_RATE_MEMORY_S, running=False))
     # Places asked for per second, by priority.
     arrivals: dict[int, EventRate] = field(default_factory=dict)
-    # Sequences ever made.
+    # So many were ever made; the last one has this number.
     num_sequences: int = 0
     speed: StepPace = field(default_factory=StepPace)
     # Bytes per second that come back from host memory.

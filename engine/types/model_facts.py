@@ -28,7 +28,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine reached in its first steps, in tokens per second; 0 where nothing was measured."""
 
-    # Of one prompt.
+    # This is the rate of one prompt.
     prompt_tokens_per_s: float = 0.0
     # Of one answer, and of several together.
     tokens_per_s_alone: float = 0.0

@@ -25,7 +25,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     # A text, token ids, or a list of either.
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = DEFAULT_MAX_TOKENS
-    # Number of alternatives.
+    # OpenAI means the number of alternatives here.
     logprobs: int | None = None
     echo: bool | None = None
 

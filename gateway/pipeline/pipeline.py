@@ -79,7 +79,7 @@ class Pipeline:
         # Refuses what is new; what runs goes on.
         self.draining = False
         self._open: set[Generation] = set()
-        # By tier.
+        # A tier has so many requests under way.
         self._num_active: dict[str, int] = {}
         # What is told of requests.
         self._deferred = deferred

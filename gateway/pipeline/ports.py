@@ -59,7 +59,7 @@ class Progress(NamedTuple):
 class OpenEntry(Protocol):
     """A request that the ledger knows to be running."""
 
-    # Of its row.
+    # The row is written under this id.
     entry_id: str
 
     def told(self, progress: Progress) -> None:

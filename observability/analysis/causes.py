@@ -57,7 +57,7 @@ class Explanation:
     request_id: str
     total_ms: float
     ttft_ms: float | None
-    # The one sentence.
+    # One sentence says why.
     verdict: str
     # The cause that is blamed; None when it was the request's own work, or a refusal for another reason.
     cause: Cause | None

@@ -16,7 +16,7 @@ from observability.emit.names import Attribute, attribute
 
 PROVIDER = "millrace"
 
-# In both generations.
+# Both generations of the conventions have these.
 OPERATION = attribute("gen_ai.operation.name", "", "chat or text_completion.")
 REQUEST_MODEL = attribute("gen_ai.request.model", "", "Model that the client asked for.")
 RESPONSE_MODEL = attribute("gen_ai.response.model", "", "Model that answered.")
@@ -34,7 +34,7 @@ OUTPUT_TOKENS = attribute("gen_ai.usage.output_tokens", "{token}", "Completion t
 SYSTEM = attribute("gen_ai.system", "", "This product; up to version 1.36.")
 SERVICE_TIER_OLD = attribute("gen_ai.openai.request.service_tier", "", "Tier asked for; up to 1.36.")
 RESPONSE_TIER_OLD = attribute("gen_ai.openai.response.service_tier", "", "Tier served; up to 1.36.")
-# Current.
+# The current generation has these.
 PROVIDER_NAME = attribute("gen_ai.provider.name", "", "This product; after version 1.36.")
 STREAM = attribute("gen_ai.request.stream", "", "Whether the answer is streamed; after 1.36.")
 CACHED_TOKENS = attribute("gen_ai.usage.cache_read.input_tokens", "{token}", "Cached prompt tokens.")

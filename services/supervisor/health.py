@@ -18,7 +18,7 @@ from services.supervisor.edge import local_client
 from services.supervisor.process import ChildProcess, ProcessEnded, ProcessSpec
 
 _PAUSE_S = 0.05
-# Of one question.
+# One question may take so long.
 _LIMIT_S = 5.0
 # A service that computes may be silent for so long. Unlike an engine's core none has work of minutes.
 _BUSY_LIMIT_S = 60.0

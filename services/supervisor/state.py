@@ -28,7 +28,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     # Process id of the supervisor with its start time, since ids are used again.
     pid: int
     pid_created_unix_s: float
-    # Where clients connect, and whether with "http" or "https".
+    # Clients connect here, with "http" or "https".
     address: str
     scheme: str = "http"
     api_key: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from sqlalchemy import select
 
 from gateway.ledger.journal import _read
 from gateway.ledger.tables import REQUESTS, open_ledger
-from observability.emit.names import GENERATED_TOKENS
+from observability.emit.names import GENERATED_TOKENS, STEP_SECONDS
 from tests.e2e.stack import LIMIT_S, Stack, eventually, limited_config, running_stack
 from tests.redis_server import RedisServer
 
@@ -61,6 +62,11 @@ def in_ledger(folder: Path, tenant: str) -> tuple[int, int]:
 def generated(stack: Stack) -> int:
     """Tokens that the engine has computed, by its own count."""
     return round(sum(reading.value(GENERATED_TOKENS) for reading in stack.metrics("engine")))
+
+
+def num_steps(stack: Stack) -> float:
+    """Steps that the engine has computed."""
+    return sum(reading.buckets(STEP_SECONDS).get(math.inf, 0.0) for reading in stack.metrics("engine"))
 
 
 def meter(server: RedisServer) -> tuple[int, int]:
@@ -117,11 +123,13 @@ def test_candidates_and_beams_are_what_the_engine_computed(metered: Stack, redis
 def test_whoever_leaves_has_paid_for_candidates(metered: Stack, redis: RedisServer) -> None:
     before = generated(metered) - in_ledger(metered.directory, "metered")[1]
     num_rows = len(rows(metered.directory, "metered"))
+    steps_before = num_steps(metered)
 
     async def leave() -> None:
         async with client_of(metered, "metered") as client:
             asking = asyncio.create_task(ask(client, metered, best_of=6, max_tokens=500))
-            await asyncio.sleep(1.0)
+            under_way = await asyncio.to_thread(eventually, lambda: num_steps(metered) > steps_before + 3)
+            assert under_way
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 

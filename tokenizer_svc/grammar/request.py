@@ -107,7 +107,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     field: str
 
 
-# What workers do.
+# Workers do these.
 WorkRequest = GrammarRequest | ValidationRequest | PromptRequest
 
 

@@ -107,7 +107,7 @@ def num_parts(outputs: int, steps: int, device: torch.device) -> int:
 
     most = min(MOST_PARTS, 2 * enough // tiles, steps)
     best = min(range(min(most, triton.cdiv(enough, tiles)), most + 1), key=time)
-    # None is empty.
+    # Each part has steps: rounding leaves none empty.
     return int(triton.cdiv(steps, triton.cdiv(steps, best)))
 
 

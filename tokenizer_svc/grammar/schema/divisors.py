@@ -41,7 +41,7 @@ class _Divisor(NamedTuple):
         return _Divisor(math.lcm(*scaled), places)
 
 
-# Divides everything.
+# This one divides everything.
 _NONE = _Divisor(1, 0)
 
 

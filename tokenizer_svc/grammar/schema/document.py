@@ -34,7 +34,7 @@ DRAFTS = {
 }
 
 
-# The independent validators.
+# These judge independently of the back end.
 VALIDATORS: dict[Draft, Any] = {
     Draft.DRAFT4: jsonschema_rs.Draft4Validator,
     Draft.DRAFT6: jsonschema_rs.Draft6Validator,
