@@ -49,16 +49,8 @@ class AttentionPlan:
     block_tables: NDArray[np.int32]  # [S, C]
 
 
-def part_size(context_len: int) -> int:
-    """Positions of a part of a history of this length: a power of two times PART."""
-    size = PART
-    while size * MOST_PARTS < context_len:
-        size *= 2
-    return size
-
-
-def _part_sizes(context_lens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`part_size` of each [S]."""
+def part_sizes(context_lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions of a part of a history of each length [S]: a power of two times PART."""
     sizes = np.full_like(context_lens, PART)
     while (short := sizes * MOST_PARTS < context_lens).any():
         sizes[short] *= 2
@@ -79,7 +71,7 @@ def make_plan(
     """
     starts, ends, counts = batch.query_starts[:-1], batch.context_lens, batch.query_lens
     positions = ragged_ranges(ends - counts, counts)
-    sizes = _part_sizes(ends)
+    sizes = part_sizes(ends)
     few = counts <= split_rows
     part_count = np.repeat(np.where(few, -(-ends // sizes), 0), counts)
     part_base = np.where(part_count > 0, np.cumsum(part_count) - part_count, 0)

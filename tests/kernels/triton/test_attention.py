@@ -9,7 +9,7 @@ import torch
 from engine.kernels.attention import AttentionOptions
 from engine.kernels.attention.reference import ReferenceAttention
 from engine.kernels.attention.triton_attention import TritonAttention
-from engine.kernels.attention.triton_plan import make_plan, part_size
+from engine.kernels.attention.triton_plan import make_plan, part_sizes
 from tests.kernels.test_attention import CPU, filled_cache, step_of
 
 SHAPES = [
@@ -20,6 +20,10 @@ SHAPES = [
     ([300, 5, 129, 400], [200, 5, 1, 65]),
     ([40, 41, 300], [3, 9, 64]),
 ]
+
+
+def part_size(context_len: int) -> int:
+    return int(part_sizes(np.array([context_len]))[0])
 
 
 def both(

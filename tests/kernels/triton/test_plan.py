@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.attention.ragged import RaggedBatch
-from engine.kernels.attention.triton_plan import make_plan, part_size
+from engine.kernels.attention.triton_plan import make_plan, part_sizes
 
 BLOCK = 16
+
+
+def part_size(context_len: int) -> int:
+    return int(part_sizes(np.array([context_len]))[0])
 
 
 def plain_plan(batch: RaggedBatch, *, split_rows: int, tile_rows: int, window: int | None) -> dict[str, Any]:
