@@ -15,7 +15,7 @@ import msgspec
 
 from services.checkpoint import find, folder_of, is_gguf, read_json, tokenizer_file
 from services.errors import ConfigError
-from services.vocabulary import gguf_tokenizer, sentencepiece
+from services.vocabulary import gguf_tokenizer
 
 _ADDED_TOKENS = "added_tokens_decoder"
 
@@ -53,6 +53,9 @@ def read_tokenizer(path: str | Path) -> TokenizerFiles:
         if is_gguf(file):
             text = gguf_tokenizer.converted(metadata).to_str()
         elif file.suffix == ".model":
+            # Protobuf is imported by those who have such a file.
+            from services.vocabulary import sentencepiece
+
             model = sentencepiece.read(file)
             config = sentencepiece.config(model, folder)
             text = sentencepiece.converted(model, config | declared).to_str()

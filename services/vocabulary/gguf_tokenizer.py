@@ -14,7 +14,6 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.errors import ConfigError
-from services.gguf_reader import contents, open_gguf
 from services.vocabulary.pieces import PieceKind, Pieces, add_tokens, surround
 from services.vocabulary.pieces import converted as converted_pieces
 
@@ -68,6 +67,9 @@ _NFC = ("qwen2", "deepseek-r1-qwen")
 
 def read(path: Path) -> dict[str, Any]:
     """What the metadata says of the tokenizer, by the keys after "tokenizer.". Raises ConfigError."""
+    # The package, and numpy with it, is imported by those who have such a file.
+    from services.gguf_reader import contents, open_gguf
+
     return {
         name.removeprefix(_PREFIX): contents(path, field)
         for name, field in open_gguf(path).fields.items()
@@ -77,6 +79,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def fingerprint(path: Path) -> str:
     """SHA-256 of the vocabulary with everything that decides ids. Raises ConfigError."""
+    from services.gguf_reader import open_gguf
+
     digest = hashlib.sha256()
     for name, field in sorted(open_gguf(path).fields.items()):
         if name.startswith(f"{_PREFIX}ggml."):

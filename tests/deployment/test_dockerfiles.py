@@ -13,7 +13,8 @@ from tests.deployment.containerfile import REPOSITORY, Context, Dockerfile, pars
 PATHS = sorted((REPOSITORY / "services").glob("*/Dockerfile*"))
 # Size on disk of python:3.11-slim-bookworm, in bytes.
 BASE_BYTES = 125_000_000
-LIMIT_BYTES = 250_000_000
+# The tokenizer service has numpy, with which the vocabularies of GGUF files are read.
+LIMIT_BYTES = {"gateway": 250_000_000, "tokenizer": 350_000_000}
 
 
 def _id(path: Path) -> str:
@@ -167,7 +168,7 @@ def test_services_without_tensors_stay_small(name: str) -> None:
         if file.is_file() and context.includes(file.relative_to(REPOSITORY).as_posix())
     )
     total = BASE_BYTES + size_bytes(dockerfile.requirements()) + copied
-    assert total < LIMIT_BYTES, f"{total / 1e6:.0f} MB"
+    assert total < LIMIT_BYTES[name], f"{total / 1e6:.0f} MB"
 
 
 def test_the_cpu_image_takes_torch_without_cuda_and_the_gpu_image_with_it() -> None:

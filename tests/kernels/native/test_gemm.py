@@ -171,6 +171,7 @@ def test_a_level_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatc
     if not machine_levels():
         pytest.skip("no native library")
     level = machine_levels()[-1]
+    monkeypatch.setattr(library, "processor", lambda: "one that was not checked yet")
     monkeypatch.setattr(library, "CHECKED_LEVELS", frozenset({level}))
     monkeypatch.setattr(library, "SELF_CHECK", "no_such_module")
     with pytest.raises(
@@ -185,6 +186,7 @@ def test_the_next_level_serves_where_the_best_fails_its_check(monkeypatch: pytes
         pytest.skip("a single level")
     monkeypatch.delenv("NATIVE_KERNELS_LEVEL", raising=False)
     monkeypatch.setattr(library, "load_level", library.load_level.__wrapped__)
+    monkeypatch.setattr(library, "processor", lambda: "one that was not checked yet")
     monkeypatch.setattr(library, "CHECKED_LEVELS", frozenset({levels[-1]}))
     monkeypatch.setattr(library, "SELF_CHECK", "no_such_module")
     assert library.best_library().level == levels[-2]

@@ -124,11 +124,11 @@ def test_no_development_key_for_the_world(tmp_path: Path, model: Path) -> None:
 
 def test_an_edge_with_a_certificate_is_named_by_https(tmp_path: Path, model: Path) -> None:
     config = '[envoy]\ntls_certificate = "tls.crt"\ntls_key = "tls.key"\n'
-    shown = summary(plan(tmp_path, model, config), "logs")
+    shown = summary(plan(tmp_path, model, config), "logs", {})
     layout = plan(tmp_path, model)
     assert "https://" in shown
     assert not re.findall(r"http://\S+/v1\b", shown)
-    assert "https://" not in summary(layout, "logs")
+    assert "https://" not in summary(layout, "logs", {})
 
 
 def test_development_key_can_be_chosen(tmp_path: Path, model: Path) -> None:

@@ -12,6 +12,7 @@ from tokenizers import decoders
 from contract.vocabulary import DecoderKind
 from gateway.text.detokenizer import TokenTexts, decode, detokenizer
 from gateway.text.vocabulary import Vocabulary
+from tests.unit.byte_runs import shown_at_once
 from tests.unit.gateway.rig.vocabulary import END_ID, SPECIAL_IDS, TOKENS
 
 VOCABULARY = Vocabulary(
@@ -73,24 +74,6 @@ def test_byte_level_equals_hugging_face(token_ids: list[int]) -> None:
 def test_pieces_and_bytes_equal_hugging_face(kind: DecoderKind, token_ids: list[int], at: list[int]) -> None:
     expected = REFERENCES[kind].decode(shown_at_once([PIECES[id_] for id_ in token_ids]))
     assert in_pieces(of_pieces(kind), token_ids, at) == expected
-
-
-def shown_at_once(pieces: list[str]) -> list[str]:
-    """The pieces with the characters at the beginning of each invalid run of bytes spelled out: the reference
-    would show none of that run.
-    """
-    told: list[str] = []
-    for is_run, group in itertools.groupby(pieces, lambda piece: piece.startswith("<0x")):
-        run = list(group)
-        if is_run:
-            raw = bytes(int(piece[3:5], 16) for piece in run)
-            try:
-                raw.decode()
-            except UnicodeDecodeError as error:
-                told += raw[: error.start].decode()
-                run = run[error.start :]
-        told += run
-    return told
 
 
 def test_a_run_of_bytes_is_text_as_soon_as_it_is_characters_or_never_will_be() -> None:
