@@ -157,6 +157,10 @@ gpu-serve-bundle: dev ## The same for requests through sockets, with Envoy, into
 	$(GPU_INSTALL) --target build/gpu-serve-bundle --requirement benchmarks/gpu/requirements-serve.txt
 	install -D "$$($(BIN)/python -c 'from services.supervisor.edge import envoy_binary; print(envoy_binary())')" \
 		build/gpu-serve-bundle/bin/envoy
+	@# As in the images: the services can tell their version, because the project counts as installed.
+	version=$$(sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml); \
+	metadata=build/gpu-serve-bundle/millrace-$$version.dist-info; mkdir -p "$$metadata"; \
+	printf 'Metadata-Version: 2.1\nName: millrace\nVersion: %s\n' "$$version" >"$$metadata/METADATA"
 	XZ_OPT="-9 -T0" tar -cJf build/gpu-serve-bundle.tar.xz -C build/gpu-serve-bundle .
 
 .PHONY: gpu-site
