@@ -17,6 +17,13 @@ class CancelReason(IntEnum):
     BUDGET = 4
 
 
+def model_key(name: str, revision: str) -> str:
+    """One version of a model: name@revision, or the name alone where no revision is told apart. A name that
+    ends so already is the key.
+    """
+    return name if not revision or name.endswith(f"@{revision}") else f"{name}@{revision}"
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine says of itself when a gateway attaches."""
 
@@ -32,6 +39,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     # Label that its operator gave it, for routing.
     pool: str = ""
+    # Sampling options that its make lacks, by name.
+    unsupported: tuple[str, ...] = ()
+    # Version of the model; "" where none is told apart.
+    revision: str = ""
+
+    @property
+    def model_key(self) -> str:
+        """The version of the model that it serves."""
+        return model_key(self.model, self.revision)
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ Times are seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -47,6 +48,28 @@ class FirstToken(msgspec.Struct, frozen=True):
     num_prefill_chunks: int = 0
 
 
+class EngineTime(msgspec.Struct):
+    """Seconds of an engine that were spent on a request, by what they were spent on: of the time that a step
+    took, each sequence has the part of its work, so that all requests' seconds are those of all steps.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    # Drafts that were verified and thrown away.
+    speculative_waste_s: float = 0.0
+    # What was lost by preemptions and failed steps, and computed again.
+    recompute_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return math.fsum(msgspec.structs.astuple(self))
+
+    def __add__(self, other: EngineTime) -> EngineTime:
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return EngineTime(*(own + its for own, its in pairs))
+
+
 class ChoiceStatistics(msgspec.Struct):
     """What one choice took over its whole life, counted while it goes on."""
 
@@ -59,6 +82,8 @@ class ChoiceStatistics(msgspec.Struct):
     grammar_s: float = 0.0
     # Of candidates and beams: computed for the request and not returned; told with its first choice.
     candidate_tokens: int = 0
+    # Of the whole request, since a choice of it ended before.
+    engine_time: EngineTime = msgspec.field(default_factory=EngineTime)
     # Named cause to seconds lost.
     delayed_by_s: dict[str, float] = {}
 

@@ -78,6 +78,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.best_of > self.n or self.beam_width > 0
 
 
+def special_needs(options: SamplingParams) -> set[str]:
+    """Options in use that engines of another make may lack (EngineInfo.unsupported)."""
+    asked = {"beam_width": options.beam_width > 0, "best_of": options.best_of > options.n}
+    return {name for name, is_used in asked.items() if is_used}
+
+
 class CommonOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers and switches that every face calls by the same name. None: the client did not say."""
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from millrace.common.v1 import output_pb2
 from millrace.engine.v1 import engine_pb2
+from msgspec.structs import asdict
 
 from contract.engines import BlocksEvicted, BlocksStored, EngineInfo, EngineLoad, KvEvent
-from contract.outputs import NUMBERS, ChoiceStatistics, FirstToken, TokenLogprobs
+from contract.outputs import NUMBERS, ChoiceStatistics, EngineTime, FirstToken, TokenLogprobs
 
 _INFO = EngineInfo.__struct_fields__
 _LOAD = EngineLoad.__struct_fields__
 _FIRST_TOKEN = FirstToken.__struct_fields__
+_engine_time_of = attrgetter(*EngineTime.__struct_fields__)
 _numbers_of = attrgetter(*NUMBERS)
 _load_of = attrgetter(*_LOAD)
 _first_token_of = attrgetter(*_FIRST_TOKEN)
@@ -59,20 +61,29 @@ def first_token(message: engine_pb2.FirstTokenTimings) -> FirstToken:
 
 def statistics_fields(statistics: ChoiceStatistics) -> dict[str, Any]:
     """The fields of what a choice took, of whatever more detailed record this is."""
-    return dict(zip(NUMBERS, _numbers_of(statistics), strict=True))
+    fields = dict(zip(NUMBERS, _numbers_of(statistics), strict=True))
+    fields["engine_time"] = asdict(statistics.engine_time)
+    return fields
 
 
 def statistics(message: engine_pb2.ChoiceStatistics) -> ChoiceStatistics:
     """What a choice took, from the wire."""
     found = ChoiceStatistics(*_numbers_of(message))
+    found.engine_time = engine_time(message)
     found.delayed_by_s = dict(message.delayed_by_s)
     return found
+
+
+def engine_time(message: engine_pb2.ChoiceStatistics) -> EngineTime:
+    """What an engine spent, from the wire."""
+    return EngineTime(*_engine_time_of(message.engine_time))
 
 
 def info(message: engine_pb2.EngineInfo) -> EngineInfo:
     """An engine's description from the wire."""
     values = {name: getattr(message, name) for name in _INFO}
-    return EngineInfo(**values | {"adapters": tuple(message.adapters)})
+    lists = {name: tuple(values[name]) for name in ("adapters", "unsupported")}
+    return EngineInfo(**values | lists)
 
 
 def load_fields(load: EngineLoad, *, draining: bool) -> dict[str, Any]:

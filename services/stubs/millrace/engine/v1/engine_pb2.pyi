@@ -114,7 +114,9 @@ class Hello(_message.Message):
     gateway: _builtins.str
     """Name of the gateway process, for logs."""
     vocabulary_fingerprint: _builtins.str
-    """Vocabulary that the gateway decodes with. The engine refuses the stream when its own differs."""
+    """Vocabulary that the gateway decodes with. The engine refuses the stream when its own differs. Empty: the
+    gateway decodes with several, and compares the one in the welcome.
+    """
     def __init__(
         self,
         *,
@@ -141,12 +143,15 @@ class Submit(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Handle chosen by the gateway, unique on this stream; the context's request_id is what people see."""
     adapter: _builtins.str
     """LoRA adapter; empty for the base model."""
     choice_index: _builtins.int
     """Index of the choice, for a request of which one choice alone is resubmitted; part of the random seed."""
+    entry_id: _builtins.str
+    """Row of the gateway's ledger; comes back in UnclaimedTokens if the gateway goes. Empty where no books are kept."""
     @_builtins.property
     def context(self) -> _context_pb2.SignedContext: ...
     @_builtins.property
@@ -172,10 +177,11 @@ class Submit(_message.Message):
         grammar: _grammar_pb2.GrammarArtifact | None = ...,
         adapter: _builtins.str = ...,
         choice_index: _builtins.int = ...,
+        entry_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "context", b"context", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "adapter", b"adapter", "choice_index", b"choice_index", "context", b"context", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "adapter", b"adapter", "choice_index", b"choice_index", "context", b"context", "entry_id", b"entry_id", "grammar", b"grammar", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -233,6 +239,34 @@ class AttachResponse(_message.Message):
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
+class Adapters(_message.Message):
+    """Adapters are those that an engine serves, by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVED_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def served(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def loaded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that are in memory: a request for another one waits until it is loaded."""
+
+    def __init__(
+        self,
+        *,
+        served: _abc.Iterable[_builtins.str] | None = ...,
+        loaded: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "served", b"served"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
+
+@_typing.final
 class Welcome(_message.Message):
     """Welcome answers Hello."""
 
@@ -272,6 +306,8 @@ class EngineInfo(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    UNSUPPORTED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique name of this engine process."""
     model: _builtins.str
@@ -288,11 +324,17 @@ class EngineInfo(_message.Message):
     device: _builtins.str
     pool: _builtins.str
     """Label for routing, given by the operator: requests may be kept to the engines of one pool."""
+    revision: _builtins.str
+    """Version of the model; empty where none is told apart."""
     @_builtins.property
     def memory(self) -> Global___MemoryPlan: ...
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """LoRA adapters that are served beside the base model, by the names that Submit.adapter takes."""
+
+    @_builtins.property
+    def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sampling options that this engine refuses, by name ("beam_width"): its make lacks them."""
 
     def __init__(
         self,
@@ -311,10 +353,12 @@ class EngineInfo(_message.Message):
         memory: Global___MemoryPlan | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         pool: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        unsupported: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine_id", b"engine_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "revision", b"revision", "unsupported", b"unsupported", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -332,12 +376,15 @@ class MemoryPlan(_message.Message):
     WORKSPACE_BYTES_FIELD_NUMBER: _builtins.int
     HEADROOM_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
     weights_bytes: _builtins.int
     kv_cache_bytes: _builtins.int
     workspace_bytes: _builtins.int
     headroom_bytes: _builtins.int
     kv_bytes_per_token: _builtins.int
+    adapter_bytes: _builtins.int
+    """Slots for adapters."""
     def __init__(
         self,
         *,
@@ -347,10 +394,11 @@ class MemoryPlan(_message.Message):
         workspace_bytes: _builtins.int = ...,
         headroom_bytes: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
+        adapter_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headroom_bytes", b"headroom_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_cache_bytes", b"kv_cache_bytes", "total_bytes", b"total_bytes", "weights_bytes", b"weights_bytes", "workspace_bytes", b"workspace_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "headroom_bytes", b"headroom_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_cache_bytes", b"kv_cache_bytes", "total_bytes", b"total_bytes", "weights_bytes", b"weights_bytes", "workspace_bytes", b"workspace_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,6 +416,8 @@ class StepOutputs(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    UNCLAIMED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutput]: ...
@@ -375,6 +425,14 @@ class StepOutputs(_message.Message):
     def load(self) -> Global___EngineLoad: ...
     @_builtins.property
     def kv_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """Whenever they have changed, and once after the welcome."""
+
+    @_builtins.property
+    def unclaimed(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnclaimedTokens]:
+        """Of gateways that are gone, and to all others: what was computed for them lately, once more for one that attaches."""
+
     def __init__(
         self,
         *,
@@ -382,14 +440,45 @@ class StepOutputs(_message.Message):
         outputs: _abc.Iterable[Global___RequestOutput] | None = ...,
         load: Global___EngineLoad | None = ...,
         kv_events: _abc.Iterable[Global___KvEvent] | None = ...,
+        adapters: Global___Adapters | None = ...,
+        unclaimed: _abc.Iterable[Global___UnclaimedTokens] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapters", b"_adapters", "adapters", b"adapters", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapters", b"_adapters", "adapters", b"adapters", "kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "step_id", b"step_id", "unclaimed", b"unclaimed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapters: _TypeAlias = _typing.Literal["adapters"]  # noqa: Y015
+    _WhichOneofArgType__adapters: _TypeAlias = _typing.Literal["_adapters", b"_adapters"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapters) -> _WhichOneofReturnType__adapters | None: ...
+
+Global___StepOutputs: _TypeAlias = StepOutputs  # noqa: Y015
+
+@_typing.final
+class UnclaimedTokens(_message.Message):
+    """UnclaimedTokens is how much of a request was generated in all, for a gateway that is gone. How much of it that has
+    told, its ledger says.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    entry_id: _builtins.str
+    num_tokens: _builtins.int
+    """With those of earlier engines, which came as Submit.output_token_ids."""
+    def __init__(
+        self,
+        *,
+        entry_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StepOutputs: _TypeAlias = StepOutputs  # noqa: Y015
+Global___UnclaimedTokens: _TypeAlias = UnclaimedTokens  # noqa: Y015
 
 @_typing.final
 class RequestOutput(_message.Message):
@@ -439,7 +528,7 @@ class RequestOutput(_message.Message):
 
     @_builtins.property
     def statistics(self) -> Global___ChoiceStatistics:
-        """On the last output of a choice."""
+        """On the last output of a choice, and with an error."""
 
     def __init__(
         self,
@@ -545,6 +634,7 @@ class ChoiceStatistics(_message.Message):
     GRAMMAR_S_FIELD_NUMBER: _builtins.int
     DELAYED_BY_S_FIELD_NUMBER: _builtins.int
     CANDIDATE_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINE_TIME_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     num_preemptions: _builtins.int
     recomputed_tokens: _builtins.int
@@ -558,6 +648,10 @@ class ChoiceStatistics(_message.Message):
     def delayed_by_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Time lost to each named cause, in seconds (long_prefill, kv_pressure, preemption, ...)."""
 
+    @_builtins.property
+    def engine_time(self) -> Global___EngineTime:
+        """Spent on the request since the end of a choice was told before; with its failure as well."""
+
     def __init__(
         self,
         *,
@@ -570,14 +664,47 @@ class ChoiceStatistics(_message.Message):
         grammar_s: _builtins.float = ...,
         delayed_by_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         candidate_tokens: _builtins.int = ...,
+        engine_time: Global___EngineTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_time", b"engine_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "candidate_tokens", b"candidate_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "grammar_s", b"grammar_s", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "candidate_tokens", b"candidate_tokens", "decode_s", b"decode_s", "delayed_by_s", b"delayed_by_s", "drafted_tokens", b"drafted_tokens", "engine_time", b"engine_time", "grammar_s", b"grammar_s", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChoiceStatistics: _TypeAlias = ChoiceStatistics  # noqa: Y015
+
+@_typing.final
+class EngineTime(_message.Message):
+    """EngineTime is what an engine spent on a request, in seconds: of each step the part of its work. The sum
+    over all requests is the time that all steps took.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    SPECULATIVE_WASTE_S_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    prefill_s: _builtins.float
+    decode_s: _builtins.float
+    speculative_waste_s: _builtins.float
+    recompute_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        prefill_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        speculative_waste_s: _builtins.float = ...,
+        recompute_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "speculative_waste_s", b"speculative_waste_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTime: _TypeAlias = EngineTime  # noqa: Y015
 
 @_typing.final
 class EngineLoad(_message.Message):
@@ -791,6 +918,139 @@ class CheckInvariantsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckInvariantsResponse: _TypeAlias = CheckInvariantsResponse  # noqa: Y015
+
+@_typing.final
+class AddAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """Folder that the engine can read, as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterRequest: _TypeAlias = AddAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AddAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddAdapterResponse: _TypeAlias = AddAdapterResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAdapterResponse: _TypeAlias = RemoveAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    loaded: _builtins.bool
+    """Whether it is in memory now."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        loaded: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

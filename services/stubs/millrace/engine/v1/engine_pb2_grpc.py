@@ -49,6 +49,21 @@ class EngineServiceStub:
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.SerializeToString,
                 response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/millrace.engine.v1.EngineService/AddAdapter',
+                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/millrace.engine.v1.EngineService/RemoveAdapter',
+                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/millrace.engine.v1.EngineService/ListAdapters',
+                request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/millrace.engine.v1.EngineService/Drain',
                 request_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
@@ -81,6 +96,28 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
+        former end with it. The service is for the inside: whoever may call it may do so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """RemoveAdapter takes no further requests for an adapter; those that were accepted are served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters says which adapters are served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Drain refuses new submissions and returns when the last running request has ended.
         """
@@ -105,6 +142,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.CheckInvariants,
                     request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.FromString,
                     response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterRequest.FromString,
+                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -193,6 +245,87 @@ class EngineService:
             '/millrace.engine.v1.EngineService/CheckInvariants',
             millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsRequest.SerializeToString,
             millrace_dot_engine_dot_v1_dot_engine__pb2.CheckInvariantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.engine.v1.EngineService/AddAdapter',
+            millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterRequest.SerializeToString,
+            millrace_dot_engine_dot_v1_dot_engine__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.engine.v1.EngineService/RemoveAdapter',
+            millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterRequest.SerializeToString,
+            millrace_dot_engine_dot_v1_dot_engine__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.engine.v1.EngineService/ListAdapters',
+            millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
+            millrace_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,14 @@ class EngineServiceStub:
     """GetInfo says what is served, and how much fits."""
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]
+    """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
+    former end with it. The service is for the inside: whoever may call it may do so.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RemoveAdapterRequest, _engine_pb2.RemoveAdapterResponse]
+    """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
+    """ListAdapters says which adapters are served."""
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainResponse]
     """Drain refuses new submissions and returns when the last running request has ended."""
 
@@ -53,6 +61,14 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """GetInfo says what is served, and how much fits."""
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_engine_pb2.CheckInvariantsRequest, _engine_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
     """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.AddAdapterRequest, _engine_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
+    former end with it. The service is for the inside: whoever may call it may do so.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.RemoveAdapterRequest, _engine_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters says which adapters are served."""
     Drain: _aio.UnaryUnaryMultiCallable[_engine_pb2.DrainRequest, _engine_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain refuses new submissions and returns when the last running request has ended."""
 
@@ -82,6 +98,32 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.CheckInvariantsResponse, _abc.Awaitable[_engine_pb2.CheckInvariantsResponse]]:
         """CheckInvariants verifies the KV bookkeeping between two steps and counts the blocks."""
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _engine_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.AddAdapterResponse, _abc.Awaitable[_engine_pb2.AddAdapterResponse]]:
+        """AddAdapter makes an adapter known under a name, or puts another one in its place. Requests that run with the
+        former end with it. The service is for the inside: whoever may call it may do so.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _engine_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.RemoveAdapterResponse, _abc.Awaitable[_engine_pb2.RemoveAdapterResponse]]:
+        """RemoveAdapter takes no further requests for an adapter; those that were accepted are served."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _engine_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
+        """ListAdapters says which adapters are served."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -54,13 +54,20 @@ class ChatRequest(_message.Message):
     INCLUDE_TIMING_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
+    REFUSE_FALLBACK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     service_tier: _builtins.str
     """SLA tier asked for: a tier's name or "auto". Refused if the key may not use it."""
     include_timing: _builtins.bool
     """Report the parts of the time to the first token in usage."""
     prompt_cache_key: _builtins.str
-    """Requests of a tenant with the same key are led to one engine, where their common prefix is cached."""
+    """Requests of a tenant with the same key are led to one engine, where their common prefix is cached, and to
+    one model of an alias that stands for several.
+    """
+    refuse_fallback: _builtins.bool
+    """Refuse under load rather than have a cheaper model answer, where the tier names one. The answer's `model`
+    tells which one it was.
+    """
     @_builtins.property
     def conversation(self) -> _chat_pb2.Conversation: ...
     @_builtins.property
@@ -82,10 +89,11 @@ class ChatRequest(_message.Message):
         include_timing: _builtins.bool = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         prompt_cache_key: _builtins.str = ...,
+        refuse_fallback: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "response_format", b"response_format", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +293,7 @@ class GenerateRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
+    REFUSE_FALLBACK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     service_tier: _builtins.str
@@ -292,6 +301,7 @@ class GenerateRequest(_message.Message):
     echo: _builtins.bool
     """Return the prompt before the completion."""
     prompt_cache_key: _builtins.str
+    refuse_fallback: _builtins.bool
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -313,10 +323,11 @@ class GenerateRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         echo: _builtins.bool = ...,
         prompt_cache_key: _builtins.str = ...,
+        refuse_fallback: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "include_timing", b"include_timing", "metadata", b"metadata", "model", b"model", "prompt", b"prompt", "prompt_cache_key", b"prompt_cache_key", "refuse_fallback", b"refuse_fallback", "response_format", b"response_format", "sampling", b"sampling", "service_tier", b"service_tier", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
