@@ -1,25 +1,23 @@
 """Compiles every Triton kernel for real GPUs on a machine that has none, and says what the code uses.
 
-`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME ...] [--triton FOLDER ...]` prints
+`python -m engine.kernels.compile_ahead [--arch 80 90] [--only NAME ...] [--beside FILE]` prints
 registers per thread, spilled bytes, shared memory and Hopper's own instructions of each variant, and exits
 with 1 when one does not compile, spills more than is stated here, asks for more shared memory than a block
 can have, or has its matrix products serialized. The variants lie beside the kernels: calls of the launching
 functions in the shapes of real models, on torch's "meta" device. What is compiled is what such a call
-launches. A folder holds another release of Triton, as `pip install --no-deps --target` leaves it; each has
-columns beside the installed one's (`make test-gpu-versions` brings them).
+launches. What another environment wrote, with another release of Triton, has columns beside these
+(`make test-gpu-versions` makes one).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,16 +25,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import variants as activation
+from engine.kernels.adapters import variants as adapters
 from engine.kernels.attention import variants as attention
 from engine.kernels.experts import variants as experts
 from engine.kernels.linear import variants as linear
@@ -110,9 +109,27 @@ class AbsentGpu:
         return GPUTarget("cuda", self.arch, 32)
 
 
+class Assembling:
+    """Stands for `subprocess` in Triton's compiler: keeps what its assembler says, by the PTX of a kernel.
+    Releases give the assembler different options, so that it makes different code of the same PTX.
+    """
+
+    said: ClassVar[dict[str, str]] = {}
+
+    def run(self, command: Sequence[str], *, check: bool, stderr: Any, **options: Any) -> object:
+        """Assembles."""
+        done = subprocess.run(command, check=check, stderr=stderr, **options)
+        source = next(part for part in command if part.endswith(".ptx"))
+        self.said[Path(source).read_text()] = Path(stderr.name).read_text()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
 def variants(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Names, and what launches kernels in the shapes of real models, as on an architecture."""
-    others = (activation, experts, linear, norm, paged_cache, rope, sampling)
+    others = (activation, adapters, experts, linear, norm, paged_cache, rope, sampling)
     return chain(attention.variants(f"sm_{arch}"), *(operation.variants() for operation in others))
 
 
@@ -144,6 +161,7 @@ def compile_all(archs: Sequence[int], only: Sequence[str] = ("",)) -> list[Usage
     types.
     """
     usages: dict[tuple[str, int], Usage] = {}
+    nvidia.subprocess = Assembling()
     for arch in archs:
         driver.set_active(AbsentGpu(arch))
         wanted: list[tuple[str, Callable[[], Any]]] = []
@@ -185,7 +203,10 @@ def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
             usage, failed=" <- ".join(f"{type(each).__name__}: {each}" for each in reasons)
         )
     ptx = str(compiled.asm["ptx"])
-    said = _assembled(ptx, arch)
+    if ptx not in Assembling.said:
+        # Compiled before, by a process of which nobody knows what it was told.
+        nvidia.CUDABackend(GPUTarget("cuda", arch, 32)).make_cubin(ptx, {}, compiled.metadata, arch)
+    said = Assembling.said[ptx]
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
     spilled = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
     return dataclasses.replace(
@@ -198,30 +219,10 @@ def _usage(arch: int, wanted: tuple[str, Callable[[], Any]]) -> Usage:
     )
 
 
-@functools.cache
-def _assembled(ptx: str, arch: int) -> str:
-    """What the assembler says of a kernel."""
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None, "PTX names its target"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        assembler = str(get_ptxas(arch).path)
-        command = [assembler, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel.cubin"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
-def compiled_elsewhere(folder: Path, archs: Sequence[int], only: Sequence[str]) -> list[Usage]:
-    """The same by the Triton that lies in `folder`, in a process of its own."""
-    command = [sys.executable, "-m", "engine.kernels.compile_ahead", "--json", "--only", *only]
-    command += ["--arch", *(str(arch) for arch in archs)]
-    paths = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=False
-    )
-    return [
-        Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in json.loads(done.stdout)
-    ]
+def read(path: Path) -> list[Usage]:
+    """What `--write` left."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [Usage(**(each | {"instructions": tuple(each["instructions"])})) for each in found]
 
 
 def as_json(usages: Sequence[Usage]) -> str:
@@ -250,15 +251,13 @@ def main() -> int:
         "--arch", type=int, nargs="+", choices=sorted(SHARED_LIMIT), default=sorted(SHARED_LIMIT)
     )
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose name contains one of these")
-    parser.add_argument(
-        "--triton", type=Path, nargs="+", default=[], help="folders that hold other releases of Triton"
-    )
+    parser.add_argument("--beside", type=Path, help="what --write wrote with another release of Triton")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--write", type=Path, help="a file for the figures as JSON, beside the table")
     arguments = parser.parse_args()
     usages = compile_all(arguments.arch, arguments.only)
-    for folder in arguments.triton:
-        usages += compiled_elsewhere(folder, arguments.arch, arguments.only)
+    if arguments.beside is not None:
+        usages += read(arguments.beside)
     if arguments.write is not None:
         arguments.write.write_text(as_json(usages) + "\n", encoding="utf-8")
     if arguments.json:

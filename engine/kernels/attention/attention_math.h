@@ -104,7 +104,7 @@ class Ahead {
   void call(int64_t rows) {
     for (; rows > 0 && row_ != end_; --rows, ++row_) {
       const char* row = *row_;
-      for (int64_t at = 0; at < num_bytes_; at += 64) _mm_prefetch(row + at, _MM_HINT_T1);
+      for (int64_t at = 0; at < num_bytes_; at += 64) __builtin_prefetch(row + at, 0, kSecondCache);
     }
   }
 
@@ -118,7 +118,7 @@ class Ahead {
 
 #if defined(__AVX512F__)
 
-// 16 rows of up to 16 words each to columns; absent words are zero.
+// kLanes rows of up to as many words each to columns; absent words are zero.
 template <typename Rows>
 inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[16]) {
   __m512 r[16], t[16];
@@ -155,18 +155,22 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
 
 #else
 
+// Word by word of a row where it has fewer than a vector.
+template <typename Rows>
+inline void load_words(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[kLanes]) {
+  constexpr int64_t kBytes = 4 * kLanes;
+  for (int i = 0; i < kLanes; ++i) {
+    alignas(32) char part[kBytes] = {};
+    if (num_bytes < kBytes) std::memcpy(part, rows[i] + offset, num_bytes);
+    out[i] = load(reinterpret_cast<const float*>(num_bytes < kBytes ? part : rows[i] + offset));
+  }
+}
+
+#if defined(__AVX2__)
 template <typename Rows>
 inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) {
-    if (num_bytes >= 32) {
-      r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
-    } else {
-      alignas(32) char part[32] = {};
-      std::memcpy(part, rows[i] + offset, num_bytes);
-      r[i] = _mm256_load_ps(reinterpret_cast<const float*>(part));
-    }
-  }
+  load_words(rows, offset, num_bytes, r);
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -182,7 +186,28 @@ inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec o
     out[4 + j] = _mm256_permute2f128_ps(r[j], r[4 + j], 0x31);
   }
 }
+#else
+// Four rows by four words.
+inline void transpose_four(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d, float32x4_t out[4]) {
+  const float32x4x2_t ab = vtrnq_f32(a, b), cd = vtrnq_f32(c, d);
+  for (int i = 0; i < 2; ++i) {
+    out[i] = vcombine_f32(vget_low_f32(ab.val[i]), vget_low_f32(cd.val[i]));
+    out[2 + i] = vcombine_f32(vget_high_f32(ab.val[i]), vget_high_f32(cd.val[i]));
+  }
+}
 
+template <typename Rows>
+inline void transpose(const Rows& rows, int64_t offset, int64_t num_bytes, Vec out[8]) {
+  Vec r[8];
+  load_words(rows, offset, num_bytes, r);
+  float32x4_t top[8], bottom[8];
+  transpose_four(r[0].low, r[1].low, r[2].low, r[3].low, top);
+  transpose_four(r[0].high, r[1].high, r[2].high, r[3].high, top + 4);
+  transpose_four(r[4].low, r[5].low, r[6].low, r[7].low, bottom);
+  transpose_four(r[4].high, r[5].high, r[6].high, r[7].high, bottom + 4);
+  for (int i = 0; i < 8; ++i) out[i] = {top[i], bottom[i]};
+}
+#endif
 
 #endif
 

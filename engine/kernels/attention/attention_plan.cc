@@ -11,9 +11,12 @@ namespace {
 bool pairs_pay() {
 #if defined(__AVX512FP16__)
   return true;
-#endif
+#elif defined(__AVX512BF16__)
   __builtin_cpu_init();
   return !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "native/processor.h"
 #include "native/simd.h"
 
 namespace millrace {
@@ -23,11 +24,6 @@ constexpr int64_t kLeadBytes = 32 << 10;
 inline int64_t lead_of(int64_t row_bytes) {
   return std::min<int64_t>(32, std::max<int64_t>(8, kLeadBytes / (kChunk * row_bytes)));
 }
-
-// Ask for a line in the first or the second cache. As assembly, since GCC 12 takes a function that does nothing else for
-// one without effects, and leaves its calls out.
-[[gnu::always_inline]] inline void call_near(const char* line) { asm volatile("prefetcht0 %0" : : "m"(*line)); }
-[[gnu::always_inline]] inline void call_far(const char* line) { asm volatile("prefetcht1 %0" : : "m"(*line)); }
 
 // Positions [begin, end) of a part, of neighbouring heads.
 struct Span {

@@ -21,7 +21,7 @@ extern "C" void embedding(const EmbeddingArgs& args, int thread, int num_threads
   const Range rows = share(args.step->num_tokens, thread, num_threads);
   switch (args.type) {
     case 1: return look_up<uint16_t>(args, rows, [](uint16_t bits) { return from_bfloat16(bits); });
-    case 2: return look_up<uint16_t>(args, rows, [](uint16_t bits) { return _cvtsh_ss(bits); });
+    case 2: return look_up<uint16_t>(args, rows, [](uint16_t bits) { return from_float16(bits); });
     default: return look_up<float>(args, rows, [](float value) { return value; });
   }
 }

@@ -34,7 +34,7 @@ inline bool has_row_scales(const PackedWeight& weight) {
 // maps all of them to the same few places of the nearest cache.
 inline bool converts(const PackedWeight& weight, int64_t num_rows) {
   if (num_rows > 1 || weight.format == kInt8Dynamic || is_wide(weight)) return true;
-#if defined(__AVX512BF16__) || defined(__AVX512FP16__)
+#if defined(__AVX512BF16__) || defined(__AVX512FP16__) || defined(__ARM_FEATURE_BF16)
   return weight.format != kFloat32;
 #else
   return weight.inputs != weight.padded_inputs;
@@ -74,6 +74,12 @@ inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
                         (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + i)));
   }
+}
+#elif defined(__ARM_FEATURE_BF16)
+inline void convert_row(const float* from, uint16_t* to, int64_t inputs, int64_t padded, float*) {
+  const Mask all = first(kLanes);
+  for (int64_t i = 0; i < inputs; i += kLanes)
+    store_bf16(to + i, padded - i >= kLanes ? all : first(padded - i), load(from + i, first(inputs - i)));
 }
 #else
 inline void convert_row(const float* from, float* to, int64_t inputs, int64_t padded, float*) {

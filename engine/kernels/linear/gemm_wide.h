@@ -42,8 +42,8 @@ struct BlockScales {
 inline void fetch_scales(const BlockScales& by, int64_t width) {
   constexpr int64_t kBlocksAhead = 8;
   for (int64_t v = 0; v < width; v += 16) {
-    _mm_prefetch(reinterpret_cast<const char*>(by.scales + kBlocksAhead * width + v), _MM_HINT_T0);
-    if (by.minimums) _mm_prefetch(reinterpret_cast<const char*>(by.minimums + kBlocksAhead * width + v), _MM_HINT_T0);
+    __builtin_prefetch(by.scales + kBlocksAhead * width + v, 0, kFirstCache);
+    if (by.minimums) __builtin_prefetch(by.minimums + kBlocksAhead * width + v, 0, kFirstCache);
   }
 }
 
@@ -64,7 +64,7 @@ struct WideRows {
 
 // Exact sums with stored weights to those with the weights themselves, in place: less `middle` times the row's sum.
 inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t width) {
-  const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle);
+  const uint32_t less = static_cast<uint32_t>(row_sum) * static_cast<uint32_t>(middle - ByteKind::kFlip);
   float* floats = reinterpret_cast<float*>(totals);
   for (int64_t column = 0; column < width; column += kLanes)
     store(floats + column, to_floats(ByteKind::resume(totals + column), static_cast<int32_t>(less)));
@@ -87,7 +87,7 @@ inline void settle_row(int32_t* totals, int32_t row_sum, int32_t middle, int64_t
   }
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(MILLRACE_BYTE_DOTS)
 // A row is all upper halves, then all lower ones.
 inline void store_wide(WideRow* row, int64_t padded, const int32_t* levels, int64_t count) {
   for (int64_t i = 0; i < count; ++i) row[i] = static_cast<int8_t>((levels[i] + 128) >> 8);
@@ -98,36 +98,37 @@ inline void store_wide(WideRow* row, int64_t padded, const int32_t* levels, int6
 // MR rows and NV vectors of columns, `groups` fours of inputs: adds the block's scaled products to totals. `line` is
 // the bytes from one four of inputs to the next, or with kLevels to the one after the next: two share their bytes.
 // In each step kLines lines from `next` on are asked for, further by `ahead` bytes.
-template <int MR, int NV, int kLines, _mm_hint kHint, bool kLevels>
+template <int MR, int NV, int kLines, int kCache, bool kLevels>
 inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, int64_t groups,
                       const BlockScales& by, float* totals, bool first, const char* next, int64_t ahead) {
-  constexpr int kFours = kLevels ? 2 : 1;
-  __m512i high[MR][NV], low[MR][NV];
+  constexpr int kFours = kLevels ? 2 : 1, kFlip = kLevels ? 0 : ByteKind::kFlip;
+  Ints high[MR][NV], low[MR][NV];
   UNROLLED for (int m = 0; m < MR; ++m) {
-    const uint32_t less = static_cast<uint32_t>(rows.sums[m * rows.per_row]) * static_cast<uint32_t>(by.middle);
+    const uint32_t less = static_cast<uint32_t>(rows.sums[m * rows.per_row]) * static_cast<uint32_t>(by.middle - kFlip);
     UNROLLED for (int v = 0; v < NV; ++v) {
       high[m][v] = ByteKind::none();
-      low[m][v] = _mm512_set1_epi32(static_cast<int32_t>(0u - less));
+      low[m][v] = set1_int(static_cast<int32_t>(0u - less));
     }
   }
   const WideRow* row = rows.data;
   for (int64_t g = 0; g < groups; g += kFours) {
-    __m512i columns[kFours][NV];
-    UNROLLED for (int v = 0; v < kLines; ++v) _mm_prefetch(next + 64 * v, kHint);
+    ByteKind::Bytes columns[kFours][NV];
+    UNROLLED for (int v = 0; v < kLines; ++v) __builtin_prefetch(next + 64 * v, 0, kCache);
     next += ahead;
     UNROLLED for (int v = 0; v < NV; ++v) {
-      columns[0][v] = ByteKind::column(panel + 64 * v);
+      const uint8_t* from = panel + 4 * kLanes * v;
       if constexpr (kLevels) {
-        const __m512i mask = _mm512_set1_epi8(15);
-        columns[1][v] = _mm512_and_si512(_mm512_srli_epi16(columns[0][v], 4), mask);
-        columns[0][v] = _mm512_and_si512(columns[0][v], mask);
+        columns[0][v] = ByteKind::lower_levels(from);
+        columns[1][v] = ByteKind::upper_levels(from);
+      } else {
+        columns[0][v] = ByteKind::column(from);
       }
     }
     UNROLLED for (int four = 0; four < kFours; ++four, row += 4) {
       UNROLLED for (int m = 0; m < MR; ++m) {
-        const __m512i high_row = ByteKind::spread_row(row + m * rows.stride);
+        const auto high_row = ByteKind::spread_row(row + m * rows.stride);
         UNROLLED for (int v = 0; v < NV; ++v) high[m][v] = ByteKind::step(high[m][v], high_row, columns[four][v]);
-        const __m512i low_row = ByteKind::spread_row(row + rows.low + m * rows.stride);
+        const auto low_row = ByteKind::spread_row(row + rows.low + m * rows.stride);
         UNROLLED for (int v = 0; v < NV; ++v) low[m][v] = ByteKind::step(low[m][v], low_row, columns[four][v]);
       }
     }
@@ -137,10 +138,10 @@ inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, 
     const float scale = rows.scales[m * rows.per_row];
     const Vec row_scale = set1(scale);
     UNROLLED for (int v = 0; v < NV; ++v) {
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][v], 8), low[m][v]);
+      const Ints sum = add(byte_up(high[m][v]), low[m][v]);
       const Vec factor = by.scales ? mul(row_scale, load(by.scales + v * kLanes)) : row_scale;
       float* total = totals + m * kPanel + v * kLanes;
-      Vec value = fma(_mm512_cvtepi32_ps(sum), factor, first ? zero() : load(total));
+      Vec value = fma(to_floats(sum), factor, first ? zero() : load(total));
       if (by.minimums) {
         const Vec scaled_sum = set1(scale * static_cast<float>(rows.sums[m * rows.per_row]));
         value = fma(scaled_sum, load(by.minimums + v * kLanes), value);
@@ -151,11 +152,11 @@ inline void wide_tile(const WideRows& rows, const uint8_t* panel, int64_t line, 
 }
 
 // MR rows against a whole panel, in passes over some of its columns each. From `next` on, `bytes` are asked for.
-template <int MR, _mm_hint kHint, bool kLevels>
+template <int MR, int kCache, bool kLevels>
 inline void wide_tile_rows(const WideRows& rows, const uint8_t* panel, int64_t width, int64_t groups,
                            const BlockScales& by, float* totals, bool first, const char* next, int64_t bytes) {
   // Both halves of a row have sums of their own.
-  constexpr int kMost = MR <= 3 ? 4 : 2;
+  constexpr int kMost = kLanes == 16 ? (MR <= 3 ? 4 : 2) : MR == 1 ? 4 : MR <= 3 ? 2 : 1;
   const int64_t line = width * 4, steps = groups / (kLevels ? 2 : 1);
   const int64_t ahead = bytes * std::min<int64_t>(kMost * kLanes, width) / (width * steps);
   const auto part = [&](int64_t column) {
@@ -164,7 +165,7 @@ inline void wide_tile_rows(const WideRows& rows, const uint8_t* panel, int64_t w
   };
   int64_t column = 0;
   const auto pass = [&](auto vectors, auto lines) {
-    wide_tile<MR, decltype(vectors)::value, decltype(lines)::value, kHint, kLevels>(
+    wide_tile<MR, decltype(vectors)::value, decltype(lines)::value, kCache, kLevels>(
         rows, panel + column * 4, line, groups, part(column), totals + column, first, next, ahead);
   };
   constexpr std::integral_constant<int, 1> one;
@@ -187,7 +188,7 @@ inline void few_levels(const WideRows& rows, int64_t num_rows, const uint8_t* pa
                        const BlockScales& by, float* totals, bool first, int32_t*, const char* next, int64_t bytes) {
   for_tiles(num_rows, [&](int64_t, auto height) {
     constexpr int MR = decltype(height)::value;
-    wide_tile_rows<MR, _MM_HINT_T0, true>(rows, panel, width, groups, by, totals, first, next, bytes);
+    wide_tile_rows<MR, kFirstCache, true>(rows, panel, width, groups, by, totals, first, next, bytes);
   });
 }
 #else
@@ -233,23 +234,23 @@ inline void multiply_wide(const WideRows& rows, int64_t num_rows, const uint8_t*
       const WideRows some = rows.from(row);
       multiply_by_tiles<ByteKind>(some.data, some.stride, height, panel, width, groups, sums, true, fetch);
       for (int64_t i = 0; i < height * kPanel; i += kLanes)
-        ByteKind::save(sums + i, _mm512_slli_epi32(ByteKind::resume(sums + i), 8));
+        ByteKind::save(sums + i, byte_up(ByteKind::resume(sums + i)));
       multiply_by_tiles<ByteKind>(some.data + some.low, some.stride, height, panel, width, groups, sums, false, fetch);
       add_scaled(some, height, sums, by, width, totals + row * kPanel, first);
     }
     return;
   }
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(MILLRACE_BYTE_DOTS)
   const int64_t share = bytes / num_tiles(num_rows);
   for_tiles(num_rows, [&](int64_t row, auto height) {
     constexpr int MR = decltype(height)::value;
     const WideRows some = rows.from(row);
     float* to = totals + row * kPanel;
     if (share == bytes)
-      wide_tile_rows<MR, _MM_HINT_T0, false>(some, panel, width, groups, by, to, first, next, share);
+      wide_tile_rows<MR, kFirstCache, false>(some, panel, width, groups, by, to, first, next, share);
     else
-      wide_tile_rows<MR, _MM_HINT_T1, false>(some, panel, width, groups, by, to, first, next, share);
+      wide_tile_rows<MR, kSecondCache, false>(some, panel, width, groups, by, to, first, next, share);
     next += share;
   });
 #else

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.kernels.native.config import CACHE_VARIABLE, cache_folder, named_compiler
 
@@ -42,25 +45,52 @@ FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mprfchw", "-mtune=haswell")
 _AVX512 = (*_AVX2[:-1], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd", "-mavx512vnni")
 _WIDE = ("-mprefer-vector-width=512", "-mtune=icelake-server")
-# Level to its compiler flags, best last (but see `machine_levels`).
-LEVELS: dict[str, tuple[str, ...]] = {
-    "avx2": _AVX2,
-    "avx512": (*_AVX512, *_WIDE),
-    "avx512_fp16": (*_AVX512, "-mavx512fp16", "-mavx512vbmi2", *_WIDE),
-    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE),
-    "amx": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+_AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"})
+
+
+class Level(NamedTuple):
+    """An instruction-set level: the compiler's flags, and the features of a processor that it needs."""
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+# Of each architecture, best last (but see `machine_levels`). Features as /proc/cpuinfo names them.
+_LEVELS_OF: dict[str, dict[str, Level]] = {
+    "x86_64": {
+        "avx2": Level(_AVX2, frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})),
+        "avx512": Level((*_AVX512, *_WIDE), _AVX512_NEEDS),
+        "avx512_fp16": Level(
+            (*_AVX512, "-mavx512fp16", "-mavx512vbmi2", *_WIDE),
+            _AVX512_NEEDS | {"avx512_fp16", "avx512_vbmi2"},
+        ),
+        "avx512_bf16": Level(
+            (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE), _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi"}
+        ),
+        "amx": Level(
+            (*_AVX512, "-mavx512bf16", "-mavx512vbmi", *_WIDE, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+            _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+        ),
+    },
+    "aarch64": {
+        "neon": Level(("-march=armv8-a",), frozenset({"asimd"})),
+        "neon_dot": Level(("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),
+        "neon_bf16": Level(
+            ("-march=armv8.2-a+dotprod+i8mm+bf16",), frozenset({"asimd", "asimddp", "i8mm", "bf16"})
+        ),
+    },
 }
+LEVELS = _LEVELS_OF.get(platform.machine(), {})
 # AMX without its instructions, for tests on processors that lack them; never chosen.
 EMULATED = "emulated_tiles"
-EMULATED_FLAGS = (*LEVELS["avx512_bf16"], "-DMILLRACE_EMULATE_TILES")
-# Level to the flags of /proc/cpuinfo that it needs.
-_AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"})
-NEEDS: dict[str, frozenset[str]] = {
-    "avx2": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}),
-    "avx512": _AVX512_NEEDS,
-    "avx512_fp16": _AVX512_NEEDS | {"avx512_fp16", "avx512_vbmi2"},
-    "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi"},
-    "amx": _AVX512_NEEDS | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+EMULATED_FLAGS = (*_LEVELS_OF["x86_64"]["avx512_bf16"].flags, "-DMILLRACE_EMULATE_TILES")
+# Bits of the auxiliary vector for features of ARM (Linux' asm/hwcap.h): entry, bit.
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_ARM_BITS = {
+    "asimd": (_AT_HWCAP, 1),
+    "asimddp": (_AT_HWCAP, 20),
+    "i8mm": (_AT_HWCAP2, 13),
+    "bf16": (_AT_HWCAP2, 14),
 }
 
 _log = logging.getLogger(__name__)
@@ -76,17 +106,24 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    kinds = ("vendor_id", "cpu family", "model", "stepping", "microcode", "flags")
+    kinds = ("vendor_id", "cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU ")
     return "\n".join(line for line in lines[:40] if line.startswith(kinds))
+
+
+def _features() -> set[str]:
+    if platform.machine() == "aarch64" and sys.platform == "linux":
+        # Not from /proc/cpuinfo, which is another processor's under emulation.
+        entries = {entry: ctypes.CDLL(None).getauxval(entry) for entry in (_AT_HWCAP, _AT_HWCAP2)}
+        return {name for name, (entry, bit) in _ARM_BITS.items() if entries[entry] >> bit & 1}
+    line = next((line for line in processor().splitlines() if line.startswith("flags")), "")
+    return set(line.partition(":")[2].split())
 
 
 def machine_levels() -> list[str]:
     """Levels that this processor has, best last; none on other architectures and systems."""
-    described = processor()
-    line = next((line for line in described.splitlines() if line.startswith("flags")), "")
-    flags = set(line.partition(":")[2].split())
-    levels = [level for level, needs in NEEDS.items() if needs <= flags]
-    if "GenuineIntel" in described and "avx512_bf16" in levels:
+    features = _features()
+    levels = [name for name, level in LEVELS.items() if level.needs <= features]
+    if "GenuineIntel" in processor() and "avx512_bf16" in levels:
         # Intel's vdpbf16ps multiplies 32 pairs in two cycles; float32 does 64 in them, float16 128.
         levels.insert(levels.index("avx512"), levels.pop(levels.index("avx512_bf16")))
     return levels
@@ -137,7 +174,7 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _flags(level: str) -> tuple[str, ...]:
-    return EMULATED_FLAGS if level == EMULATED else LEVELS[level]
+    return EMULATED_FLAGS if level == EMULATED else LEVELS[level].flags
 
 
 def _cache_folder(name: str) -> Path:

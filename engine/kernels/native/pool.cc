@@ -1,6 +1,5 @@
 #include "native/pool.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -14,17 +13,17 @@
 #include <thread>
 #include <vector>
 
+#include "native/processor.h"
+
 namespace millrace {
 namespace {
 
-// A thread that waits for the others' parts spins so long before it sleeps, in cycles of the time-stamp counter.
-// Longer would take the core from whoever holds the slower thread up.
-constexpr uint64_t kSpinCycles = 100'000;
+// A thread that waits for the others' parts spins so long before it sleeps, in microseconds. Longer would take the
+// core from whoever holds the slower thread up.
+constexpr uint64_t kSpinUs = 40;
 // Without work a thread spins this long: waking takes about a tenth of a millisecond, and the host's part of a
 // short step fits in.
-constexpr uint64_t kIdleSpinCycles = 400'000;
-// Rounding to nearest, no trap, denormals kept: the same in every thread, whatever its creator had.
-constexpr unsigned kControl = 0x1F80;
+constexpr uint64_t kIdleSpinUs = 160;
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -72,14 +71,15 @@ class Pool {
 
   void run(const Op* ops, int64_t num_ops, int64_t* nanoseconds) {
     std::lock_guard<std::mutex> turn(turn_);
-    const unsigned control = _mm_getcsr();
-    _mm_setcsr(kControl);
+    // The same in every thread, whatever its creator had.
+    const uint64_t control = float_control();
+    set_float_control(kPlainFloats);
     running = this;
     for (int64_t begin = 0; begin < num_ops; begin += kMostOps)
       run_some(ops + begin, num_ops - begin < kMostOps ? num_ops - begin : kMostOps,
                nanoseconds ? nanoseconds + begin : nullptr);
     running = nullptr;
-    _mm_setcsr(control);
+    set_float_control(control);
   }
 
   // Lets sleepers spin for a while.
@@ -104,16 +104,16 @@ class Pool {
     for (;;) {
       const uint64_t ticket = take_parts();
       if (part_of(ticket) == kOver) return;
-      wait_beyond(ticket, kSpinCycles);
+      wait_beyond(ticket, kSpinUs);
     }
   }
 
   void work() {
-    _mm_setcsr(kControl);
+    set_float_control(kPlainFloats);
     running = this;
     for (;;) {
       const uint64_t ticket = take_parts();
-      wait_beyond(ticket, part_of(ticket) == kOver ? kIdleSpinCycles : kSpinCycles);
+      wait_beyond(ticket, part_of(ticket) == kOver ? kIdleSpinUs : kSpinUs);
     }
   }
 
@@ -149,6 +149,7 @@ class Pool {
 
   void publish(uint64_t ticket) {
     ticket_.store(ticket, std::memory_order_seq_cst);
+    store_before_load();
     ring();
   }
 
@@ -159,15 +160,16 @@ class Pool {
     syscall(SYS_futex, &bell_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  void wait_beyond(uint64_t ticket, uint64_t spin_cycles) {
-    const uint64_t start = __rdtsc();
+  void wait_beyond(uint64_t ticket, uint64_t spin_us) {
+    const uint64_t start = ticks(), most = ticks_of(spin_us);
     do {
       if (ticket_.load(std::memory_order_acquire) != ticket) return;
-      _mm_pause();
-    } while (__rdtsc() - start < spin_cycles);
+      relax();
+    } while (ticks() - start < most);
     // In this order: whoever publishes or wakes after the ticket was looked at finds `sleeps_`, and changes the bell.
     const uint32_t heard = bell_.load(std::memory_order_seq_cst);
     sleeps_.store(true, std::memory_order_seq_cst);
+    store_before_load();
     if (ticket_.load(std::memory_order_seq_cst) == ticket)
       syscall(SYS_futex, &bell_, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0);
   }

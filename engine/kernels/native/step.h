@@ -1,7 +1,7 @@
 // What changes from step to step. One Step lives as long as its program; ops hold a pointer to it.
 //
 // Shape letters: T tokens of all sequences on one axis (no padding), S sequences, C block columns, R rows
-// whose logits are wanted.
+// whose logits are wanted, A rows of adapters, B blocks of these.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,9 @@ struct Step {
   const int64_t* context_lens;  // [S] tokens of history, those of this step included
   const int64_t* block_tables;  // [S, C] block ids; entries past a sequence's end are 0
   const int64_t* logit_rows;    // [R] index on the token axis
+  int64_t num_adapter_blocks;   // B
+  const int64_t* adapter_rows;    // [A] index on the token axis, those of one adapter together
+  const int64_t* adapter_blocks;  // [B, 3] first place in adapter_rows, number of rows, slot of the adapter
 };
 
 }  // namespace millrace

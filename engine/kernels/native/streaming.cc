@@ -18,7 +18,7 @@ extern "C" void stream(const StreamArgs& args, int, int) {
     const int64_t end = std::min((piece + 1) * kPiece, args.bytes) / 64 * 64;
     for (int64_t at = piece * kPiece; at < end; at += 64) {
       const char* line = static_cast<const char*>(args.data) + at;
-      _mm_prefetch(line + kAhead, _MM_HINT_T0);
+      __builtin_prefetch(line + kAhead, 0, kFirstCache);
       for (int word = 0; word < 8; ++word) sums[word] += reinterpret_cast<const uint64_t*>(line)[word];
     }
   }

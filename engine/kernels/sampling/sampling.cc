@@ -155,7 +155,7 @@ void collect(const float* x, int64_t count, float edge, std::vector<float>& out)
     store(out.data() + number, _mm512_maskz_compress_ps(chosen, v));
     number += __builtin_popcount(chosen);
 #else
-    if (_mm256_movemask_ps(_mm256_castsi256_ps(at_least(load(x + i, m), bound).lanes)) == 0) continue;
+    if (is_empty(at_least(load(x + i, m), bound))) continue;
     for (int64_t j = i; j < std::min(count, i + kLanes); ++j) {
       if (x[j] >= edge) out[number++] = x[j];
     }
