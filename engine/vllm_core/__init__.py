@@ -1,0 +1,1 @@
+"""vLLM as the core of an engine; see DESIGN.md."""

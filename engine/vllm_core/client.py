@@ -1,0 +1,75 @@
+"""The front's view of a core under vLLM's interpreter: the same messages, and the door before them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.core import messages
+from engine.service.core_client import CoreClient
+from engine.types import TokenEvent
+from engine.vllm_core import launch
+from engine.vllm_core.door import Door
+from engine.vllm_core.options import REFUSED
+
+
+class VllmClient(CoreClient):
+    """See CoreClient. A request that is refused at the door ends here, and the core never hears of it."""
+
+    unsupported_options = REFUSED
+
+    def __init__(self, start: messages.Start, *, log_level: str = "info") -> None:
+        super().__init__(start, log_level=log_level)
+        self._config = start.config
+        copies = start.config.vllm.data_parallel_size
+        places = start.config.scheduler.max_num_seqs * copies
+        self._door = Door(msgspec.structs.replace(start.config.scheduler, max_num_seqs=places))
+        self._folder = tempfile.TemporaryDirectory(prefix="millrace-vllm-")
+        launch.place(Path(self._folder.name))
+        self._last: messages.StepDone | None = None
+
+    def command(self, fd: int) -> tuple[tuple[str, ...], dict[str, str] | None]:
+        """See CoreClient."""
+        return (
+            launch.command(self._config, fd, self.log_level),
+            launch.variables(self._config, Path(self._folder.name)),
+        )
+
+    def send(self, command: messages.Command) -> None:
+        """Queues a command; a submission passes the door first."""
+        if isinstance(command, messages.Submit):
+            failure = self._door.refusal(command.request, time.monotonic())
+            if failure is not None:
+                # The front opens the request after this call.
+                event = TokenEvent.of_failure(command.request, failure)
+                asyncio.get_running_loop().call_soon(self._answer, event)
+                return
+        super().send(command)
+
+    def _answer(self, event: TokenEvent) -> None:
+        if self._last is not None:
+            self.on_report(messages.StepDone(self._last.step_id, [event], (), self._last.load))
+
+    def heard(self, report: messages.Report) -> None:
+        """See CoreClient."""
+        if isinstance(report, messages.StepDone):
+            self._last = report
+            self._door.passes(report, time.monotonic())
+        elif isinstance(report, messages.Ready):
+            self._door.opens(report.memory)
+        super().heard(report)
+
+    async def stop(self) -> None:
+        """See CoreClient."""
+        await super().stop()
+        self._folder.cleanup()
+
+
+def client_of(make: str) -> Callable[..., CoreClient]:
+    """The core client of a make."""
+    return {"millrace": CoreClient, "vllm": VllmClient}[make]

@@ -1,0 +1,135 @@
+"""A request of the suite as what vLLM is asked: one call per choice, with ids in and out.
+
+Requests are plain data here (`engine.types.Request` as msgpack gives it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+# What a grammar of the suite is wrapped in on its way into vLLM's own processes.
+GRAMMAR_KEY = "millrace_grammar"
+
+# Options that are asked of vLLM in another way than by their names, or not at all.
+_OF_OURS = frozenset(
+    {
+        *("n", "best_of", "beam_width", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
+        *("logit_bias", "allowed_token_ids", "prompt_logprobs"),
+    }
+)
+
+
+@dataclass(slots=True)
+class Call:
+    """One choice as vLLM gets it."""
+
+    key: str
+    prompt_token_ids: list[int]
+    # Keyword arguments of vLLM's SamplingParams.
+    sampling: dict[str, Any]
+    cache_salt: str | None
+    adapter: str
+    # The smaller one is served first.
+    priority: int
+    # The smaller one is served first among equals; set by the fair turns.
+    turn: float = 0.0
+    # A serialized llguidance grammar and the tokens that it has seen, or none.
+    grammar: str = ""
+    # Where this choice's events go.
+    request_id: int = 0
+    choice_index: int = 0
+    num_known_output: int = 0
+    prompt_logprobs: int | None = None
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+def seed_of(seed: int, choice_index: int, position: int) -> int:
+    """The seed of vLLM's generator for a choice that begins at an output position.
+
+    vLLM draws from one generator per request, from its start: another choice, and the rest of an answer that
+    another engine began, must not repeat its draws.
+    """
+    packed = b"".join(each.to_bytes(8, "little") for each in (seed, choice_index, position))
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def calls_of(request: dict[str, Any], max_model_len: int, eos_token_ids: tuple[int, ...]) -> list[Call]:
+    """One call for each choice of a request."""
+    count = request["sampling"]["n"]
+    first = request["choice_index"]
+    calls = []
+    for index in range(first, first + count):
+        sampling = _sampling(request, index, max_model_len, eos_token_ids)
+        if index > first:
+            # The first choice tells of the prompt.
+            sampling.pop("prompt_logprobs", None)
+        calls.append(
+            Call(
+                key=f"{request['request_id']}.{index}",
+                prompt_token_ids=[*request["prompt_token_ids"], *request["output_token_ids"]],
+                sampling=sampling,
+                cache_salt=request["cache_salt"].hex() or None,
+                adapter=request["adapter"],
+                priority=-request["priority"],
+                grammar=_grammar(request),
+                request_id=request["request_id"],
+                choice_index=index,
+                num_known_output=len(request["output_token_ids"]),
+                prompt_logprobs=sampling.get("prompt_logprobs"),
+                stop_token_ids=frozenset(sampling["stop_token_ids"]),
+            )
+        )
+    return calls
+
+
+def _sampling(
+    request: dict[str, Any], choice_index: int, max_model_len: int, eos_token_ids: tuple[int, ...]
+) -> dict[str, Any]:
+    options, known = request["sampling"], request["output_token_ids"]
+    limit = request["max_context_tokens"] or max_model_len
+    room = min(limit, max_model_len) - len(request["prompt_token_ids"])
+    stops = list(options["stop_token_ids"])
+    if request["grammar"] is not None:
+        # A grammar ends a choice whatever ignore_eos says; vLLM tells its end by the stop token.
+        stops += [each for each in eos_token_ids if each not in stops]
+    # The others have vLLM's own names, and mean the same.
+    chosen = {name: value for name, value in options.items() if name not in _OF_OURS}
+    chosen |= {
+        "max_tokens": max(1, min(options["max_tokens"], room) - len(known)),
+        "min_tokens": max(0, min(options["min_tokens"], options["max_tokens"]) - len(known)),
+        "stop_token_ids": stops,
+        # The list above says it all.
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if options["temperature"]:
+        chosen["seed"] = seed_of(options["seed"], choice_index, len(known))
+    bias = _bias(options, known)
+    if bias:
+        chosen["logit_bias"] = bias
+    if options["allowed_token_ids"]:
+        chosen["allowed_token_ids"] = list(options["allowed_token_ids"])
+    if options["prompt_logprobs"] is not None:
+        chosen["prompt_logprobs"] = options["prompt_logprobs"]
+    return chosen
+
+
+def _bias(options: dict[str, Any], known: list[int]) -> dict[int, float]:
+    """The client's bias, and what penalties owe to output that vLLM takes for a part of the prompt."""
+    bias = {int(token): float(value) for token, value in options["logit_bias"].items()}
+    presence, frequency = options["presence_penalty"], options["frequency_penalty"]
+    if known and (presence or frequency):
+        for token, count in Counter(known).items():
+            bias[token] = bias.get(token, 0.0) - presence - frequency * count
+    return bias
+
+
+def _grammar(request: dict[str, Any]) -> str:
+    grammar = request["grammar"]
+    if grammar is None:
+        return ""
+    return json.dumps({GRAMMAR_KEY: grammar["payload"].decode(), "replay": list(request["output_token_ids"])})

@@ -1,0 +1,289 @@
+"""vLLM's V1 engine behind the bridge: the only file that calls it. Tried with the versions in TRIED."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from .bridge import EngineDied, Refused
+from .calls import Call
+from .prefixes import Prefixes
+
+# Releases whose interfaces this file was written for and tested with.
+TRIED = ("0.32.",)
+_MAX_LOGPROBS = 20
+
+
+class CannotStart(Exception):
+    """The operator can mend it."""
+
+
+def check_version(config: dict[str, Any]) -> str:
+    """vLLM's version; raises CannotStart where it was not tried and the operator does not insist."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise CannotStart(f"engine.vllm.python: vLLM cannot be imported there ({error})") from error
+    version = str(vllm.__version__)
+    if not version.startswith(TRIED) and not config["vllm"]["any_version"]:
+        tried = ", ".join(f"{each}x" for each in TRIED)
+        raise CannotStart(
+            f"engine.vllm.python: it has vLLM {version}; versions that work: {tried}; install one with "
+            "`millrace engine install vllm`, or set engine.vllm.any_version = true"
+        )
+    return version
+
+
+def arguments(config: dict[str, Any], model: dict[str, Any], kv_endpoint: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    vllm, scheduler, cache = config["vllm"], config["scheduler"], config["cache"]
+    chosen: dict[str, Any] = {
+        "model": model["path"],
+        "dtype": config["dtype"],
+        "max_num_seqs": scheduler["max_num_seqs"],
+        "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": cache["prefix_caching"],
+        "gpu_memory_utilization": cache["memory_fraction"],
+        "structured_outputs_config": {"backend": "guidance"},
+        # The gateway has applied the checkpoint's own settings.
+        "generation_config": "vllm",
+        "max_logprobs": _MAX_LOGPROBS,
+        "disable_log_stats": False,
+        "enforce_eager": vllm["eager"],
+    }
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        chosen[name] = vllm[name]
+    if vllm["expert_parallel"]:
+        chosen["enable_expert_parallel"] = True
+    if vllm["launcher"]:
+        chosen["distributed_executor_backend"] = vllm["launcher"]
+    if config["max_model_len"]:
+        chosen["max_model_len"] = config["max_model_len"]
+    if cache["kv_cache_bytes"]:
+        chosen["kv_cache_memory_bytes"] = cache["kv_cache_bytes"]
+    if vllm["block_size"]:
+        chosen["block_size"] = vllm["block_size"]
+    chosen |= _adapter_arguments(config.get("adapters") or {})
+    if cache["prefix_caching"]:
+        chosen["kv_events_config"] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": kv_endpoint,
+        }
+    return {**chosen, **vllm["options"]}
+
+
+def _adapter_arguments(adapters: dict[str, Any]) -> dict[str, Any]:
+    slots = adapters.get("slots") or min(len(adapters.get("paths", {})), 8)
+    if not slots:
+        return {}
+    return {"enable_lora": True, "max_loras": slots, "max_lora_rank": adapters["max_rank"]}
+
+
+class VllmEngine:
+    """An engine core that runs. See bridge.Engine for what each method means."""
+
+    def __init__(self, core: Any, inputs: Any, settings: Any, model: dict[str, Any], adapters: Any) -> None:
+        self._core = core
+        self._inputs = inputs
+        self._settings = settings
+        self._model = model
+        self._adapters = adapters
+        self._tasks: Any = ()
+        self._prefixes = Prefixes(model["path"])
+        self._events: list[dict[str, Any]] = []
+        self._subscribers: list[asyncio.Task[None]] = []
+        self.facts = _facts(settings)
+        self.memory = _memory(settings, Path(model["path"]))
+
+    @classmethod
+    async def start(cls, settings: Any, model: dict[str, Any], adapters: dict[str, str]) -> VllmEngine:
+        """Starts the engine core and its workers; returns when they can compute."""
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.executor import Executor
+
+        renderer = renderer_from_config(settings)
+        core = EngineCoreClient.make_async_mp_client(
+            vllm_config=settings,
+            executor_class=Executor.get_class(settings),
+            log_stats=True,
+            renderer=renderer,
+        )
+        engine = cls(core, InputProcessor(settings, renderer), settings, model, adapters)
+        engine._tasks = await core.get_supported_tasks_async()
+        for source in core.get_kv_event_sources().values():
+            engine._subscribers.append(asyncio.ensure_future(engine._listen(source.endpoint)))
+        return engine
+
+    async def add(self, call: Call) -> None:
+        """See bridge.Engine."""
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+        grammar = StructuredOutputsParams(grammar=call.grammar) if call.grammar else None
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt_token_ids}
+        if call.cache_salt:
+            prompt["cache_salt"] = call.cache_salt
+        try:
+            request = self._inputs.process_inputs(
+                call.key,
+                prompt,
+                SamplingParams(**call.sampling, structured_outputs=grammar, skip_clone=True),
+                self._tasks,
+                arrival_time=call.turn,
+                lora_request=self._adapter(call.adapter),
+                priority=call.priority,
+            )
+        except (TypeError, ValueError) as error:
+            raise Refused(str(error)) from error
+        await self._core.add_request_async(request)
+
+    def add_adapter(self, name: str, folder: str) -> str:
+        """See bridge.Engine."""
+        if self._settings.lora_config is None:
+            return "vLLM was started without room for adapters; set engine.adapters.slots"
+        self._adapters[name] = folder
+        return ""
+
+    def _adapter(self, name: str) -> Any:
+        if not name:
+            return None
+        if name not in self._adapters:
+            raise Refused(f"there is no adapter {name!r}")
+        from vllm.lora.request import LoRARequest
+
+        # vLLM knows them by number; one is never forgotten, so that its number stays.
+        return LoRARequest(name, 1 + list(self._adapters).index(name), self._adapters[name])
+
+    async def abort(self, keys: list[str]) -> None:
+        """See bridge.Engine."""
+        if keys:
+            await self._core.abort_requests_async(keys)
+
+    async def outputs(self) -> Any:
+        """See bridge.Engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._core.get_output_async()
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core ended") from error
+
+    async def books(self) -> dict[str, Any]:
+        """See bridge.Engine. Data-parallel ranks are added up."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            ranks = await self._core.call_utility_all_async("millrace_books")
+        except EngineDeadError as error:
+            raise EngineDied(str(error) or "the engine core ended") from error
+        return {
+            "free": sum(each["free"] for each in ranks),
+            "total": sum(each["total"] for each in ranks),
+            "keys": [key for each in ranks for key in each["keys"]],
+        }
+
+    def kv_events(self) -> list[dict[str, Any]]:
+        """See bridge.Engine."""
+        events, self._events = self._events, []
+        return events
+
+    async def _listen(self, endpoint: str) -> None:
+        import msgspec
+        import zmq
+        import zmq.asyncio
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        socket.connect(endpoint.replace("*", "127.0.0.1"))
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        while True:
+            *_, payload = await socket.recv_multipart()
+            self._events += self._prefixes.take(decoder.decode(payload).events)
+
+    def logprobs(self, output: Any) -> list[list[Any]]:
+        """See bridge.Engine. Column 0 is the token itself."""
+        lists = output.new_logprobs
+        return [
+            [int(ids[0]), float(values[0]), ids[1:].tolist(), values[1:].tolist()]
+            for ids, values in zip(lists.logprob_token_ids, lists.logprobs, strict=True)
+        ]
+
+    def prompt_logprobs(self, output: Any, num_prompt: int) -> list[list[Any]]:
+        """See bridge.Engine."""
+        tensors = output.new_prompt_logprobs_tensors
+        if tensors is None:
+            return []
+        rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
+        return [[ids[0], values[0], ids[1:], values[1:]] for ids, values in rows][: num_prompt - 1]
+
+    def close(self) -> None:
+        """Ends the core and its workers."""
+        for each in self._subscribers:
+            each.cancel()
+        self._core.shutdown(timeout=1.0)
+
+
+def settings_of(chosen: dict[str, Any]) -> Any:
+    """vLLM's checked configuration; raises CannotStart with its words."""
+    from vllm.config import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    events = chosen.pop("kv_events_config", None)
+    try:
+        made = AsyncEngineArgs(**chosen, kv_events_config=KVEventsConfig(**events) if events else None)
+        return made.create_engine_config()
+    except (TypeError, ValueError, OSError) as error:
+        raise CannotStart(f"engine.vllm: {error}") from error
+
+
+def _facts(settings: Any) -> dict[str, Any]:
+    model = settings.model_config
+    return {
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.get_vocab_size(),
+        "eos_token_ids": _eos_ids(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention_backend": "vllm",
+        "device": str(settings.device_config.device_type),
+        "num_layers": model.get_total_num_hidden_layers(),
+    }
+
+
+def _eos_ids(model: Any) -> list[int]:
+    """As in engine.model.families.base: what the generation settings state goes before the configuration."""
+    path = Path(model.model) / "generation_config.json"
+    stated = json.loads(path.read_text()) if path.is_file() else {}
+    value = stated.get("eos_token_id", getattr(model.hf_text_config, "eos_token_id", None))
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _memory(settings: Any, checkpoint: Path) -> dict[str, Any]:
+    cache, model, parallel = settings.cache_config, settings.model_config, settings.parallel_config
+    ranks = parallel.data_parallel_size
+    num_blocks = cache.num_gpu_blocks - ranks
+    heads = model.get_total_num_kv_heads()
+    size = 1 if "fp8" in str(cache.cache_dtype) else _bytes_of(model.dtype)
+    per_token = 2 * model.get_total_num_hidden_layers() * heads * model.get_head_size() * size
+    weights = sum(each.stat().st_size for each in checkpoint.glob("*.safetensors")) * ranks
+    kv_bytes = num_blocks * cache.block_size * per_token
+    return {
+        "total_bytes": weights + kv_bytes,
+        "weights_bytes": weights,
+        "workspace_bytes": 0,
+        "headroom_bytes": 0,
+        "kv_cache_bytes": kv_bytes,
+        "kv_bytes_per_token": per_token,
+        "block_size": cache.block_size,
+        "num_blocks": num_blocks,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _bytes_of(dtype: Any) -> int:
+    return int(getattr(dtype, "itemsize", 2))

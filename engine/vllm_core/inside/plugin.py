@@ -1,0 +1,85 @@
+"""What vLLM loads into each of its processes (a general plugin): three things that its interface lacks.
+
+1. Its structured output takes the suite's serialized llguidance grammars as they are, and one that another
+   engine has begun goes on where it stopped.
+2. The engine core tells its own books.
+3. Processes end with their parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+from typing import Any
+
+from .calls import GRAMMAR_KEY
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM once in every process."""
+    die_with_parent()
+    _take_grammars()
+    _tell_books()
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the one that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def unwrapped(spec: Any) -> tuple[str, list[int]] | None:
+    """The grammar of the suite in a specification, and the tokens it has seen; None for any other."""
+    if not isinstance(spec, str) or not spec.startswith(f'{{"{GRAMMAR_KEY}"'):
+        return None
+    wrapped = json.loads(spec)
+    return wrapped[GRAMMAR_KEY], wrapped["replay"]
+
+
+def _take_grammars() -> None:
+    from vllm.v1.structured_output import backend_guidance as guidance
+
+    serialize, compile_grammar = guidance.serialize_guidance_grammar, guidance.GuidanceBackend.compile_grammar
+    if getattr(compile_grammar, "takes_grammars", False):
+        return
+
+    def serialized(request_type: Any, grammar_spec: Any, *rest: Any, **named: Any) -> str:
+        found = unwrapped(grammar_spec)
+        return found[0] if found else str(serialize(request_type, grammar_spec, *rest, **named))
+
+    def compiled(self: Any, request_type: Any, grammar_spec: Any, *rest: Any, **named: Any) -> Any:
+        grammar = compile_grammar(self, request_type, grammar_spec, *rest, **named)
+        found = unwrapped(grammar_spec)
+        if found and found[1] and not grammar.accept_tokens("replay", found[1]):
+            raise ValueError("the tokens of another engine do not follow the grammar")
+        return grammar
+
+    def validate(params: Any, tokenizer: Any = None) -> None:
+        # Those of the suite were compiled before they came here.
+        outputs = params.structured_outputs
+        if outputs is None or unwrapped(outputs.grammar) is None:
+            checked(params, tokenizer)
+
+    checked = guidance.validate_guidance_grammar
+    compiled.takes_grammars = True  # type: ignore[attr-defined]
+    guidance.serialize_guidance_grammar = serialized
+    guidance.validate_guidance_grammar = validate
+    guidance.GuidanceBackend.compile_grammar = compiled
+
+
+def _tell_books() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    def millrace_books(self: Any) -> dict[str, Any]:
+        scheduler = self.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "free": pool.get_num_free_blocks(),
+            # One of them is vLLM's own and never given out.
+            "total": pool.num_gpu_blocks - 1,
+            "keys": list(scheduler.requests),
+        }
+
+    EngineCore.millrace_books = millrace_books
